@@ -1,0 +1,1 @@
+"""Traces of agents, joined to exact tokens."""

@@ -1,0 +1,111 @@
+"""Who is at work: the current agent and attempt, kept in the OpenTelemetry Context.
+
+The OTel Context, not a ContextVar of our own, because threading instrumentation carries it into threads and executors
+(FRAMEWORKS: an own ContextVar was lost there). There is never a process-wide current attempt: one process runs many.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+
+from lightning_spans.agents import selects
+
+_AGENT = "lightning-agent"
+_ATTEMPT = "lightning-attempt"
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What an agent's process knows of the attempt it works on.
+
+    Attributes:
+        rollout_id: the rollout this is one try at.
+        attempt_id: this try.
+        endpoint: base URL of the training side, without ``/v1``; None when there is none.
+        key: the attempt's own key, which can sample and send spans and nothing else.
+        agents: names or globs of the agents whose calls go to the gateway; empty: none are rerouted.
+        model: the model name that rerouted calls ask for.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    endpoint: str | None = None
+    key: str | None = None
+    agents: tuple[str, ...] = ()
+    model: str = "policy"
+
+    def reroutes(self, agent: str | None) -> bool:
+        """Whether a call of this agent goes to the gateway. A call without a known agent never does."""
+        return self.endpoint is not None and selects(self.agents, agent)
+
+    def environment(self) -> dict[str, str]:
+        """Give the environment variables from which `from_environment` makes this attempt again."""
+        values = {
+            "LIGHTNING_ROLLOUT_ID": self.rollout_id,
+            "LIGHTNING_ATTEMPT_ID": self.attempt_id,
+            "LIGHTNING_ENDPOINT": self.endpoint or "",
+            "LIGHTNING_KEY": self.key or "",
+            "LIGHTNING_AGENTS": ",".join(self.agents),
+            "LIGHTNING_MODEL": self.model,
+        }
+        return {name: value for name, value in values.items() if value}
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> Attempt | None:
+    """Read the attempt that a runner set for this process; None when there is none."""
+    env = os.environ if environ is None else environ
+    if not (env.get("LIGHTNING_ROLLOUT_ID") and env.get("LIGHTNING_ATTEMPT_ID")):
+        return None
+    return Attempt(
+        rollout_id=env["LIGHTNING_ROLLOUT_ID"],
+        attempt_id=env["LIGHTNING_ATTEMPT_ID"],
+        endpoint=env.get("LIGHTNING_ENDPOINT") or None,
+        key=env.get("LIGHTNING_KEY") or None,
+        agents=tuple(name for name in env.get("LIGHTNING_AGENTS", "").split(",") if name),
+        model=env.get("LIGHTNING_MODEL", "policy"),
+    )
+
+
+def current_agent(context: Context | None = None) -> str | None:
+    """Name the agent at work in this context; None when nothing named one."""
+    name = otel_context.get_value(_AGENT, context)
+    return name if isinstance(name, str) else None
+
+
+def current_attempt(context: Context | None = None) -> Attempt | None:
+    """Give the attempt of this context, else the one that the environment names, else None."""
+    attempt = otel_context.get_value(_ATTEMPT, context)
+    return attempt if isinstance(attempt, Attempt) else from_environment()
+
+
+def with_agent(name: str | None, context: Context | None = None) -> Context:
+    """Give a context in which this agent is at work."""
+    return otel_context.set_value(_AGENT, name, context)
+
+
+def with_attempt(attempt: Attempt, context: Context | None = None) -> Context:
+    """Give a context that belongs to this attempt."""
+    return otel_context.set_value(_ATTEMPT, attempt, context)
+
+
+@contextmanager
+def entered(context: Context) -> Iterator[Context]:
+    """Make `context` the current one inside the block."""
+    token = otel_context.attach(context)
+    try:
+        yield context
+    finally:
+        otel_context.detach(token)
+
+
+@contextmanager
+def use_attempt(attempt: Attempt) -> Iterator[Attempt]:
+    """Run the block as part of this attempt: root spans begun inside belong to it."""
+    with entered(with_attempt(attempt)):
+        yield attempt

@@ -1,0 +1,261 @@
+"""The recorder: framework events in, spans out. Nothing here ever raises into the agent."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from opentelemetry import trace as otel_trace
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanContext
+
+from lightning_spans import spans as names
+from lightning_spans.context import Attempt, current_agent, current_attempt, entered, with_agent, with_attempt
+from lightning_spans.spans import Json, Span, Status
+
+logger = logging.getLogger("lightning_spans")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_DEFAULT: Any = object()
+
+
+class Tracer(Protocol):
+    """Makes spans and delivers them; `otel` and `embedded` give identical records."""
+
+    def start(self, span: OpenSpan, context: Context | None) -> SpanContext:
+        """Give the new span its ids: a child of the span open in `context`, or of a new trace."""
+        ...
+
+    def end(self, span: OpenSpan) -> None:
+        """Deliver the ended span."""
+        ...
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was ended so far is delivered or spooled; False when the time ran out."""
+        ...
+
+    def close(self) -> None:
+        """Deliver or spool what is pending, and stop."""
+        ...
+
+
+class OpenSpan:
+    """A span that has begun. `end` it once; later ends change nothing."""
+
+    __slots__ = (
+        "_recorder", "agent", "attempt", "attributes", "context", "end_ns", "handle", "name", "operation", "parent",
+        "parent_id", "span_context", "start_ns", "status", "status_message",
+    )  # fmt: skip
+
+    def __init__(
+        self, recorder: Recorder, operation: str, name: str, agent: str | None, attributes: dict[str, Json]
+    ) -> None:
+        self._recorder = recorder
+        self.operation = operation
+        self.name = name
+        self.agent = agent
+        self.attributes = attributes
+        self.parent: OpenSpan | None = None
+        self.parent_id: str | None = None
+        self.attempt: Attempt | None = None
+        self.span_context: SpanContext = otel_trace.INVALID_SPAN_CONTEXT
+        self.context: Context = Context()
+        self.handle: Any = None  # the tracer's own
+        self.start_ns = 0
+        self.end_ns: int | None = None
+        self.status: Status = "unset"
+        self.status_message = ""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits."""
+        return f"{self.span_context.trace_id:032x}"
+
+    @property
+    def span_id(self) -> str:
+        """16 hex digits."""
+        return f"{self.span_context.span_id:016x}"
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C header that makes a server's spans and calls children of this one."""
+        return f"00-{self.trace_id}-{self.span_id}-01"
+
+    def set(self, **attributes: Json) -> None:  # noqa: D417 - attribute names hold dots: set(**{name: value})
+        """Add attributes; None values are left out."""
+        self.attributes.update({name: value for name, value in attributes.items() if value is not None})
+
+    def end(
+        self,
+        *,
+        error: BaseException | str | None = None,
+        attributes: Mapping[str, Json] | None = None,
+        end_ns: int | None = None,
+    ) -> None:
+        """End the span and hand it to the sink.
+
+        Args:
+            error: what went wrong; None when all went well.
+            attributes: added before it is delivered.
+            end_ns: Unix time in nanoseconds; now by default.
+        """
+        self._recorder.end(self, error=error, attributes=attributes, end_ns=end_ns)
+
+    def record(self) -> Span:
+        """Give the finished record."""
+        return Span(
+            operation=self.operation,
+            name=self.name,
+            trace_id=self.trace_id,
+            span_id=self.span_id,
+            parent_id=self.parent_id,
+            start_ns=self.start_ns,
+            end_ns=max(self.start_ns, self.end_ns or self.start_ns),
+            status=self.status,
+            status_message=self.status_message,
+            agent=self.agent,
+            rollout_id=self.attempt.rollout_id if self.attempt else None,
+            attempt_id=self.attempt.attempt_id if self.attempt else None,
+            attributes=self.attributes,
+        )
+
+
+_SPAN = "lightning-span"
+
+
+class Recorder:
+    """Begins and ends spans for every attached framework of this process."""
+
+    def __init__(self, tracer: Tracer, *, on_end: Callable[[Span], None], name_agent: Callable[[OpenSpan], str | None]):
+        self.tracer = tracer
+        self._on_end = on_end
+        self._name_agent = name_agent
+
+    def start(
+        self,
+        operation: str,
+        name: str,
+        *,
+        agent: str | None = _DEFAULT,
+        parent: OpenSpan | None = None,
+        context: Context | None = None,
+        attributes: Mapping[str, Json] | None = None,
+        start_ns: int | None = None,
+    ) -> OpenSpan:
+        """Begin a span.
+
+        Args:
+            operation: ``chat``, ``execute_tool``, ``invoke_agent``, ...
+            name: what a viewer shows.
+            agent: who is at work; by default the agent of `parent`, else of the context. None says: nobody known.
+            parent: the span this one belongs under; by default the one open in the context.
+            context: where to look for parent, agent and attempt; the current context by default.
+            attributes: None values are left out.
+            start_ns: Unix time in nanoseconds; now by default.
+
+        Returns:
+            The open span. Its `context` has the span as current one and its agent at work; enter it (`entered`) around
+            what belongs under the span. It has no effect until entered.
+        """
+        from opentelemetry import context as otel_context
+
+        if parent is None:
+            found = otel_context.get_value(_SPAN, context)
+            parent = found if isinstance(found, OpenSpan) else None
+        else:
+            context = parent.context
+        if agent is _DEFAULT:
+            agent = current_agent(context)
+        kept = {key: value for key, value in (attributes or {}).items() if value is not None}
+        span = OpenSpan(self, operation, name, agent, kept)
+        span.parent = parent
+        # A span takes its attempt from its open parent; only a root takes it from the context (FIELD, bug 2).
+        span.attempt = parent.attempt if parent is not None else current_attempt(context)
+        span.start_ns = time.time_ns() if start_ns is None else start_ns
+        span.span_context = self.tracer.start(span, parent.context if parent is not None else context)
+        base = otel_trace.set_span_in_context(_carrier(span), context)
+        span.context = otel_context.set_value(_SPAN, span, with_agent(agent, base))
+        if span.attempt is not None:
+            span.context = with_attempt(span.attempt, span.context)
+        return span
+
+    def end(
+        self,
+        span: OpenSpan,
+        *,
+        error: BaseException | str | None = None,
+        attributes: Mapping[str, Json] | None = None,
+        end_ns: int | None = None,
+    ) -> None:
+        """End a span: name its agent, deliver it, tell the listeners. The second end of a span changes nothing."""
+        if span.end_ns is not None:
+            return
+        span.end_ns = time.time_ns() if end_ns is None else end_ns
+        if attributes:
+            span.set(**attributes)
+        span.status = "ok" if error is None else "error"
+        if error is not None:
+            span.status_message = str(error)
+            if isinstance(error, BaseException):
+                span.attributes.setdefault(names.ERROR_TYPE, type(error).__qualname__)
+        if span.agent is None:
+            with self.guard("lightning_agent_name", span):
+                span.agent = self._name_agent(span)
+        with self.guard("tracer", span):
+            self.tracer.end(span)
+        with self.guard("lightning_span_ended", span):
+            self._on_end(span.record())
+
+    @contextmanager
+    def guard(self, plugin: str, span: OpenSpan | None = None) -> Iterator[None]:
+        """Log what goes wrong inside the block instead of raising it into the agent."""
+        try:
+            yield
+        except Exception:
+            where = f" at span {span.operation} {span.name!r} {span.span_id}" if span is not None else ""
+            logger.exception("lightning: %s failed%s; the agent goes on, this event is not recorded", plugin, where)
+
+    def guarded(self, plugin: str) -> Callable[[F], F]:
+        """Decorate an event handler so that it never raises; it returns None when it fails."""
+
+        def decorate(function: F) -> F:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self.guard(plugin):
+                    return function(*args, **kwargs)
+
+            return call  # type: ignore[return-value]
+
+        return decorate
+
+
+def _carrier(span: OpenSpan) -> otel_trace.Span:
+    return span.handle if isinstance(span.handle, otel_trace.Span) else otel_trace.NonRecordingSpan(span.span_context)
+
+
+@contextmanager
+def agent(name: str) -> Iterator[OpenSpan | None]:
+    """Say that this agent is at work inside the block: for plain programs, and wherever a framework gives no name.
+
+    Model calls made inside carry the name. While attached, the block is also an ``invoke_agent`` span, which is given;
+    otherwise None.
+    """
+    from lightning_spans.attach import live_recorder
+
+    recorder = live_recorder()
+    if recorder is None:
+        with entered(with_agent(name)):
+            yield None
+        return
+    span = recorder.start(names.INVOKE_AGENT, name, agent=name)
+    try:
+        with entered(span.context):
+            yield span
+    except BaseException as error:
+        span.end(error=error)
+        raise
+    span.end()

@@ -1,0 +1,1 @@
+"""Reinforcement learning for agents that already exist."""

@@ -1,0 +1,80 @@
+"""What generates with a policy: the face that the gateway sees. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        max_tokens: most tokens to draw; None: as many as the context leaves.
+        temperature: logits are divided by it; 0 takes the most likely token.
+        top_p: keeps the smallest set of tokens with at least this probability; 1 keeps all.
+        top_k: keeps this many most likely tokens; 0 keeps all.
+        stop: strings that end the answer; they are not part of the text, but their tokens are recorded.
+        seed: makes the draw repeatable for the same prompt and weights; None draws freely.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A piece of an answer, as soon as it is drawn.
+
+    Attributes:
+        token_ids: the new tokens, the end-of-turn token included.
+        logprobs: their natural log-probabilities under softmax(logits / temperature) over the whole vocabulary, before
+            top-p and top-k (temperature 1 where the temperature is 0).
+        text: the new text: whole characters only, special tokens and stop strings left out.
+        finish_reason: set on the last piece only.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+class Engine(Protocol):
+    """An embedded engine. Requests that run at once are batched; new weights are taken in place between requests."""
+
+    @property
+    def model(self) -> str:
+        """Name under which the policy is served."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Number of the weights; grows by one with each update."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer, chat template included."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        ...
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        """Draw one answer. May be iterated on any event loop; closing the iterator early cancels the request.
+
+        Raises:
+            ValueError: the prompt is empty or leaves no room in the context.
+        """
+        ...
