@@ -1,7 +1,8 @@
 """Every hook, in the order an attempt meets them.
 
-Three kinds, never mixed: *whose is it?* (``firstresult``; answer None unless the thing is yours), *it happened* (all are
-called, each guarded on its own), *register by name* (``register(name, thing)``; a second claim to a name is an error).
+Three kinds, never mixed: *whose is it?* (``firstresult``; answer None unless the thing is yours), *it happened* (all
+are called, each guarded on its own), *register by name* (``register(name, thing)``; a second claim to a name is an
+error).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -14,6 +14,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
 
 from lightning_spans import spans as names
+from lightning_spans.agents import selects
 from lightning_spans.context import Attempt, current_agent, current_attempt, entered, with_agent, with_attempt
 from lightning_spans.spans import Json, Span, Status
 
@@ -85,8 +86,8 @@ class OpenSpan:
         """The W3C header that makes a server's spans and calls children of this one."""
         return f"00-{self.trace_id}-{self.span_id}-01"
 
-    def set(self, **attributes: Json) -> None:  # noqa: D417 - attribute names hold dots: set(**{name: value})
-        """Add attributes; None values are left out."""
+    def set(self, **attributes: Json) -> None:
+        """Add attributes, given as `set(**{names.TOOL_NAME: "sum"})`; None values are left out."""
         self.attributes.update({name: value for name, value in attributes.items() if value is not None})
 
     def end(
@@ -130,10 +131,24 @@ _SPAN = "lightning-span"
 class Recorder:
     """Begins and ends spans for every attached framework of this process."""
 
-    def __init__(self, tracer: Tracer, *, on_end: Callable[[Span], None], name_agent: Callable[[OpenSpan], str | None]):
+    def __init__(
+        self,
+        tracer: Tracer,
+        *,
+        on_end: Callable[[Span], None] = lambda _: None,
+        name_agent: Callable[[OpenSpan], str | None] = lambda _: None,
+        agents: Sequence[str] | None = None,
+    ) -> None:
         self.tracer = tracer
         self._on_end = on_end
         self._name_agent = name_agent
+        self._agents = agents
+
+    def reroutes(self, span: OpenSpan) -> bool:
+        """Whether a model call goes to the policy: its attempt asks for its agent, and `attach(agents=)` allows it."""
+        if span.attempt is None or not span.attempt.reroutes(span.agent):
+            return False
+        return self._agents is None or selects(self._agents, span.agent)
 
     def start(
         self,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from opentelemetry import context as otel_context
+
+from lightning_spans.context import current_attempt, entered
 from lightning_spans.errors import RewardError
 
 
@@ -66,3 +70,61 @@ def as_rewards(value: object) -> dict[str | None, float]:
         if not isinstance(name, str):
             raise RewardError(f"rewards by agent must have agent names as keys, not {name!r}.")
     return {name: as_reward(number, what=f"reward of {name!r}") for name, number in value.items()}
+
+
+_COLLECTOR = "lightning-rewards"
+
+
+@contextmanager
+def collecting() -> Iterator[list[Reward]]:
+    """Collect what `emit_reward` gives inside the block; for runners, which deliver it with their own key."""
+    rewards: list[Reward] = []
+    with entered(otel_context.set_value(_COLLECTOR, rewards)):
+        yield rewards
+
+
+def emit_reward(value: float, *, agent: str | None = None) -> None:
+    """Give a reward from inside the agent's program, as often as you like; rewards add up.
+
+    Inside a runner's attempt it travels with the attempt's result. Outside, while attached, it goes to the process's
+    own store. It belongs to the whole attempt unless an agent is named.
+
+    Args:
+        value: a finite number.
+        agent: the agent that earned it.
+
+    Raises:
+        RewardError: the value is not a finite number, or there is no attempt and nothing is attached.
+    """
+    from lightning_spans.attach import live_delivery
+
+    number = as_reward(value)
+    attempt = current_attempt()
+    collector = otel_context.get_value(_COLLECTOR)
+    if isinstance(collector, list) and attempt is not None:
+        collector.append(
+            Reward(
+                rollout_id=attempt.rollout_id,
+                attempt_id=attempt.attempt_id,
+                value=number,
+                agent=agent,
+                source="emit_reward",
+            )
+        )
+        return
+    delivery = live_delivery()
+    if attempt is not None and attempt.endpoint:
+        raise RewardError("an agent's own key can't give rewards: print the reward as the command's last line instead.")
+    if delivery is None or attempt is None:
+        raise RewardError("emit_reward() was called outside an attempt: use it inside run(), or inside use_attempt().")
+    delivery.add_rewards(
+        [
+            Reward(
+                rollout_id=attempt.rollout_id,
+                attempt_id=attempt.attempt_id,
+                value=number,
+                agent=agent,
+                source="emit_reward",
+            )
+        ]
+    )

@@ -229,7 +229,7 @@ class Store(Protocol):
         ...
 
     def consume_group(self, group_id: str, consumer: str) -> bool:
-        """Mark a group as trained on by `consumer` (a run and step). False when another consumer had it: never twice."""
+        """Mark a group as trained on by `consumer` (a run and step). False when another consumer had it."""
         ...
 
     def close(self) -> None:

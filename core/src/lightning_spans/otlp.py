@@ -1,0 +1,231 @@
+"""Spans to OpenTelemetry's wire format (OTLP) and back: protobuf and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_spans import spans as names
+from lightning_spans.spans import Json, Span, Status
+
+if TYPE_CHECKING:
+    from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+    from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+
+_LIFTED = {
+    names.OPERATION: "operation",
+    names.AGENT_NAME: "agent",
+    names.ROLLOUT_ID: "rollout_id",
+    names.ATTEMPT_ID: "attempt_id",
+}
+_STATUS: dict[int, Status] = {0: "unset", 1: "ok", 2: "error"}
+_CODE = {status: code for code, status in _STATUS.items()}
+
+
+def flatten(span: Span) -> dict[str, Json]:
+    """Give the span's attributes with the fields that OTel keeps as attributes: operation, agent, rollout, attempt."""
+    lifted = {key: getattr(span, field) for key, field in _LIFTED.items()}
+    return {names.SCHEMA: names.SCHEMA_VERSION, **{k: v for k, v in lifted.items() if v is not None}, **span.attributes}
+
+
+def lift(attributes: Mapping[str, Json]) -> dict[str, Any]:
+    """Undo `flatten`: give keyword arguments of `Span` from OTel attributes."""
+    rest = dict(attributes)
+    fields: dict[str, Any] = {field: rest.pop(key, None) for key, field in _LIFTED.items()}
+    rest.pop(names.SCHEMA, None)
+    fields["operation"] = fields["operation"] or "internal"
+    return {**fields, "attributes": rest}
+
+
+def encode(spans: Iterable[Span], *, resource: Mapping[str, str] | None = None) -> bytes:
+    """Give an OTLP ``ExportTraceServiceRequest`` as protobuf bytes.
+
+    Args:
+        spans: what to send.
+        resource: resource attributes; ``service.name`` is ``lightning`` unless given.
+    """
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    request = ExportTraceServiceRequest()
+    batch = request.resource_spans.add()
+    for key, value in {"service.name": "lightning", **(resource or {})}.items():
+        pair = batch.resource.attributes.add()
+        pair.key = key
+        pair.value.string_value = value
+    scope = batch.scope_spans.add()
+    scope.scope.name = "lightning_spans"
+    for span in spans:
+        _write(span, scope.spans.add())
+    body: bytes = request.SerializeToString()
+    return body
+
+
+def _write(span: Span, out: ProtoSpan) -> None:
+    out.trace_id = bytes.fromhex(span.trace_id)
+    out.span_id = bytes.fromhex(span.span_id)
+    if span.parent_id:
+        out.parent_span_id = bytes.fromhex(span.parent_id)
+    out.name = span.name
+    out.kind = 3 if span.operation == names.CHAT else 1  # CLIENT, INTERNAL
+    out.start_time_unix_nano = span.start_ns
+    out.end_time_unix_nano = span.end_ns
+    out.status.code = _CODE[span.status]  # type: ignore[assignment]
+    out.status.message = span.status_message
+    for key, value in flatten(span).items():
+        if value is not None:
+            pair = out.attributes.add()
+            pair.key = key
+            _write_value(value, pair.value)
+
+
+def _write_value(value: Json, out: AnyValue) -> None:
+    if isinstance(value, str):
+        out.string_value = value
+    elif isinstance(value, bool):
+        out.bool_value = value
+    elif isinstance(value, int):
+        out.int_value = value
+    elif isinstance(value, float):
+        out.double_value = value
+    elif isinstance(value, Mapping):
+        out.kvlist_value.SetInParent()
+        for key, item in value.items():
+            pair = out.kvlist_value.values.add()
+            pair.key = str(key)
+            _write_value(item, pair.value)
+    elif isinstance(value, Sequence):
+        out.array_value.SetInParent()
+        for item in value:
+            _write_value(item, out.array_value.values.add())
+    elif value is not None:  # an absent value is an AnyValue with nothing set
+        out.string_value = str(value)
+
+
+def decode(body: bytes, content_type: str = PROTOBUF) -> list[Span]:
+    """Read an OTLP ``ExportTraceServiceRequest``. Spans of other libraries keep all their attributes.
+
+    Args:
+        body: the uncompressed request body.
+        content_type: ``application/x-protobuf`` or ``application/json``.
+
+    Raises:
+        ValueError: the body is not OTLP, or the content type is neither of the two.
+    """
+    kind = content_type.split(";", maxsplit=1)[0].strip().lower()
+    if kind == PROTOBUF:
+        return list(_decode_protobuf(body))
+    if kind == JSON:
+        return list(_decode_json(body))
+    raise ValueError(f"content type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
+
+
+def _decode_protobuf(body: bytes) -> Iterator[Span]:
+    from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    request = ExportTraceServiceRequest()
+    try:
+        request.ParseFromString(body)
+    except DecodeError as error:
+        raise ValueError(f"not an OTLP protobuf body: {error}") from None
+    for batch in request.resource_spans:
+        for scope in batch.scope_spans:
+            for span in scope.spans:
+                yield _span(
+                    trace_id=span.trace_id.hex(),
+                    span_id=span.span_id.hex(),
+                    parent_id=span.parent_span_id.hex(),
+                    name=span.name,
+                    start_ns=span.start_time_unix_nano,
+                    end_ns=span.end_time_unix_nano,
+                    code=span.status.code,
+                    message=span.status.message,
+                    attributes={pair.key: _read_value(pair.value) for pair in span.attributes},
+                )
+
+
+def _read_value(value: AnyValue) -> Json:
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_read_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return {pair.key: _read_value(pair.value) for pair in value.kvlist_value.values}
+    if kind == "bytes_value":
+        return value.bytes_value.hex()
+    return getattr(value, kind)
+
+
+def _decode_json(body: bytes) -> Iterator[Span]:
+    import orjson
+
+    try:
+        request = orjson.loads(body)
+        for batch in request.get("resourceSpans", []):
+            for scope in batch.get("scopeSpans", []):
+                for span in scope.get("spans", []):
+                    status = span.get("status", {})
+                    yield _span(
+                        trace_id=span["traceId"].lower(),
+                        span_id=span["spanId"].lower(),
+                        parent_id=span.get("parentSpanId", "").lower(),
+                        name=span.get("name", ""),
+                        start_ns=int(span["startTimeUnixNano"]),
+                        end_ns=int(span["endTimeUnixNano"]),
+                        code=_status_code(status.get("code", 0)),
+                        message=status.get("message", ""),
+                        attributes={p["key"]: _read_json(p.get("value", {})) for p in span.get("attributes", [])},
+                    )
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not an OTLP JSON body: {type(error).__name__}: {error}") from None
+
+
+def _status_code(code: int | str) -> int:
+    return code if isinstance(code, int) else {"STATUS_CODE_OK": 1, "STATUS_CODE_ERROR": 2}.get(code, 0)
+
+
+def _read_json(value: Mapping[str, Json]) -> Json:
+    if "arrayValue" in value:
+        return [_read_json(item) for item in value["arrayValue"].get("values", [])]
+    if "kvlistValue" in value:
+        return {pair["key"]: _read_json(pair.get("value", {})) for pair in value["kvlistValue"].get("values", [])}
+    if "intValue" in value:
+        return int(value["intValue"])  # proto3 JSON writes 64-bit integers as strings
+    if "doubleValue" in value:
+        return float(value["doubleValue"])
+    return next(iter(value.values()), None)
+
+
+def _span(
+    *,
+    trace_id: str,
+    span_id: str,
+    parent_id: str,
+    name: str,
+    start_ns: int,
+    end_ns: int,
+    code: int,
+    message: str,
+    attributes: dict[str, Json],
+) -> Span:
+    if not _is_hex(trace_id, 32) or not _is_hex(span_id, 16) or (parent_id and not _is_hex(parent_id, 16)):
+        raise ValueError(f"span {name!r}: ids must be 32 and 16 hex digits, not {trace_id!r} and {span_id!r}")
+    return Span(
+        name=name,
+        trace_id=trace_id,
+        span_id=span_id,
+        parent_id=parent_id or None,
+        start_ns=start_ns,
+        end_ns=max(start_ns, end_ns),
+        status=_STATUS.get(code, "unset"),
+        status_message=message,
+        **lift(attributes),
+    )
+
+
+def _is_hex(text: str, digits: int) -> bool:
+    return len(text) == digits and all(c in "0123456789abcdef" for c in text) and bool(text.strip("0"))

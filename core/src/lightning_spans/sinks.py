@@ -1,0 +1,288 @@
+"""Where spans go: a bounded queue, a thread that delivers in batches, and a spool on disk for what can't be delivered.
+
+The agent's thread only puts; it never waits for the network or the disk. What can't be delivered is spooled, what can't
+be spooled is dropped, and both are counted and reported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+from lightning_spans.context import Attempt
+from lightning_spans.otlp import PROTOBUF, encode
+from lightning_spans.rewards import Reward
+from lightning_spans.spans import Span
+from lightning_spans.spool import Spool
+
+if TYPE_CHECKING:
+    import httpx
+
+    from lightning_spans.store import Store
+
+logger = logging.getLogger("lightning_spans")
+
+QUEUE_SIZE: Final = 16_384
+BATCH_SIZE: Final = 512
+LINGER_S: Final = 0.1  # a batch waits this long for company
+RETRY_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
+CLOSE_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a batch goes.
+
+    Attributes:
+        url: an OTLP/HTTP endpoint; None: the process's own store.
+        key: bearer key; None: none is sent.
+    """
+
+    url: str | None = None
+    key: str | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the spans put into a sink."""
+
+    put: int = 0
+    delivered: int = 0
+    spooled: int = 0
+    refused: int = 0  # the other side will never take them: delivering again is useless
+    dropped: int = 0
+
+
+class RefusedError(Exception):
+    """The destination will never take this batch (4xx), so it is not spooled."""
+
+
+class Sink(Protocol):
+    """Takes finished spans; never blocks, never raises."""
+
+    def put(self, span: Span, attempt: Attempt | None) -> None:
+        """Take a span for delivery."""
+        ...
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""
+        ...
+
+    def close(self) -> None:
+        """Deliver or spool what is pending, and stop."""
+        ...
+
+
+Deliver = Callable[[Destination, Sequence[Span]], None]
+
+
+class BatchSink:
+    """The sink of an attached process.
+
+    Args:
+        deliver: sends one batch, and raises when it could not; `RefusedError` when it never can.
+        route: gives the destinations of a span: usually the training side of its attempt, else the own store.
+        spool: keeps on disk what could not be delivered.
+        queue_size: spans that may wait; more are dropped and counted.
+    """
+
+    def __init__(
+        self,
+        deliver: Deliver,
+        *,
+        route: Callable[[Attempt | None], Sequence[Destination]],
+        spool: Spool,
+        queue_size: int = QUEUE_SIZE,
+    ) -> None:
+        self._deliver = deliver
+        self._route = route
+        self._spool = spool
+        self._queue_size = queue_size
+        self.counts = Counts()
+        self._failures = 0
+        self._retry_at = 0.0
+        self._warned_at = -60.0
+        self._begin()
+        os.register_at_fork(after_in_child=self._begin)  # the thread does not live on in a forked child
+        atexit.register(self.close)
+
+    def _begin(self) -> None:
+        self._queue: deque[tuple[Span, Attempt | None]] = deque()
+        self._wake = threading.Event()
+        self._done = threading.Condition()
+        self._taken = self._finished = self.counts.put
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="lightning-sink", daemon=True)
+        self._started = False
+        self._start_lock = threading.Lock()
+
+    def put(self, span: Span, attempt: Attempt | None) -> None:
+        """Take a span for delivery."""
+        if self._closing or len(self._queue) >= self._queue_size:
+            self.counts.dropped += 1
+            self._warn("the queue is full or closed")
+            return
+        self.counts.put += 1
+        self._queue.append((span, attempt))
+        if not self._started:
+            self._start()
+        if len(self._queue) >= BATCH_SIZE:
+            self._wake.set()
+
+    def _start(self) -> None:
+        with self._start_lock:
+            if not self._started:
+                self._started = True
+                self._thread.start()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""
+        target = self.counts.put
+        self._wake.set()
+        with self._done:
+            return self._done.wait_for(lambda: not self._started or self._finished >= target, timeout_s)
+
+    def close(self) -> None:
+        """Deliver or spool what is pending, and stop; reports what was not delivered."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake.set()
+        if self._started:
+            self._thread.join(CLOSE_S)
+        atexit.unregister(self.close)
+        left = self.counts
+        if left.dropped or left.refused or self._spool.pending():
+            logger.warning(
+                "lightning: of %d spans %d were delivered; %d were refused, %d dropped; %s",
+                left.put, left.delivered, left.refused, left.dropped, self._spool.describe(),
+            )  # fmt: skip
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(LINGER_S if self._queue else 0.5)
+            self._wake.clear()
+            closing = self._closing
+            self._work()
+            if closing and not self._queue:
+                return
+
+    def _work(self) -> None:
+        due = time.monotonic() >= self._retry_at
+        if due and self._spool.pending():
+            self._replay()
+        while self._queue:
+            batch = [self._queue.popleft() for _ in range(min(BATCH_SIZE, len(self._queue)))]
+            try:
+                self._send(batch)
+            except Exception:
+                self.counts.dropped += len(batch)
+                logger.exception("lightning: %d spans are dropped", len(batch))
+            with self._done:
+                self._finished += len(batch)
+                self._done.notify_all()
+
+    def _send(self, batch: list[tuple[Span, Attempt | None]]) -> None:
+        groups: dict[Destination, list[Span]] = {}
+        for span, attempt in batch:
+            for destination in self._route(attempt):
+                groups.setdefault(destination, []).append(span)
+        for destination, spans in groups.items():
+            if time.monotonic() < self._retry_at or not self._try(destination, spans):
+                kept = self._spool.append(destination.url, destination.key, spans)
+                self.counts.spooled += kept
+                self.counts.dropped += len(spans) - kept
+
+    def _try(self, destination: Destination, spans: Sequence[Span]) -> bool:
+        try:
+            self._deliver(destination, spans)
+        except RefusedError as error:
+            self.counts.refused += len(spans)
+            self._warn(str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the spans are spooled and it is logged
+            self._retry_at = time.monotonic() + RETRY_S[min(self._failures, len(RETRY_S) - 1)]
+            self._failures += 1
+            self._warn(f"{type(error).__name__}: {error}; spans are spooled to {self._spool.folder}")
+            return False
+        else:
+            self.counts.delivered += len(spans)
+            self._failures = 0
+        return True
+
+    def _replay(self) -> None:
+        def send(url: str | None, key: str | None, spans: Sequence[Span]) -> bool:
+            return self._try(Destination(url, key), spans)
+
+        self._spool.replay(send)
+
+    def _warn(self, why: str) -> None:
+        if time.monotonic() - self._warned_at >= 60.0:
+            self._warned_at = time.monotonic()
+            logger.warning("lightning: spans are not delivered: %s", why)
+
+
+class Delivery:
+    """Sends batches: to the process's own store, or as OTLP over HTTP.
+
+    Args:
+        store: opens the own store, when a span needs it.
+    """
+
+    def __init__(self, store: Callable[[], Store]) -> None:
+        self._open_store = store
+        self._store: Store | None = None
+        self._client: httpx.Client | None = None
+
+    def __call__(self, destination: Destination, spans: Sequence[Span]) -> None:
+        """Deliver one batch.
+
+        Raises:
+            RefusedError: the server answered 4xx (but for 408 and 429).
+            Exception: whatever else went wrong; the batch may be sent again, delivery is idempotent.
+        """
+        if destination.url is None:
+            self.store.add_spans(spans)
+        else:
+            self._post(destination.url, destination.key, spans)
+
+    @property
+    def store(self) -> Store:
+        """The process's own store, opened on first use."""
+        if self._store is None:
+            self._store = self._open_store()
+        return self._store
+
+    def add_rewards(self, rewards: Sequence[Reward]) -> None:
+        """Keep rewards in the process's own store."""
+        self.store.add_rewards(rewards)
+
+    def _post(self, url: str, key: str | None, spans: Sequence[Span]) -> None:
+        import httpx
+
+        if self._client is None:
+            self._client = httpx.Client(timeout=10.0, trust_env=False)
+        headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}
+        answer = self._client.post(url, content=encode(spans), headers=headers)
+        if 400 <= answer.status_code < 500 and answer.status_code not in {408, 429}:
+            raise RefusedError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
+        answer.raise_for_status()
+
+    def close(self) -> None:
+        """Close the store and the connections."""
+        if self._client is not None:
+            self._client.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def default_spool() -> Path:
+    """Folder for undelivered spans: ``LIGHTNING_SPOOL``, else ``./lightning-spool``; made when first needed."""
+    return Path(os.environ.get("LIGHTNING_SPOOL", "lightning-spool"))
