@@ -22,7 +22,7 @@ _LIFTED = {
     names.ATTEMPT_ID: "attempt_id",
 }
 _STATUS: dict[int, Status] = {0: "unset", 1: "ok", 2: "error"}
-_CODE = {status: code for code, status in _STATUS.items()}
+_CODE: dict[Status, Any] = {status: code for code, status in _STATUS.items()}
 
 
 def flatten(span: Span) -> dict[str, Json]:
@@ -72,7 +72,7 @@ def _write(span: Span, out: ProtoSpan) -> None:
     out.kind = 3 if span.operation == names.CHAT else 1  # CLIENT, INTERNAL
     out.start_time_unix_nano = span.start_ns
     out.end_time_unix_nano = span.end_ns
-    out.status.code = _CODE[span.status]  # type: ignore[assignment]
+    out.status.code = _CODE[span.status]
     out.status.message = span.status_message
     for key, value in flatten(span).items():
         if value is not None:

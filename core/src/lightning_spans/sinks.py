@@ -115,33 +115,29 @@ class BatchSink:
         atexit.register(self.close)
 
     def _begin(self) -> None:
+        self._lock = threading.Lock()
         self._queue: deque[tuple[Span, Attempt | None]] = deque()
         self._wake = threading.Event()
         self._done = threading.Condition()
-        self._taken = self._finished = self.counts.put
+        self._finished = self.counts.put
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="lightning-sink", daemon=True)
         self._started = False
-        self._start_lock = threading.Lock()
 
     def put(self, span: Span, attempt: Attempt | None) -> None:
         """Take a span for delivery."""
-        if self._closing or len(self._queue) >= self._queue_size:
-            self.counts.dropped += 1
-            self._warn("the queue is full or closed")
-            return
-        self.counts.put += 1
-        self._queue.append((span, attempt))
-        if not self._started:
-            self._start()
-        if len(self._queue) >= BATCH_SIZE:
-            self._wake.set()
-
-    def _start(self) -> None:
-        with self._start_lock:
+        with self._lock:
+            if self._closing or len(self._queue) >= self._queue_size:
+                self.counts.dropped += 1
+                self._warn("the queue is full or closed")
+                return
+            self.counts.put += 1
+            self._queue.append((span, attempt))
             if not self._started:
                 self._started = True
                 self._thread.start()
+        if len(self._queue) >= BATCH_SIZE:
+            self._wake.set()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""

@@ -22,8 +22,8 @@ class Spool:
     """A folder of batches, one file each, in the order they were spooled.
 
     A file is written whole under another name and then renamed, so that a reader never sees half of it. It is claimed
-    by renaming, so that two processes never deliver the same file. Delivery is idempotent, so a crash after delivering and
-    before removing costs nothing.
+    by renaming, so that two processes never deliver the same file. Delivery is idempotent, so a crash after
+    delivering and before removing costs nothing.
 
     Args:
         folder: made when first needed, for its owner only: files hold what the agent saw, and attempt keys.

@@ -1,0 +1,24 @@
+"""A sink that keeps what it is given."""
+
+from __future__ import annotations
+
+from lightning_spans.context import Attempt
+from lightning_spans.spans import Span
+
+
+class ListSink:
+    def __init__(self) -> None:
+        self.taken: list[tuple[Span, Attempt | None]] = []
+
+    @property
+    def spans(self) -> list[Span]:
+        return [span for span, _ in self.taken]
+
+    def put(self, span: Span, attempt: Attempt | None) -> None:
+        self.taken.append((span, attempt))
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass

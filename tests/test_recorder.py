@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import replace
+
+import pytest
+from fake_sink import ListSink
+
+from lightning_spans import Attempt, use_attempt
+from lightning_spans import spans as names
+from lightning_spans.context import current_agent, current_attempt, entered, from_environment, with_agent
+from lightning_spans.recorder import Recorder
+from lightning_spans.tracers import TRACERS, make_tracer
+
+
+@pytest.fixture
+def sink():
+    return ListSink()
+
+
+@pytest.fixture(params=TRACERS)
+def recorder(request, sink):
+    recorder = Recorder(make_tracer(request.param, sink))
+    yield recorder
+    recorder.tracer.close()
+
+
+def test_a_span_lands_under_the_one_that_is_open_around_it(recorder, sink):
+    outer = recorder.start(names.INVOKE_AGENT, "writer", agent="writer")
+    with entered(outer.context):
+        inner = recorder.start(names.CHAT, "model")
+        inner.end()
+    outer.end()
+    chat, agent = sink.spans
+    assert chat.parent_id == agent.span_id
+    assert chat.trace_id == agent.trace_id
+    assert agent.parent_id is None
+    assert chat.agent == "writer"
+
+
+def test_a_root_takes_its_attempt_from_the_context_and_a_child_from_its_parent(recorder, sink):
+    with use_attempt(Attempt("r1", "a1")):
+        root = recorder.start(names.INVOKE_AGENT, "writer")
+    with use_attempt(Attempt("r2", "a2")):  # the context has moved on: the child still belongs to its parent's attempt
+        child = recorder.start(names.CHAT, "model", parent=root)
+    child.end()
+    root.end()
+    assert {(span.rollout_id, span.attempt_id) for span in sink.spans} == {("r1", "a1")}
+
+
+def test_two_attempts_in_one_process_never_mix(recorder, sink):
+    async def rollout(number: int) -> None:
+        with use_attempt(Attempt(f"r{number}", f"a{number}")), entered(with_agent(f"agent{number}")):
+            for _ in range(5):
+                await asyncio.sleep(0)
+                recorder.start(names.CHAT, "model").end()
+
+    async def both() -> None:
+        await asyncio.gather(*(rollout(n) for n in range(8)))
+
+    asyncio.run(both())
+    assert len(sink.spans) == 40
+    assert all(span.rollout_id[1:] == span.attempt_id[1:] == span.agent[5:] for span in sink.spans)
+
+
+def test_a_late_span_of_a_finished_attempt_stays_its_own(recorder, sink):
+    with use_attempt(Attempt("r1", "a1")):
+        late = recorder.start(names.CHAT, "model")
+    with use_attempt(Attempt("r2", "a2")):
+        late.end()
+    assert sink.spans[0].rollout_id == "r1"
+
+
+def test_the_second_end_changes_nothing(recorder, sink):
+    span = recorder.start(names.CHAT, "model")
+    span.end()
+    span.end(error="late")
+    assert [s.status for s in sink.spans] == ["ok"]
+
+
+def test_an_error_is_kept_with_its_type(recorder, sink):
+    recorder.start(names.EXECUTE_TOOL, "sum").end(error=ValueError("no digits"))
+    (span,) = sink.spans
+    assert (span.status, span.status_message, span.attributes[names.ERROR_TYPE]) == ("error", "no digits", "ValueError")
+
+
+def test_both_tracers_give_identical_records(sink):
+    records = []
+    for kind in TRACERS:
+        taken = ListSink()
+        recorder = Recorder(make_tracer(kind, taken))
+        with use_attempt(Attempt("r1", "a1")):
+            outer = recorder.start(names.INVOKE_AGENT, "writer", agent="writer", start_ns=10)
+            inner = recorder.start(
+                names.EXECUTE_TOOL,
+                "sum",
+                parent=outer,
+                start_ns=20,
+                attributes={
+                    names.TOOL_NAME: "sum",
+                    names.FINISH_REASONS: ["stop", "length"],
+                    names.INPUT_TOKENS: 3,
+                    names.REQUEST_TEMPERATURE: 0.5,
+                    names.STREAMED: True,
+                    names.REQUEST: "x" * 5000,
+                    names.RESPONSE_ID: None,
+                },
+            )
+        inner.end(error="broke", end_ns=30)
+        outer.end(end_ns=40)
+        ids = {span.span_id: n for n, span in enumerate(taken.spans)}
+        records.append(
+            [
+                replace(s, trace_id="t", span_id=str(ids[s.span_id]), parent_id=s.parent_id and str(ids[s.parent_id]))
+                for s in taken.spans
+            ]
+        )
+        recorder.tracer.close()
+    assert records[0] == records[1]
+
+
+def test_limits_that_the_user_set_for_his_own_traces_cut_nothing_of_ours(monkeypatch, sink):
+    monkeypatch.setenv("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "10")
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "1")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    recorder = Recorder(make_tracer("otel", sink))
+    recorder.start(names.CHAT, "model", attributes={names.REQUEST: "x" * 100, names.RESPONSE: "y"}).end()
+    assert sink.spans[0].attributes == {names.REQUEST: "x" * 100, names.RESPONSE: "y"}
+
+
+def test_the_users_own_tracing_is_left_alone(sink):
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+
+    before = trace.get_tracer_provider()
+    theirs = TracerProvider().get_tracer("user")
+    recorder = Recorder(make_tracer("otel", sink))
+    with theirs.start_as_current_span("their span"):
+        recorder.start(names.CHAT, "model").end()
+    assert trace.get_tracer_provider() is before
+    assert sink.spans[0].parent_id is None, "a span that is not in our store is no parent: the chat would be an orphan"
+
+
+def test_a_raising_listener_harms_nothing(sink, caplog):
+    def listener(span):
+        raise RuntimeError("listener broke")
+
+    recorder = Recorder(make_tracer("embedded", sink), on_end=listener)
+    with caplog.at_level(logging.ERROR, logger="lightning_spans"):
+        recorder.start(names.CHAT, "model").end()
+    assert len(sink.spans) == 1
+    assert "lightning_span_ended" in caplog.text
+
+
+def test_a_guarded_handler_never_raises_and_says_which_plugin_failed(recorder, caplog):
+    @recorder.guarded("langchain")
+    def handler():
+        raise RuntimeError("broke")
+
+    with caplog.at_level(logging.ERROR, logger="lightning_spans"):
+        assert handler() is None
+    assert "langchain" in caplog.text
+
+
+def test_an_agent_is_named_by_a_plugin_only_when_nothing_else_did(sink):
+    recorder = Recorder(make_tracer("embedded", sink), name_agent=lambda span: "named")
+    recorder.start(names.CHAT, "model").end()
+    recorder.start(names.CHAT, "model", agent="writer").end()
+    assert [span.agent for span in sink.spans] == ["named", "writer"]
+
+
+def test_calls_are_rerouted_only_for_agents_that_both_sides_name(sink):
+    attempt = Attempt("r", "a", endpoint="http://127.0.0.1:1", agents=("writer", "checker"))
+    recorder = Recorder(make_tracer("embedded", sink), agents=["writer"])
+    with use_attempt(attempt):
+        routed = {
+            name: recorder.reroutes(recorder.start(names.CHAT, "m", agent=name))
+            for name in ("writer", "checker", "rewriter", None)
+        }
+    assert routed == {"writer": True, "checker": False, "rewriter": False, None: False}
+
+
+def test_the_environment_of_a_runner_is_an_attempt(monkeypatch):
+    attempt = Attempt("r", "a", endpoint="http://127.0.0.1:1", key="k", agents=("a b", "c*"), model="m")
+    for name, value in attempt.environment().items():
+        monkeypatch.setenv(name, value)
+    assert from_environment() == attempt
+    assert current_attempt() == attempt
+
+
+def test_the_context_does_not_leak_out_of_its_block():
+    with entered(with_agent("writer")):
+        assert current_agent() == "writer"
+    assert current_agent() is None
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(current_agent()))
+    thread.start()
+    thread.join()
+    assert seen == [None]
+
+
+def test_otel_switched_off_by_the_environment_is_a_clear_error(monkeypatch, sink):
+    from lightning_spans.errors import ConfigError
+
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    with pytest.raises(ConfigError, match="embedded"):
+        make_tracer("otel", sink)
+    with pytest.raises(ConfigError, match="otel, embedded"):
+        make_tracer("jaeger", sink)
