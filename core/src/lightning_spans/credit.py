@@ -1,0 +1,173 @@
+"""Credit: how the rewards of an attempt are shared out over its transitions.
+
+A credit assigner takes all transitions of one attempt, those of agents that are not trained among them, and its rewards,
+and gives one value for each transition. Selection comes after, so that no reward is lost with the agents left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.hookspecs import hookimpl
+from lightning_spans.rewards import Reward
+from lightning_spans.transitions import Transition
+
+# (transitions of one attempt, its rewards, keyword options) -> one value each; NaN where no reward concerns the call
+CreditAssigner: TypeAlias = Callable[..., list[float]]
+
+
+def identical(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
+    """Give every call the attempt's rewards, those of its agent, and its own.
+
+    Args:
+        transitions: all of one attempt.
+        rewards: of that attempt. One that names no agent and no call in `transitions` is everybody's.
+
+    Returns:
+        One value for each transition: the sum of the rewards that concern it. NaN, never 0, where there is none for
+        the attempt, its agent, or any call of its agent: nobody said how good the call was.
+    """
+    sources = _Sources.of(transitions, rewards)
+    values = [
+        sum(sources.shared) + sum(sources.by_agent[transition.agent]) + own
+        for transition, own in zip(transitions, sources.own, strict=True)
+    ]
+    return sources.nan_where_silent(transitions, values)
+
+
+def discounted(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma: float = 0.9) -> list[float]:
+    """Give every call what came after it, worth `gamma` times less for each turn in between.
+
+    The return of reinforcement learning, G_t = sum of gamma**(k - t) r_k over k >= t. The attempt's rewards come at its
+    last turn, an agent's at the agent's last turn, a call's own at the call; the latter count for the earlier calls of
+    the same agent too. With `gamma` 1 and no rewards of single calls this is `identical`.
+
+    Args:
+        transitions: all of one attempt.
+        rewards: of that attempt, as in `identical`.
+        gamma: from 0 to 1; 0 gives each reward to the call at which it came alone.
+
+    Returns:
+        One value for each transition; NaN as in `identical`.
+
+    Raises:
+        ConfigError: `gamma` is out of range.
+    """
+    if not 0.0 <= gamma <= 1.0:
+        raise ConfigError(f"gamma is {gamma}. Discounting needs a number from 0 to 1.")
+    sources = _Sources.of(transitions, rewards)
+    last = max((transition.turn for transition in transitions), default=0)
+    last_of: dict[str | None, int] = {}
+    for transition in transitions:
+        last_of[transition.agent] = max(transition.turn, last_of.get(transition.agent, 0))
+    values = [
+        sum(sources.shared) * gamma ** (last - transition.turn)
+        + sum(sources.by_agent[transition.agent]) * gamma ** (last_of[transition.agent] - transition.turn)
+        + own
+        for transition, own in zip(transitions, _own_to_go(transitions, sources.own, gamma), strict=True)
+    ]
+    return sources.nan_where_silent(transitions, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The rewards of one attempt by whom they concern: all, an agent, or a single call."""
+
+    shared: list[float]
+    by_agent: defaultdict[str | None, list[float]]
+    own: list[float]
+    silent: frozenset[str | None]  # agents that no reward concerns
+
+    @classmethod
+    def of(cls, transitions: Sequence[Transition], rewards: Sequence[Reward]) -> _Sources:
+        """Sort rewards out. A reward that a transition already carries is not counted again."""
+        calls: defaultdict[str, list[int]] = defaultdict(list)
+        for m, transition in enumerate(transitions):
+            calls[transition.span_id].append(m)
+        carried = {reward.reward_id for transition in transitions for reward in transition.rewards}
+        own = [sum(reward.value for reward in transition.rewards) for transition in transitions]
+        heard = {transition.agent for transition in transitions if transition.rewards}
+        shared: list[float] = []
+        by_agent: defaultdict[str | None, list[float]] = defaultdict(list)
+        for reward in rewards:
+            if reward.reward_id in carried:
+                continue
+            if reward.span_id in calls:
+                for m in calls[reward.span_id]:  # all choices of the call
+                    own[m] += reward.value
+                    heard.add(transitions[m].agent)
+            elif reward.agent is None:
+                shared.append(reward.value)
+            else:
+                by_agent[reward.agent].append(reward.value)
+                heard.add(reward.agent)
+        silent = set() if shared else {transition.agent for transition in transitions} - heard
+        return cls(shared, by_agent, own, frozenset(silent))
+
+    def nan_where_silent(self, transitions: Sequence[Transition], values: list[float]) -> list[float]:
+        """Replace the empty sum of calls that no reward concerns."""
+        return [
+            math.nan if transition.agent in self.silent else value
+            for transition, value in zip(transitions, values, strict=True)
+        ]
+
+
+def _own_to_go(transitions: Sequence[Transition], own: Sequence[float], gamma: float) -> list[float]:
+    """Add up, for each call, its own rewards and the discounted ones of its agent's later turns."""
+    values = list(own)
+    ahead: dict[str | None, tuple[int, float]] = {}  # by agent: the next turn, and what it and the later ones earned
+    order = sorted(range(len(transitions)), key=lambda m: transitions[m].turn, reverse=True)
+    for (turn, agent), choices in itertools.groupby(order, key=lambda m: (transitions[m].turn, transitions[m].agent)):
+        next_turn, worth = ahead.get(agent, (turn, 0.0))
+        later = worth * gamma ** (next_turn - turn)
+        here = list(choices)
+        for m in here:
+            values[m] += later
+        ahead[agent] = (turn, later + sum(own[m] for m in here))
+    return values
+
+
+def unclaimed(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[Reward]:
+    """Give the rewards that reach no transition: their agent made no call in this attempt."""
+    agents = {transition.agent for transition in transitions}
+    spans = {transition.span_id for transition in transitions}
+    return [
+        reward
+        for reward in rewards
+        if not transitions or (reward.span_id not in spans and reward.agent is not None and reward.agent not in agents)
+    ]
+
+
+def credit_by_name(name: str, **options: Any) -> CreditAssigner:
+    """Find a registered credit assigner and set its options.
+
+    Raises:
+        ConfigError: nothing has the name, or the assigner does not have the option; the message lists what there is.
+    """
+    from lightning_spans.plugins import registry
+
+    known = registry("lightning_register_credit")
+    if name not in known:
+        raise ConfigError(f"unknown credit {name!r}. Use one of: {', '.join(sorted(known))}.")
+    parameters = inspect.signature(known[name]).parameters.values()
+    allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for option in options:
+        if option not in allowed:
+            raise ConfigError(f"credit {name!r} has no option {option!r}. It has: {', '.join(allowed) or 'none'}.")
+    assigner: CreditAssigner = functools.partial(known[name], **options) if options else known[name]
+    return assigner
+
+
+@hookimpl
+def lightning_register_credit(register: Callable[[str, Any], None]) -> None:
+    """Register the core's own."""
+    register("identical", identical)
+    register("discounted", discounted)

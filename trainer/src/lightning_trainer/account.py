@@ -1,0 +1,105 @@
+"""The account of a batch: what became of every model call, so that nothing is dropped in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+# Why a call is not trained on. The first ones are decided by whoever chooses calls, the later ones by `make_rows`.
+NOT_SELECTED: Final = "agent not selected"
+ATTEMPT_FAILED: Final = "attempt failed"
+GROUP_INCOMPLETE: Final = "group incomplete"
+NO_REWARD: Final = "no reward for this agent"
+CALL_FAILED: Final = "model call failed"
+NO_TOKENS: Final = "no tokens recorded"
+NO_PROMPT: Final = "empty prompt"
+NO_RESPONSE: Final = "empty response"
+BAD_LOGPROBS: Final = "log-probabilities missing or not finite"
+GREEDY: Final = "temperature 0: not a sample of the policy"
+TOO_LONG: Final = "longer than max_tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What became of the calls of a batch. A call with n choices counts n times. It adds up, or can't be made.
+
+    Attributes:
+        seen: calls of the batch.
+        dropped: number of calls not trained on, by reason.
+        trained: calls that are in a row: ``seen`` without the dropped ones.
+        rows: training sequences; ``trained - rows`` calls were merged onto the row of an earlier one.
+        rows_without_gradient: rows whose advantages are all 0: their group's rewards were all equal.
+        tokens: trained tokens (sampled by the policy), the loss's denominator.
+        tokens_in_rows: all tokens of the rows, context included: what an update computes.
+        tokens_in_calls: the same with one row for each call: what it would compute without merging.
+    """
+
+    seen: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    trained: int = 0
+    rows: int = 0
+    rows_without_gradient: int = 0
+    tokens: int = 0
+    tokens_in_rows: int = 0
+    tokens_in_calls: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seen != self.trained + sum(self.dropped.values()):
+            raise ValueError(f"account does not add up: {self.seen} seen, {self.trained} trained, {self.dropped}")
+        if not 0 <= self.rows_without_gradient <= self.rows <= self.trained:
+            raise ValueError(f"account does not add up: {self.rows} rows of {self.trained} calls")
+
+    @property
+    def merged(self) -> int:
+        """Calls that share the row of an earlier one."""
+        return self.trained - self.rows
+
+    def __add__(self, other: Account) -> Account:
+        """Put two accounts together: of two attempts, or of two steps."""
+        reasons = {**self.dropped, **other.dropped}
+        return Account(
+            seen=self.seen + other.seen,
+            dropped={reason: self.dropped.get(reason, 0) + other.dropped.get(reason, 0) for reason in reasons},
+            trained=self.trained + other.trained,
+            rows=self.rows + other.rows,
+            rows_without_gradient=self.rows_without_gradient + other.rows_without_gradient,
+            tokens=self.tokens + other.tokens,
+            tokens_in_rows=self.tokens_in_rows + other.tokens_in_rows,
+            tokens_in_calls=self.tokens_in_calls + other.tokens_in_calls,
+        )
+
+    def plus_dropped(self, reason: str, calls: int) -> Account:
+        """Count calls that were seen and left out for this reason before rows were made."""
+        return self + Account(seen=calls, dropped={reason: calls}) if calls else self
+
+    def lines(self) -> list[str]:
+        """Say it to people, one fact a line."""
+        found = [f"{self.seen} calls seen, {self.trained} trained on"]
+        found += [f"{count} left out: {reason}" for reason, count in sorted(self.dropped.items())]
+        if self.trained:
+            saved = f" ({self.tokens_in_calls / self.tokens_in_rows:.1f}x fewer tokens)" if self.merged else ""
+            found.append(f"{self.rows} rows, {self.merged} calls merged onto an earlier one's{saved}")
+            found.append(f"{self.tokens} trained tokens of {self.tokens_in_rows}")
+        if self.rows_without_gradient:
+            found.append(f"{self.rows_without_gradient} rows teach nothing: all rewards of their group are equal")
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Give the same as numbers by name, for logs."""
+        numbers = {
+            "calls_seen": self.seen,
+            "calls_trained": self.trained,
+            "calls_merged": self.merged,
+            "rows": self.rows,
+            "rows_without_gradient": self.rows_without_gradient,
+            "tokens": self.tokens,
+            "tokens_in_rows": self.tokens_in_rows,
+            "tokens_in_calls": self.tokens_in_calls,
+        }
+        dropped = {f"calls_dropped/{_slug(reason)}": count for reason, count in self.dropped.items()}
+        return {name: float(value) for name, value in {**numbers, **dropped}.items()}
+
+
+def _slug(reason: str) -> str:
+    return reason.split(":", maxsplit=1)[0].replace(" ", "_")
