@@ -1,7 +1,8 @@
 """Credit: how the rewards of an attempt are shared out over its transitions.
 
-A credit assigner takes all transitions of one attempt, those of agents that are not trained among them, and its rewards,
-and gives one value for each transition. Selection comes after, so that no reward is lost with the agents left out.
+A credit assigner takes all transitions of one attempt, those of agents that are not trained among them, and its
+rewards, and gives one value for each transition. Selection comes after, so that no reward is lost with the agents left
+out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -37,7 +38,7 @@ def identical(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> l
     """
     sources = _Sources.of(transitions, rewards)
     values = [
-        sum(sources.shared) + sum(sources.by_agent[transition.agent]) + own
+        sum(sources.shared) + sum(sources.by_agent[transition.agent]) + sum(own.values())
         for transition, own in zip(transitions, sources.own, strict=True)
     ]
     return sources.nan_where_silent(transitions, values)
@@ -83,7 +84,7 @@ class _Sources:
 
     shared: list[float]
     by_agent: defaultdict[str | None, list[float]]
-    own: list[float]
+    own: list[dict[str, float]]  # by reward id, for each transition
     silent: frozenset[str | None]  # agents that no reward concerns
 
     @classmethod
@@ -93,16 +94,16 @@ class _Sources:
         for m, transition in enumerate(transitions):
             calls[transition.span_id].append(m)
         carried = {reward.reward_id for transition in transitions for reward in transition.rewards}
-        own = [sum(reward.value for reward in transition.rewards) for transition in transitions]
+        own = [{reward.reward_id: reward.value for reward in transition.rewards} for transition in transitions]
         heard = {transition.agent for transition in transitions if transition.rewards}
         shared: list[float] = []
         by_agent: defaultdict[str | None, list[float]] = defaultdict(list)
         for reward in rewards:
             if reward.reward_id in carried:
                 continue
-            if reward.span_id in calls:
+            if reward.span_id is not None and reward.span_id in calls:
                 for m in calls[reward.span_id]:  # all choices of the call
-                    own[m] += reward.value
+                    own[m][reward.reward_id] = reward.value
                     heard.add(transitions[m].agent)
             elif reward.agent is None:
                 shared.append(reward.value)
@@ -120,18 +121,21 @@ class _Sources:
         ]
 
 
-def _own_to_go(transitions: Sequence[Transition], own: Sequence[float], gamma: float) -> list[float]:
+def _own_to_go(transitions: Sequence[Transition], own: Sequence[Mapping[str, float]], gamma: float) -> list[float]:
     """Add up, for each call, its own rewards and the discounted ones of its agent's later turns."""
-    values = list(own)
+    values = [sum(mine.values()) for mine in own]
     ahead: dict[str | None, tuple[int, float]] = {}  # by agent: the next turn, and what it and the later ones earned
     order = sorted(range(len(transitions)), key=lambda m: transitions[m].turn, reverse=True)
-    for (turn, agent), choices in itertools.groupby(order, key=lambda m: (transitions[m].turn, transitions[m].agent)):
+    for turn, choices in itertools.groupby(order, key=lambda m: transitions[m].turn):
+        here = list(choices)
+        agent = transitions[here[0]].agent
         next_turn, worth = ahead.get(agent, (turn, 0.0))
         later = worth * gamma ** (next_turn - turn)
-        here = list(choices)
+        # A reward of the whole call lies with each of its choices, but came once.
+        earned = dict(item for m in here for item in own[m].items())
         for m in here:
             values[m] += later
-        ahead[agent] = (turn, later + sum(own[m] for m in here))
+        ahead[agent] = (turn, later + sum(earned.values()))
     return values
 
 
