@@ -1,0 +1,31 @@
+"""How users write it; type-checked, never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning_langchain
+import lightning_openai
+from lightning_trainer import Result, TrainConfig, train
+
+import lightning_spans
+from lightning_spans import Attachment, Reward, Span, Store, Trace, Transition
+
+
+def attached() -> None:
+    attachment: Attachment = lightning_langchain.attach(agents=["writer"], tracer="embedded")
+    attachment.detach()
+    with lightning_openai.attach(store="traces.db"), lightning_spans.agent("writer"):
+        lightning_spans.emit_reward(1.0, agent="writer")
+
+
+def read(store: Store) -> list[Transition]:
+    spans: list[Span] = store.spans()
+    rewards: list[Reward] = store.rewards()
+    trace: Trace = Trace.build(spans, store.calls(), rewards)
+    return lightning_spans.select(lightning_spans.adapt(trace), ["writer"])
+
+
+def trained() -> float | None:
+    result: Result = train(TrainConfig(target="my_app:run", data=Path("train.jsonl"), model="./model", agents=("writer",)))
+    return result.reward_after
