@@ -1,0 +1,167 @@
+"""Advantages: parity with the published formulas, and what holds for any rewards."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lightning_trainer.advantages import group_advantages, transition_advantages
+
+rewards = st.floats(-100, 100).map(lambda value: round(value, 3))
+groups_of_returns = st.lists(st.lists(rewards, min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+def flat(groups):
+    return [r for returns in groups for r in returns], [g for g, returns in enumerate(groups) for _ in returns]
+
+
+@given(groups_of_returns)
+def test_group_advantages_are_those_of_the_grpo_paper(groups):
+    returns, ids = flat(groups)
+    expected = []
+    for members in groups:  # written from the paper, with the standard library's own mean and sample deviation
+        for r in members:
+            if len(members) == 1 or len(set(members)) == 1:
+                expected.append(0.0)
+            else:
+                expected.append((r - statistics.fmean(members)) / (statistics.stdev(members) + 1e-4))
+    assert group_advantages(returns, ids) == pytest.approx(expected, abs=1e-9)
+
+
+@given(groups_of_returns)
+def test_without_the_deviation_they_are_those_of_dr_grpo(groups):
+    returns, ids = flat(groups)
+    expected = [r - statistics.fmean(members) for members in groups for r in members]
+    assert group_advantages(returns, ids, normalise=False) == pytest.approx(expected, abs=1e-9)
+
+
+@given(groups_of_returns, st.booleans())
+def test_advantages_sum_to_zero_in_each_group(groups, normalise):
+    returns, ids = flat(groups)
+    sums = np.bincount(ids, group_advantages(returns, ids, normalise=normalise))
+    assert sums == pytest.approx(np.zeros(len(groups)), abs=1e-6)
+
+
+@given(groups_of_returns, st.randoms())
+def test_advantages_do_not_depend_on_the_order_of_attempts(groups, random_numbers):
+    returns, ids = (np.array(part) for part in flat(groups))
+    order = list(range(len(returns)))
+    random_numbers.shuffle(order)
+    shuffled = group_advantages(returns[order], ids[order])
+    assert shuffled == pytest.approx(group_advantages(returns, ids)[order], abs=1e-9)
+
+
+@given(st.lists(rewards, min_size=2, max_size=6), st.floats(0.5, 4), rewards)
+def test_normalised_advantages_do_not_depend_on_the_scale_and_origin_of_rewards(returns, scale, origin):
+    assume(statistics.stdev(returns) > 0.01)
+    group = [0] * len(returns)
+    moved = group_advantages([scale * r + origin for r in returns], group, eps=0.0)
+    assert moved == pytest.approx(group_advantages(returns, group, eps=0.0), abs=1e-6)
+
+
+@pytest.mark.parametrize("returns", [[0.1] * 3, [5.0], [1e-300] * 7, [0.7] * 8])
+def test_a_group_without_contrast_teaches_exactly_nothing(returns):
+    assert group_advantages(returns, ["task"] * len(returns)).tolist() == [0.0] * len(returns)
+
+
+def test_groups_may_be_named():
+    assert group_advantages([1, 0, 3, 1], ["b", "b", "a", "a"], normalise=False).tolist() == [0.5, -0.5, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_is_refused(bad):
+    with pytest.raises(ValueError, match=f"value {bad} at 1"):
+        group_advantages([1.0, bad], [0, 0])
+
+
+def test_lengths_must_agree():
+    with pytest.raises(ValueError, match="one length"):
+        group_advantages([1.0, 2.0], [0])
+    with pytest.raises(ValueError, match="one length"):
+        transition_advantages([1.0, 2.0], [0, 1], [0, 0], agent_M=["a"])
+
+
+def test_an_attempt_belongs_to_one_group():
+    with pytest.raises(ValueError, match="two groups"):
+        transition_advantages([1.0, 2.0], ["x", "x"], [0, 1])
+
+
+def test_nothing_gives_nothing():
+    assert group_advantages([], []).tolist() == []
+
+
+attempts_with_calls = st.lists(
+    st.tuples(st.integers(0, 2), rewards, st.integers(1, 5)),  # group, return, number of calls
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(attempts_with_calls, st.booleans())
+def test_identical_credit_gives_each_call_the_advantage_of_its_attempt(attempts, normalise):
+    groups, returns, calls = (list(column) for column in zip(*attempts, strict=True))
+    of_attempts = group_advantages(returns, groups, normalise=normalise)
+    attempt_M = np.repeat(np.arange(len(attempts)), calls)
+    of_calls = transition_advantages(
+        np.repeat(returns, calls), attempt_M, np.repeat(groups, calls), normalise=normalise
+    )
+    assert of_calls == pytest.approx(of_attempts[attempt_M], abs=1e-9)
+
+
+def test_a_talkative_attempt_weighs_no_more_than_a_brief_one():
+    # Attempt 0 called once and got 1, attempt 1 called nine times and got 0: the baseline is 0.5, not 0.1.
+    advantages = transition_advantages([1.0] + [0.0] * 9, [0] + [1] * 9, [0] * 10, normalise=False)
+    assert advantages.tolist() == [0.5] + [-0.5] * 9
+
+
+step_values = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from("xy"), rewards), min_size=1, max_size=20
+)  # attempt, agent, value; attempts 0-2 are group 0, 3-5 group 1
+
+
+@given(step_values, st.booleans(), st.booleans())
+def test_mean_advantages_of_attempts_sum_to_zero(steps, normalise, by_agent):
+    attempts, agents, values = (np.array(column) for column in zip(*steps, strict=True))
+    groups = attempts // 3
+    advantages = transition_advantages(
+        values, attempts, groups, agent_M=agents if by_agent else None, normalise=normalise
+    )
+    units = {(g, a if by_agent else "") for g, a in zip(groups, agents, strict=True)}
+    for group, agent in units:
+        inside = (groups == group) & ((agents == agent) | (not by_agent))
+        means = [advantages[inside & (attempts == a)].mean() for a in np.unique(attempts[inside])]
+        assert sum(means) == pytest.approx(0.0, abs=1e-6)
+
+
+@given(step_values)
+def test_step_rewards_never_explode(steps):
+    attempts, _, values = (np.array(column) for column in zip(*steps, strict=True))
+    advantages = transition_advantages(values, attempts, attempts // 3)
+    # Each squared distance is at most the number of calls of the group times its variance.
+    assert np.abs(advantages).max() <= math.sqrt(3 * len(values)) + 1e-9
+
+
+def test_equal_attempts_with_different_steps_still_compare_their_steps():
+    # Both attempts mean 0.5: by the deviation of the means alone, 0.5 would be divided by 0.0001.
+    advantages = transition_advantages([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [0] * 4)
+    assert advantages == pytest.approx([0.7069, -0.7069, 0.7069, -0.7069], abs=1e-3)
+
+
+def test_each_agent_is_compared_with_itself_over_the_attempts_in_which_it_spoke():
+    # The answerer spoke in two of three attempts only.
+    values = [1.0, 1.0, 0.0, 0.0, 0.0]
+    attempts = [0, 0, 1, 1, 2]
+    agents = ["caller", "answerer", "caller", "answerer", "caller"]
+    advantages = transition_advantages(values, attempts, ["t"] * 5, agent_M=agents, normalise=False)
+    assert advantages == pytest.approx([2 / 3, 0.5, -1 / 3, -0.5, -1 / 3])
+
+
+def test_an_agent_that_spoke_in_one_attempt_of_its_group_has_nothing_to_compare():
+    advantages = transition_advantages([1.0, 0.0, 1.0], [0, 1, 0], [0, 0, 0], agent_M=["x", "x", "y"])
+    assert advantages[2] == 0.0
+    assert advantages[0] > 0
