@@ -165,3 +165,7 @@ def test_an_agent_that_spoke_in_one_attempt_of_its_group_has_nothing_to_compare(
     advantages = transition_advantages([1.0, 0.0, 1.0], [0, 1, 0], [0, 0, 0], agent_M=["x", "x", "y"])
     assert advantages[2] == 0.0
     assert advantages[0] > 0
+
+
+def test_the_steps_of_a_lone_attempt_have_nothing_to_compare():
+    assert transition_advantages([1.0, 0.0], [0, 0], [0, 0]).tolist() == [0.0, 0.0]

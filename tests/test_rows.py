@@ -228,6 +228,12 @@ def test_a_row_whose_parts_disagree_cannot_be_made():
         replace(row, lengths=(2,))
 
 
+def test_equal_hashes_of_different_tokens_never_merge(monkeypatch):
+    monkeypatch.setattr("lightning_trainer.rows._powers", lambda size: np.ones(size, np.uint64))  # a sum, no more
+    rows, _ = rows_of([call(0, [1, 2], [3]), call(1, [3, 2, 1, 9], [4]), call(2, [1, 2, 3, 9], [5])])
+    assert [row.tokens.tolist() for row in rows] == [[1, 2, 3, 9, 5], [3, 2, 1, 9, 4]]
+
+
 def test_a_thousand_turns_merge_into_one_row_in_time_that_grows_with_the_tokens_read():
     # 1,000 turns of one conversation and 1,000 unrelated calls of 100 tokens: a few seconds if anything were quadratic.
     conversation, calls, random_numbers = [7], [], random.Random(0)
