@@ -229,7 +229,7 @@ def test_a_row_whose_parts_disagree_cannot_be_made():
 
 
 def test_equal_hashes_of_different_tokens_never_merge(monkeypatch):
-    monkeypatch.setattr("lightning_trainer.rows._powers", lambda size: np.ones(size, np.uint64))  # a sum, no more
+    monkeypatch.setattr("lightning_trainer.prefixes._powers", lambda size: np.ones(size, np.uint64))  # a sum, no more
     rows, _ = rows_of([call(0, [1, 2], [3]), call(1, [3, 2, 1, 9], [4]), call(2, [1, 2, 3, 9], [5])])
     assert [row.tokens.tolist() for row in rows] == [[1, 2, 3, 9, 5], [3, 2, 1, 9, 4]]
 

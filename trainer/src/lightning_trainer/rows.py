@@ -6,10 +6,9 @@ Axes: `_M` transitions, `_T` tokens of a row.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from lightning_spans.transitions import Tokens, Transition
 from lightning_trainer import account as reasons
 from lightning_trainer.account import Account
+from lightning_trainer.prefixes import OpenSequences
 
 FloatArray: TypeAlias = NDArray[np.float64]
 Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum"]
@@ -107,37 +107,18 @@ def make_rows(
     """
     if len(transitions) != len(advantages_M):
         raise ValueError(f"{len(transitions)} transitions, but {len(advantages_M)} advantages")
-    dropped: Counter[str] = Counter()
-    branches: list[_Branch] = []
-    open_branches: dict[_Kind, _OpenBranches] = {}
-    calls = tokens_in_calls = 0
-    for m in sorted(range(len(transitions)), key=lambda m: _place(transitions[m])):
-        transition = transitions[m]
-        tokens = transition.tokens
-        reason = why_untrainable(transition, max_tokens=max_tokens)
-        if reason is not None or tokens is None:
-            dropped[reason or reasons.NO_TOKENS] += 1
-            continue
-        kind = _kind(transition)
-        still_open = open_branches.setdefault(kind, _OpenBranches())
-        ids = np.array(tokens.prompt + tokens.response, dtype=np.int32)
-        branch = still_open.take(ids, len(tokens.prompt)) if merge else None
-        if branch is None:
-            branch = _Branch(kind, transition.rollout_id, groups[transition.rollout_id])
-            branches.append(branch)
-        branch.extend(ids, tokens, float(advantages_M[m]))
-        still_open.add(branch)
-        calls, tokens_in_calls = calls + 1, tokens_in_calls + len(ids)
-    rows = [branch.row() for branch in branches]
+    reasons_M = [why_untrainable(transition, max_tokens=max_tokens) for transition in transitions]
+    actions = _actions(transitions, advantages_M, reasons_M)
+    rows = [_row(branch, groups) for branch in _branches(actions, merge=merge)]
     return rows, Account(
         seen=len(transitions),
-        dropped=dict(dropped),
-        trained=calls,
+        dropped=dict(Counter(reason for reason in reasons_M if reason is not None)),
+        trained=len(actions),
         rows=len(rows),
         rows_without_gradient=sum(not row.has_gradient for row in rows),
         tokens=sum(sum(row.lengths) for row in rows),
         tokens_in_rows=sum(len(row.tokens) for row in rows),
-        tokens_in_calls=tokens_in_calls,
+        tokens_in_calls=sum(len(action.tokens.prompt) + len(action.tokens.response) for action in actions),
     )
 
 
@@ -187,97 +168,88 @@ def token_weights(rows: Sequence[Row], aggregation: Aggregation) -> list[NDArray
     raise ValueError(f"unknown aggregation {aggregation!r}. Use token-mean, sequence-mean or sequence-sum.")
 
 
-_Kind: TypeAlias = tuple[
-    str, str, str, int, float
-]  # attempt, agent, policy, version, temperature: what may share a row
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """A call that can be trained."""
+
+    transition: Transition
+    tokens: Tokens
+    advantage: float
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """(P + A,) the prompt and the response."""
+        return np.array(self.tokens.prompt + self.tokens.response, dtype=np.int32)
+
+    @property
+    def kind(self) -> tuple[str, str | None, str | None, int | None, float]:
+        """What calls that share a row have in common."""
+        call = self.transition
+        return call.attempt_id, call.agent, call.policy, call.policy_version, _temperature(call)
 
 
-def _place(transition: Transition) -> tuple[str, int, int, str]:
-    return transition.attempt_id, transition.turn, transition.choice, transition.span_id
+_Branch: TypeAlias = list[_Action]  # calls each of which continues the tokens of the one before
 
 
-def _temperature(transition: Transition) -> float:
-    value = transition.sampling.get("temperature")
+def _actions(
+    transitions: Sequence[Transition], advantages_M: FloatArray, reasons_M: Sequence[str | None]
+) -> list[_Action]:
+    """Keep what nothing speaks against, in the order of attempt and turn."""
+    found = []
+    for transition, advantage, reason in zip(transitions, advantages_M, reasons_M, strict=True):
+        if transition.tokens is None or reason is not None:
+            continue
+        if not math.isfinite(advantage):
+            raise ValueError(f"the advantage of a call of attempt {transition.attempt_id} is {advantage}")
+        found.append(_Action(transition, transition.tokens, float(advantage)))
+    return sorted(found, key=lambda action: _place(action.transition))
+
+
+def _place(call: Transition) -> tuple[str, int, int, str]:
+    return call.attempt_id, call.turn, call.choice, call.span_id
+
+
+def _temperature(call: Transition) -> float:
+    value = call.sampling.get("temperature")
     return 1.0 if value is None else float(value)  # the OpenAI interface's default
 
 
-def _kind(transition: Transition) -> _Kind:
-    version = UNKNOWN_VERSION if transition.policy_version is None else transition.policy_version
-    policy = transition.policy or "policy"
-    return transition.attempt_id, transition.agent or "", policy, version, _temperature(transition)
+def _branches(actions: Sequence[_Action], *, merge: bool) -> list[_Branch]:
+    """Put each call onto the longest branch of its kind that it continues, or on one of its own."""
+    branches: list[_Branch] = []
+    open_branches: defaultdict[object, OpenSequences[_Branch]] = defaultdict(OpenSequences)
+    for action in actions:
+        ids, still_open = action.ids, open_branches[action.kind]
+        branch = still_open.take(ids[: len(action.tokens.prompt)]) if merge else None
+        if branch is None:
+            branch = []
+            branches.append(branch)
+        branch.append(action)
+        still_open.add(ids, branch)
+    return branches
 
 
-@dataclass(slots=True, eq=False)
-class _Branch:
-    """A row that is being made: the tokens of its last call, and where the sampled ones lie in them."""
-
-    kind: _Kind
-    rollout_id: str
-    group_id: str
-    ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    actions: list[tuple[int, Tokens, float]] = field(default_factory=list)  # start, tokens, advantage
-
-    def extend(self, ids: NDArray[np.int32], tokens: Tokens, advantage: float) -> None:
-        """Continue with a call whose prompt begins with all tokens so far."""
-        if not math.isfinite(advantage):
-            raise ValueError(f"the advantage of a call of attempt {self.kind[0]} is {advantage}")
-        self.ids = ids
-        self.actions.append((len(tokens.prompt), tokens, advantage))
-
-    def row(self) -> Row:
-        """Lay the calls over the tokens."""
-        mask = np.zeros(len(self.ids), np.bool_)
-        logprobs = np.zeros(len(self.ids), np.float32)
-        advantages = np.zeros(len(self.ids), np.float64)
-        for start, tokens, advantage in self.actions:
-            place = slice(start, start + len(tokens.response))
-            mask[place], logprobs[place], advantages[place] = True, tokens.logprobs, advantage
-        attempt_id, agent, policy, version, temperature = self.kind
-        return Row(
-            tokens=self.ids,
-            mask=mask,
-            logprobs=logprobs,
-            advantages=advantages,
-            lengths=tuple(len(tokens.response) for _, tokens, _ in self.actions),
-            agent=agent,
-            attempt_id=attempt_id,
-            rollout_id=self.rollout_id,
-            group_id=self.group_id,
-            policy=policy,
-            policy_version=version,
-            temperature=temperature,
-        )
-
-
-class _OpenBranches:
-    """Branches that a later call may continue, found by length and hash: linear in the prompt's length."""
-
-    def __init__(self) -> None:
-        self._by_length: dict[int, dict[int, list[_Branch]]] = {}
-        self._hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
-
-    def take(self, ids: NDArray[np.int32], prompt_length: int) -> _Branch | None:
-        """Take out the longest branch with whose tokens the prompt, `ids[:prompt_length]`, begins; None without one."""
-        hashes = _prefix_hashes(ids)
-        for length in sorted((n for n in self._by_length if n <= prompt_length), reverse=True):
-            candidates = self._by_length[length].get(int(hashes[length - 1]), [])
-            for place, branch in enumerate(candidates):
-                if np.array_equal(branch.ids, ids[:length]):
-                    return candidates.pop(place)
-        return None
-
-    def add(self, branch: _Branch) -> None:
-        """Let a later call continue this branch."""
-        with_length = self._by_length.setdefault(len(branch.ids), {})
-        with_length.setdefault(int(_prefix_hashes(branch.ids)[-1]), []).append(branch)
-
-
-def _prefix_hashes(ids: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """(T,) hash of each prefix: the sum of id times a power of an odd number, modulo 2**64."""
-    size = 1 << len(ids).bit_length()
-    return np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * _powers(size)[: len(ids)], dtype=np.uint64)
-
-
-@lru_cache(maxsize=32)
-def _powers(size: int) -> NDArray[np.uint64]:
-    return np.cumprod(np.full(size, 0x9E3779B97F4A7C15, np.uint64), dtype=np.uint64)
+def _row(branch: _Branch, groups: Mapping[str, str]) -> Row:
+    """Lay the calls of a branch over the tokens of its last one."""
+    call, tokens = branch[-1].transition, branch[-1].ids
+    mask = np.zeros(len(tokens), np.bool_)
+    logprobs = np.zeros(len(tokens), np.float32)
+    advantages = np.zeros(len(tokens), np.float64)
+    for action in branch:
+        start = len(action.tokens.prompt)
+        place = slice(start, start + len(action.tokens.response))
+        mask[place], logprobs[place], advantages[place] = True, action.tokens.logprobs, action.advantage
+    return Row(
+        tokens=tokens,
+        mask=mask,
+        logprobs=logprobs,
+        advantages=advantages,
+        lengths=tuple(len(action.tokens.response) for action in branch),
+        agent=call.agent or "",
+        attempt_id=call.attempt_id,
+        rollout_id=call.rollout_id,
+        group_id=groups[call.rollout_id],
+        policy=call.policy or "policy",
+        policy_version=UNKNOWN_VERSION if call.policy_version is None else call.policy_version,
+        temperature=_temperature(call),
+    )
