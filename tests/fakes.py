@@ -1,0 +1,169 @@
+"""A scripted engine over a byte-level tokenizer, for tests that need model calls but no model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+import jinja2
+
+from lightning_trainer.engine import Sampled, Sampling
+
+HERMES_TEMPLATE = (
+    "{%- if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
+    "# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools><|im_end|>\n{% endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role == 'user' or (m.role == 'system' and not (loop.first and tools)) %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{% if not loop.first or m.content %}{{ '\n' }}{% endif %}"
+    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments | tojson }}'
+    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{%- elif m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    "{%- endif %}{% endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+class ByteTokenizer:
+    """One token a byte, and two special ones; the part of a Hugging Face tokenizer that the gateway uses.
+
+    Token 258 is "an" as one token: the same text has two tokenizations, as with real ones, and `encode` never gives it.
+    """
+
+    specials = {"<|im_start|>": 256, "<|im_end|>": 257}
+    eos_token_id = 257
+    merged = 258
+
+    def __init__(self, chat_template: str = HERMES_TEMPLATE) -> None:
+        self.chat_template = chat_template
+        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+        environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
+        environment.filters["tojson"] = _tojson
+        self._template = environment.from_string(chat_template)
+
+    def apply_chat_template(
+        self, conversation: Any, tools: Any = None, *, add_generation_prompt: bool = False, tokenize: bool = True
+    ) -> Any:
+        text = self._template.render(messages=conversation, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self.encode(text) if tokenize else text
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = []
+        while text:
+            at, special = min(((text.find(s), s) for s in self.specials if s in text), default=(len(text), None))
+            ids.extend(text[:at].encode())
+            if special is not None:
+                ids.append(self.specials[special])
+            text = text[at + len(special or "") :]
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
+        names = {number: name for name, number in self.specials.items()}
+        out = b""
+        for token in ids:
+            if token in names:
+                out += b"" if skip_special_tokens else names[token].encode()
+            else:
+                out += b"an" if token == self.merged else bytes([token])
+        return out.decode(errors="replace")
+
+    def __len__(self) -> int:
+        return 259
+
+
+def _tojson(value: Any) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False)
+
+
+Script = Iterable[str | Sequence[int] | BaseException] | Callable[[str], str | Sequence[int] | BaseException]
+
+
+class FakeEngine:
+    """Answers from a script: texts, token ids, or exceptions to raise; or a function from the prompt's text to these.
+
+    A script that has run out answers ``ok``. Every answer ends with the end-of-turn token unless it is cut by length or
+    by a stop string. `prompts` and `samplings` hold what was asked for, `cancelled` counts answers closed early.
+    """
+
+    def __init__(
+        self,
+        script: Script = (),
+        *,
+        tokenizer: Any = None,
+        model: str = "policy",
+        version: int = 0,
+        max_model_len: int = 100_000,
+        piece: int = 4,
+        delay_s: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.version = version
+        self.tokenizer = tokenizer or ByteTokenizer()
+        self.max_model_len = max_model_len
+        self.prompts: list[tuple[int, ...]] = []
+        self.samplings: list[Sampling] = []
+        self.cancelled = 0
+        self._script = script if callable(script) else iter(script)
+        self._piece = piece
+        self._delay_s = delay_s
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        if not prompt or len(prompt) >= self.max_model_len:
+            raise ValueError(f"{len(prompt)} tokens leave no room in a context of {self.max_model_len}")
+        self.prompts.append(tuple(prompt))
+        self.samplings.append(sampling)
+        answer = self._next(prompt)
+        if isinstance(answer, BaseException):
+            raise answer
+        ids, text, finish = self._cut(answer, sampling)
+        try:
+            for piece in self._pieces(ids, text, finish):
+                await asyncio.sleep(self._delay_s)
+                yield piece
+        except GeneratorExit:
+            self.cancelled += 1
+            raise
+
+    def _next(self, prompt: Sequence[int]) -> str | Sequence[int] | BaseException:
+        if callable(self._script):
+            return self._script(self.tokenizer.decode(prompt))
+        return next(self._script, "ok")
+
+    def _cut(self, answer: str | Sequence[int], sampling: Sampling) -> tuple[list[int], str, str]:
+        ids = self.tokenizer.encode(answer) if isinstance(answer, str) else list(answer)
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        stops = [text.index(stop) for stop in sampling.stop if stop in text]
+        if stops:
+            end = max(stop for stop in sampling.stop if stop in text)
+            ids = self.tokenizer.encode(text[: text.index(end) + len(end)])
+            return ids[: sampling.max_tokens], text[: min(stops)], "stop"
+        ids = [*ids, self.tokenizer.eos_token_id] if ids[-1:] != [self.tokenizer.eos_token_id] else ids
+        if sampling.max_tokens is not None and len(ids) > sampling.max_tokens:
+            ids = ids[: sampling.max_tokens]
+            return ids, self.tokenizer.decode(ids, skip_special_tokens=True), "length"
+        return ids, text, "stop"
+
+    def _pieces(self, ids: list[int], text: str, finish: str) -> Iterable[Sampled]:
+        given = ""
+        for start in range(0, len(ids), self._piece):
+            part = tuple(ids[start : start + self._piece])
+            last = start + self._piece >= len(ids)
+            so_far = self.tokenizer.decode(ids[: start + len(part)], skip_special_tokens=True).rstrip("\ufffd")
+            so_far = text if last or len(so_far) > len(text) else so_far
+            yield Sampled(part, tuple(fake_logprob(i) for i in part), so_far[len(given) :], finish if last else None)
+            given = so_far
+
+
+def fake_logprob(token: int) -> float:
+    """The log-probability that the fake engine says a token had: the same for the same token."""
+    return math.log((hashlib.sha256(str(token).encode()).digest()[0] + 1) / 257)

@@ -1,0 +1,219 @@
+"""``/api``: the queue of rollouts and the records, over HTTP. FastAPI describes it at ``/openapi.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import Response
+
+from lightning_spans.context import Attempt
+from lightning_spans.records import dumps, from_json, to_json
+from lightning_spans.rewards import Reward
+from lightning_spans.spans import Span
+from lightning_spans.store import AttemptRecord, Call, Rollout, Store
+from lightning_trainer.server import bodies as b
+from lightning_trainer.server.attempts import EndedAttempts
+from lightning_trainer.server.door import Door
+from lightning_trainer.server.keys import Keys, Scope
+from lightning_trainer.server.refusals import bad_request
+from lightning_trainer.server.settings import Limits, Routing
+
+Ids = Annotated[list[str] | None, Query()]
+_RUNNING = ("queued", "running", "succeeded", "failed", "cancelled")
+
+
+class Parts(Protocol):
+    """What the API works with; `app.state` has these."""
+
+    store: Store
+    keys: Keys
+    door: Door
+    attempts: EndedAttempts
+    limits: Limits
+    routing: Routing
+    forget: Callable[[str], None]
+
+
+def _parts(request: Request) -> Parts:
+    parts: Parts = request.app.state
+    return parts
+
+
+def _needs(*scopes: Scope) -> Any:
+    async def admit(request: Request) -> None:
+        await _parts(request).door.admit(request.scope, *scopes)
+
+    return Depends(admit)
+
+
+_ADMIN = [_needs("admin")]
+_RUNNER = [_needs("runner", "admin")]
+router = APIRouter(
+    prefix="/api",
+    responses={code: {"model": b.ErrorBody} for code in (400, 401, 403, 409, 413, 503)},
+)
+
+
+def _json(**answer: Any) -> Response:
+    return Response(dumps(answer), media_type="application/json")
+
+
+def _records(kind: type[Any], items: Sequence[Any]) -> list[Any]:
+    try:
+        return [from_json(kind, item) for item in items]
+    except ValueError as error:
+        raise bad_request(str(error)) from None
+
+
+@router.post("/rollouts", dependencies=_ADMIN, response_model=b.Queued)
+def enqueue(request: Request, body: b.RolloutsBody) -> Response:
+    """Queue rollouts; those already there, by id, are left as they are."""
+    return _json(queued=_parts(request).store.enqueue(_records(Rollout, body.rollouts)))
+
+
+@router.get("/rollouts", dependencies=_ADMIN, response_model=b.RolloutsBody)
+def rollouts(request: Request, rollout_id: Ids = None, group_id: Ids = None, status: str | None = None) -> Response:
+    """Give rollouts in the order they were queued."""
+    query = b.QueryBody(what="rollouts", rollout_ids=rollout_id, group_ids=group_id, status=status)
+    return _read(_parts(request).store, query)
+
+
+@router.post("/rollouts/cancel", dependencies=_ADMIN, response_model=b.Cancelled)
+def cancel(request: Request, body: b.IdsBody) -> Response:
+    """Cancel rollouts that have not ended; their running attempts lose leases and keys."""
+    parts = _parts(request)
+    number = parts.store.cancel(body.rollout_ids)
+    for attempt in parts.store.attempts(rollout_ids=body.rollout_ids):
+        if attempt.status != "running":
+            parts.forget(attempt.attempt_id)
+    return _json(cancelled=number)
+
+
+@router.post("/claims", dependencies=_RUNNER, response_model=b.Attempts)
+def claim(request: Request, body: b.ClaimBody) -> Response:
+    """Start attempts; each comes with the context that its agent's process gets."""
+    parts = _parts(request)
+    claimed = parts.store.claim(body.worker, limit=body.limit, lease_s=body.lease_s)
+    parts.attempts.started([attempt.attempt_id for attempt in claimed])
+    endpoint = parts.routing.endpoint or str(request.base_url).rstrip("/")
+    return _json(attempts=[to_json(with_context(attempt, parts, endpoint)) for attempt in claimed])
+
+
+def with_context(attempt: AttemptRecord, parts: Parts, endpoint: str) -> AttemptRecord:
+    """Give an attempt with what its agent's process gets: endpoint, a key for it alone, agents and model."""
+    limit_s = attempt.rollout.timeout_s
+    key = parts.keys.issue(
+        "attempt",
+        rollout_id=attempt.rollout.rollout_id,
+        attempt_id=attempt.attempt_id,
+        expires_s=parts.limits.untimed_key_s if limit_s is None else limit_s + parts.limits.key_margin_s,
+    )
+    context = Attempt(
+        rollout_id=attempt.rollout.rollout_id,
+        attempt_id=attempt.attempt_id,
+        endpoint=endpoint,
+        key=key,
+        agents=parts.routing.agents,
+        model=parts.routing.model,
+    )
+    return replace(attempt, context=context)
+
+
+@router.post("/heartbeats", dependencies=_RUNNER, response_model=b.Lost)
+def heartbeat(request: Request, body: b.HeartbeatBody) -> Response:
+    """Renew leases; give the attempts whose lease is lost."""
+    parts = _parts(request)
+    lost = parts.store.heartbeat(body.leases, lease_s=body.lease_s)
+    for attempt_id in lost:
+        parts.forget(attempt_id)
+    return _json(lost=lost)
+
+
+@router.post("/attempts/{attempt_id}/finish", dependencies=_RUNNER, response_model=b.Standing)
+def finish(request: Request, attempt_id: str, body: b.FinishBody) -> Response:
+    """End an attempt, with its rewards; 409 when its lease is lost."""
+    parts = _parts(request)
+    rewards = _records(Reward, body.rewards)
+    if any(reward.attempt_id != attempt_id for reward in rewards):
+        raise bad_request(f"a reward names another attempt than {attempt_id!r}")
+    status = parts.store.finish(attempt_id, body.fence, status=body.status, rewards=rewards, error=body.error)
+    parts.forget(attempt_id)
+    return _json(status=status)
+
+
+@router.get("/attempts", dependencies=_ADMIN, response_model=b.Attempts)
+def attempts(request: Request, rollout_id: Ids = None, attempt_id: Ids = None) -> Response:
+    """Give attempts in the order of their start."""
+    query = b.QueryBody(what="attempts", rollout_ids=rollout_id, attempt_ids=attempt_id)
+    return _read(_parts(request).store, query)
+
+
+@router.get("/spans", dependencies=_ADMIN, response_model=b.SpansBody)
+def spans(request: Request, rollout_id: Ids = None, attempt_id: Ids = None, trace_id: Ids = None) -> Response:
+    """Give spans in the order of their start."""
+    query = b.QueryBody(what="spans", rollout_ids=rollout_id, attempt_ids=attempt_id, trace_ids=trace_id)
+    return _read(_parts(request).store, query)
+
+
+@router.get("/calls", dependencies=_ADMIN, response_model=b.CallsBody)
+def calls(request: Request, rollout_id: Ids = None, attempt_id: Ids = None, trace_id: Ids = None) -> Response:
+    """Give calls in the order of their start."""
+    query = b.QueryBody(what="calls", rollout_ids=rollout_id, attempt_ids=attempt_id, trace_ids=trace_id)
+    return _read(_parts(request).store, query)
+
+
+@router.get("/rewards", dependencies=_ADMIN, response_model=b.RewardsBody)
+def rewards(request: Request, rollout_id: Ids = None, attempt_id: Ids = None) -> Response:
+    """Give rewards in the order of their arrival."""
+    query = b.QueryBody(what="rewards", rollout_ids=rollout_id, attempt_ids=attempt_id)
+    return _read(_parts(request).store, query)
+
+
+@router.post("/query", dependencies=_ADMIN)
+def query(request: Request, body: b.QueryBody) -> Response:
+    """Read records, with lists of ids of any length; the answer's one key is what was asked for."""
+    return _read(_parts(request).store, body)
+
+
+def _read(store: Store, query: b.QueryBody) -> Response:
+    given = {name: value for name, value in query.model_dump(exclude={"what"}).items() if value is not None}
+    allowed = {
+        "rollouts": {"rollout_ids", "group_ids", "status"},
+        "attempts": {"rollout_ids", "attempt_ids"},
+        "spans": {"rollout_ids", "attempt_ids", "trace_ids"},
+        "calls": {"rollout_ids", "attempt_ids", "trace_ids"},
+        "rewards": {"rollout_ids", "attempt_ids"},
+    }[query.what]
+    if wrong := given.keys() - allowed:
+        raise bad_request(f"{query.what} can't be filtered by {', '.join(sorted(wrong))}")
+    if "status" in given and given["status"] not in _RUNNING:
+        raise bad_request(f"status {given['status']!r}: must be one of {', '.join(_RUNNING)}")
+    found: Sequence[Any] = getattr(store, query.what)(**given)
+    return _json(**{query.what: [to_json(record) for record in found]})
+
+
+@router.post("/spans", dependencies=_RUNNER, response_model=b.Added)
+def add_spans(request: Request, body: b.SpansBody) -> Response:
+    """Keep spans; those already there are left as they are."""
+    return _json(added=_parts(request).store.add_spans(_records(Span, body.spans)))
+
+
+@router.post("/calls", dependencies=_ADMIN, response_model=b.Added)
+def add_calls(request: Request, body: b.CallsBody) -> Response:
+    """Keep calls; those already there are left as they are."""
+    return _json(added=_parts(request).store.add_calls(_records(Call, body.calls)))
+
+
+@router.post("/rewards", dependencies=_RUNNER, response_model=b.Added)
+def add_rewards(request: Request, body: b.RewardsBody) -> Response:
+    """Keep rewards; those already there are left as they are."""
+    return _json(added=_parts(request).store.add_rewards(_records(Reward, body.rewards)))
+
+
+@router.post("/groups/consume", dependencies=_ADMIN, response_model=b.Ok)
+def consume(request: Request, body: b.ConsumeBody) -> Response:
+    """Mark a group as trained on; not ok when another consumer had it."""
+    return _json(ok=_parts(request).store.consume_group(body.group_id, body.consumer))

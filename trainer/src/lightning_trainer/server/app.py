@@ -1,0 +1,185 @@
+"""The app: everything of the training side that speaks HTTP, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lightning_spans.errors import LeaseLostError, StoreError
+from lightning_spans.store import Store
+from lightning_trainer.engine import Engine
+from lightning_trainer.server.api import router
+from lightning_trainer.server.attempts import EndedAttempts
+from lightning_trainer.server.door import Door
+from lightning_trainer.server.embedded import EmbeddedEngine
+from lightning_trainer.server.gateway import Gateway, Policy
+from lightning_trainer.server.health import Health
+from lightning_trainer.server.keys import Keys
+from lightning_trainer.server.metrics import Metrics
+from lightning_trainer.server.otlp import OtlpReceiver
+from lightning_trainer.server.refusals import Refusal, bad_request, store_down, too_large
+from lightning_trainer.server.settings import Limits, Routing
+from lightning_trainer.server.wire import ClientGoneError, send_refusal
+from lightning_trainer.server.writer import Writer
+
+
+class App(FastAPI):
+    """FastAPI, with the hot paths answered before it: its layers cost more than an answer does."""
+
+    hot: Mapping[tuple[str, str], ASGIApp]
+    metrics: Metrics
+    limits: Limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        path = scope["path"]
+        send = _counted(send, self.metrics, path)
+        handler = self.hot.get((scope["method"], path))
+        try:
+            if handler is not None:
+                await handler(scope, receive, send)
+            else:
+                await super().__call__(scope, _limited(scope, receive, self.limits.body_bytes), send)
+        except ClientGoneError:
+            return  # nobody is there to be answered
+        except Refusal as refusal:
+            await send_refusal(send, refusal)
+        except StoreError as error:
+            await send_refusal(send, store_down(error))
+
+
+def _counted(send: Send, metrics: Metrics, path: str) -> Send:
+    name = path if path in _COUNTED else "/api" if path.startswith("/api/") else "other"
+
+    async def counting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            metrics.request(name, message["status"])
+        await send(message)
+
+    return counting
+
+
+_COUNTED = frozenset({"/v1/chat/completions", "/v1/models", "/v1/traces", "/healthz", "/metrics"})
+
+
+def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:
+    """Count a body while it comes in; what is declared too large is refused before a byte is read."""
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if not declared.isdigit() or int(declared) > limit:
+        raise too_large(limit)
+    size = 0
+
+    async def counting() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:  # FastAPI reads the body, and lets no other kind of exception through
+            raise HTTPException(413, too_large(limit).message)
+        return message
+
+    return counting
+
+
+def create_app(
+    store: Store,
+    *,
+    keys: Keys,
+    engine: Engine | None = None,
+    upstreams: Sequence[Any] = (),
+    routing: Routing | None = None,
+    limits: Limits | None = None,
+) -> App:
+    """Make the app.
+
+    Args:
+        store: where everything is kept; the caller closes it, after the server has stopped.
+        keys: issue and check what requests carry.
+        engine: answers calls for `engine.model`; None: only upstreams answer.
+        upstreams: OpenAI-compatible servers, by the model they answer for.
+        routing: what attempts are told; the training loop replaces it as ``app.state.routing``.
+        limits: sizes and times.
+
+    Raises:
+        ConfigError: two policies have one name.
+    """
+    limits = limits or Limits()
+    routing = routing or Routing(model=engine.model if engine is not None else "policy")
+    metrics, writer = Metrics(), Writer(store, max_waiting_spans=limits.waiting_spans)
+    attempts = EndedAttempts(store)
+    door = Door(keys, attempts)
+    embedded = EmbeddedEngine(engine) if engine is not None else None
+    policies: dict[str, Policy] = {} if embedded is None else {embedded.engine.model: embedded}
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - FastAPI's signature
+        yield
+        writer.close()
+
+    app = App(title="Lightning", description="Rollouts, attempts, records.", lifespan=lifespan)
+    app.metrics, app.limits = metrics, limits
+    app.state.store, app.state.keys, app.state.door = store, keys, door
+    app.state.attempts, app.state.limits, app.state.routing = attempts, limits, routing
+    app.state.forget = _forgetter(attempts, embedded)
+    gateway = Gateway(
+        policies, door=door, writer=writer, metrics=metrics, limits=limits, routing=lambda: app.state.routing
+    )
+    receiver = OtlpReceiver(door=door, writer=writer, metrics=metrics, limits=limits)
+    health = Health(store, writer, embedded)
+    app.hot = {
+        ("POST", "/v1/chat/completions"): gateway.chat_completions,
+        ("GET", "/v1/models"): gateway.models,
+        ("POST", "/v1/traces"): receiver.traces,
+        ("GET", "/healthz"): health.page,
+        ("GET", "/metrics"): metrics.page,
+    }
+    app.include_router(router)
+    _answer_errors(app)
+    return app
+
+
+def _forgetter(attempts: EndedAttempts, embedded: EmbeddedEngine | None) -> Callable[[str], None]:
+    def forget(attempt_id: str) -> None:
+        attempts.ended(attempt_id)
+        if embedded is not None:
+            embedded.forget(attempt_id)
+
+    return forget
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Give every error of FastAPI's side in OpenAI's shape."""
+
+    def told(refusal: Refusal) -> Response:
+        return Response(refusal.body(), refusal.status, dict(refusal.headers), "application/json")
+
+    @app.exception_handler(Refusal)
+    async def refused(_: Request, error: Refusal) -> Response:
+        return told(error)
+
+    @app.exception_handler(LeaseLostError)
+    async def lost(_: Request, error: LeaseLostError) -> Response:
+        return told(Refusal(409, str(error), "conflict_error", "lease_lost"))
+
+    @app.exception_handler(StoreError)
+    async def down(_: Request, error: StoreError) -> Response:
+        return told(store_down(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return told(bad_request(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"))
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        return told(Refusal(error.status_code, str(error.detail), kind))

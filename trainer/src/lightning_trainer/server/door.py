@@ -1,0 +1,47 @@
+"""Who may come in: from the bearer key of a request to what it opens."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.types import Scope as HttpScope
+
+from lightning_trainer.server.attempts import EndedAttempts
+from lightning_trainer.server.keys import Grant, KeyRefusedError, Keys, Scope
+from lightning_trainer.server.refusals import forbidden, unauthorized
+
+
+class Door:
+    """Checks the keys of requests."""
+
+    def __init__(self, keys: Keys, attempts: EndedAttempts) -> None:
+        self._keys = keys
+        self._attempts = attempts
+
+    async def admit(self, request: HttpScope, *scopes: Scope, late_s: float = 0.0) -> Grant:
+        """Check the key of a request.
+
+        Args:
+            request: its ASGI scope.
+            scopes: the kinds of key that open this.
+            late_s: seconds after its end during which an attempt's key still opens this.
+
+        Raises:
+            Refusal: no key, a bad one (401), or one that does not open this (403).
+            StoreError: the store can't say whether the attempt still runs.
+        """
+        header = next((value for name, value in request["headers"] if name == b"authorization"), b"").decode("latin-1")
+        kind, _, token = header.partition(" ")
+        if kind.lower() != "bearer" or not token.strip():
+            raise unauthorized("no key: send the header 'Authorization: Bearer KEY'")
+        try:
+            grant = self._keys.check(token.strip())
+        except KeyRefusedError as error:
+            raise unauthorized(str(error)) from None
+        if grant.scope not in scopes:
+            raise forbidden(f"a key of scope {grant.scope!r} does not open this; it needs {' or '.join(scopes)}")
+        if grant.attempt_id is not None:
+            ended_s = await self._attempts.ended_at(grant.attempt_id)
+            if ended_s is not None and time.time() >= ended_s + late_s:
+                raise unauthorized("this key's attempt has ended")
+        return grant

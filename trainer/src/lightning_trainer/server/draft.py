@@ -1,0 +1,95 @@
+"""The record of a call while it is answered: every request makes exactly one `Call`, whatever becomes of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import unquote
+
+from lightning_spans.spans import Json
+from lightning_spans.store import Call, Choice
+from lightning_trainer.server.keys import Grant
+
+_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
+AGENT_HEADER: Final = b"x-lightning-agent"
+
+
+@dataclass(slots=True)
+class ChoiceDraft:
+    """One answer while it is drawn. `token_ids` and `logprobs` are None where the engine does not send them."""
+
+    index: int
+    token_ids: list[int] | None = None
+    logprobs: list[float] | None = None
+    finish_reason: str | None = None
+    message: Mapping[str, Json] = field(default_factory=dict)
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Take tokens that were drawn, with their log-probabilities."""
+        self.token_ids = [] if self.token_ids is None else self.token_ids
+        self.logprobs = [] if self.logprobs is None else self.logprobs
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+
+    def choice(self) -> Choice:
+        """Give the record."""
+        return Choice(
+            self.index,
+            None if self.token_ids is None else tuple(self.token_ids),
+            None if self.logprobs is None else tuple(self.logprobs),
+            self.finish_reason,
+            self.message,
+        )
+
+
+@dataclass(slots=True)
+class Draft:
+    """One call while it is answered."""
+
+    request: Mapping[str, Json]
+    grant: Grant
+    agent: str | None
+    trace_id: str | None
+    span_id: str | None
+    policy: str
+    policy_version: int = 0
+    response_id: str = field(default_factory=lambda: f"chatcmpl-{os.urandom(12).hex()}")
+    prompt_token_ids: tuple[int, ...] | None = None
+    choices: list[ChoiceDraft] = field(default_factory=list)
+    sampling: dict[str, Json] = field(default_factory=dict)
+    start_ns: int = field(default_factory=time.time_ns)
+
+    def finish(self, error: str | None = None) -> Call:
+        """Give the record of the call, with what was drawn so far when it failed."""
+        return Call(
+            call_id=os.urandom(16).hex(),
+            response_id=self.response_id,
+            start_ns=self.start_ns,
+            end_ns=max(self.start_ns, time.time_ns()),
+            policy=self.policy,
+            policy_version=self.policy_version,
+            trace_id=self.trace_id,
+            span_id=self.span_id,
+            rollout_id=self.grant.rollout_id,
+            attempt_id=self.grant.attempt_id,
+            agent=self.agent,
+            prompt_token_ids=self.prompt_token_ids,
+            choices=tuple(choice.choice() for choice in self.choices),
+            request=self.request,
+            sampling=self.sampling,
+            error=error,
+        )
+
+
+def begin(request: Mapping[str, Json], grant: Grant, headers: Mapping[bytes, bytes], policy: str) -> Draft:
+    """Begin the record of a request: whose it is and which span it belongs to."""
+    named = unquote(headers.get(AGENT_HEADER, b"").decode("latin-1"))
+    found = _TRACEPARENT.fullmatch(headers.get(b"traceparent", b"").decode("latin-1").strip())
+    trace_id, span_id = found.groups() if found else (None, None)
+    if not (trace_id and span_id and trace_id.strip("0") and span_id.strip("0")):  # all zero: W3C's "no span"
+        trace_id = span_id = None
+    return Draft(request, grant, named or grant.agent, trace_id, span_id, policy)

@@ -1,0 +1,66 @@
+"""``GET /healthz``: whether the store takes writes and the engine answers, as found out and not as hoped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from lightning_spans.store import Store
+from lightning_trainer.server.embedded import EmbeddedEngine
+from lightning_trainer.server.wire import send_json
+from lightning_trainer.server.writer import Writer
+
+_FRESH_S: Final = 1.0  # a check answers everybody who asks within this time: it needs no key
+_PATIENCE_S: Final = 5.0
+
+
+class Health:
+    """Checks store and engine when asked."""
+
+    def __init__(self, store: Store, writer: Writer, engine: EmbeddedEngine | None) -> None:
+        self._store = store
+        self._writer = writer
+        self._engine = engine
+        self._checked_s = float("-inf")
+        self._answer: dict[str, Any] = {}
+        self._lock = asyncio.Lock()
+
+    async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
+        """Answer 200 when all is well, else 503; the body says which part is not and why."""
+        async with self._lock:
+            if time.monotonic() - self._checked_s >= _FRESH_S:
+                self._answer = await self._check()
+                self._checked_s = time.monotonic()
+        await send_json(send, self._answer, status=200 if self._answer["status"] == "ok" else 503)
+
+    async def _check(self) -> dict[str, Any]:
+        store = await self._check_store()
+        engine = self._check_engine()
+        well = store["status"] == "ok" and (engine is None or engine["status"] == "ok")
+        return {"status": "ok" if well else "error", "store": store, "engine": engine}
+
+    async def _check_store(self) -> dict[str, Any]:
+        try:
+            reading = asyncio.to_thread(self._store.rollouts, rollout_ids=["healthz"])
+            await asyncio.wait_for(reading, _PATIENCE_S)
+        except TimeoutError:
+            return {"status": "error", "error": f"no answer within {_PATIENCE_S:g} s"}
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+            return {"status": "error", "error": f"{type(error).__name__}: {error}"}
+        if (failed := self._writer.last_error) is not None:
+            return {"status": "error", "error": f"the last write failed: {type(failed).__name__}: {failed}"}
+        return {"status": "ok"}
+
+    def _check_engine(self) -> dict[str, Any] | None:
+        if self._engine is None:
+            return None
+        try:
+            state: dict[str, Any] = {"model": self._engine.engine.model, "version": self._engine.engine.version}
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+            return {"status": "error", "error": f"{type(error).__name__}: {error}"}
+        if self._engine.failure is not None:
+            return {**state, "status": "error", "error": f"the last call failed: {self._engine.failure}"}
+        return {**state, "status": "ok"}

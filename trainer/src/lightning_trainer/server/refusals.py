@@ -1,0 +1,62 @@
+"""The one shape of every error the server sends: OpenAI's, so that their clients raise the right exception."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import orjson
+
+
+@dataclass(eq=False)
+class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure of ours
+    """A request that is not done, and what its sender is told.
+
+    Attributes:
+        status: HTTP status.
+        message: what is wrong and what to do about it.
+        kind: OpenAI's ``type``.
+        code: OpenAI's ``code``; None where there is none.
+        headers: sent with the answer, such as ``Retry-After``.
+    """
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> bytes:
+        """Give the JSON body, which is also the data of an error event in a stream."""
+        return orjson.dumps({"error": {"message": self.message, "type": self.kind, "code": self.code, "param": None}})
+
+
+def bad_request(message: str, code: str | None = None) -> Refusal:
+    """Give a 400: the request can't be done as it is."""
+    return Refusal(400, message, code=code)
+
+
+def unauthorized(message: str) -> Refusal:
+    """Give a 401: no key, or one that is not good any more."""
+    return Refusal(401, message, "authentication_error", "invalid_api_key", {"www-authenticate": "Bearer"})
+
+
+def forbidden(message: str) -> Refusal:
+    """Give a 403: a good key that does not open this."""
+    return Refusal(403, message, "permission_error", "forbidden")
+
+
+def store_down(error: BaseException) -> Refusal:
+    """Give a 503: what came can't be kept now, so it is not answered as if it were."""
+    message = (
+        f"the store can't keep this now: {error}. Try again; if it goes on, look at /healthz and the server's log."
+    )
+    return Refusal(503, message, "server_error", "store_unavailable", {"retry-after": "1"})
+
+
+def too_large(limit: int) -> Refusal:
+    """Give a 413: the body, or what it unpacks to, is over the limit."""
+    return Refusal(413, f"the body is larger than {limit} bytes", code="request_too_large")

@@ -1,0 +1,150 @@
+"""Group commit: many requests wait, one thread writes what all of them brought in one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from lightning_spans.errors import StoreError
+from lightning_spans.spans import Span
+from lightning_spans.store import Call, Store
+
+logger = logging.getLogger(__name__)
+_MOST_AT_ONCE: Final = 2000  # records in one transaction; SQLite's best rate is reached at about 1,000
+
+Write: TypeAlias = Callable[[Sequence[Any]], int]
+
+
+class QueueFullError(StoreError):
+    """More spans wait to be written than the limit allows."""
+
+
+@dataclass(slots=True)
+class _Item:
+    write: Write
+    records: Sequence[Any]
+    waiter: asyncio.Future[None] | None
+    loop: asyncio.AbstractEventLoop | None
+    error: Exception | None = field(default=None)
+
+
+class Writer:
+    """Writes calls and spans from any event loop. What `await` returns from is on disk."""
+
+    def __init__(self, store: Store, *, max_waiting_spans: int = 100_000) -> None:
+        self._store = store
+        self._max_waiting_spans = max_waiting_spans
+        self._waiting_spans = 0
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self.last_error: Exception | None = None
+
+    async def call(self, call: Call) -> None:
+        """Keep one call.
+
+        Raises:
+            Exception: whatever the store raised; the call is not kept.
+        """
+        await self._wait(self._store.add_calls, [call])
+
+    def call_later(self, call: Call) -> None:
+        """Keep one call whose request can't wait any more, because the server stops; `close` writes it."""
+        self._put(_Item(self._store.add_calls, [call], None, None))
+
+    async def spans(self, spans: Sequence[Span]) -> None:
+        """Keep spans.
+
+        Raises:
+            QueueFullError: too many wait already.
+            Exception: whatever the store raised; of this batch nothing is kept.
+        """
+        with self._lock:
+            if self._waiting_spans + len(spans) > self._max_waiting_spans and self._waiting_spans:
+                raise QueueFullError(f"{self._waiting_spans} spans wait to be written")
+            self._waiting_spans += len(spans)
+        await self._wait(self._store.add_spans, spans)
+
+    async def _wait(self, write: Write, records: Sequence[Any]) -> None:
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+        self._put(_Item(write, records, waiter, loop))
+        await waiter
+
+    def _put(self, item: _Item) -> None:
+        with self._lock:
+            if self._closed:
+                raise StoreError("the server is stopping")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lightning-writer", daemon=True)
+                self._thread.start()
+            self._queue.put(item)
+
+    def close(self) -> None:
+        """Write what waits, and stop. Later writes are refused."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+            self._queue.put(None)
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        going = True
+        while going:
+            items = [self._queue.get()]
+            size = 0
+            while items[-1] is not None and size < _MOST_AT_ONCE:
+                size += len(items[-1].records)
+                try:
+                    items.append(self._queue.get_nowait())
+                except queue.Empty:
+                    break
+            going = items[-1] is not None
+            self._commit([item for item in items if item is not None])
+
+    def _commit(self, items: list[_Item]) -> None:
+        for write in (self._store.add_calls, self._store.add_spans):
+            mine = [item for item in items if item.write == write]
+            if mine and not self._try(mine) and len(mine) > 1:
+                for item in mine:  # one bad record must not fail the others' requests
+                    self._try([item])
+        with self._lock:
+            self._waiting_spans -= sum(len(i.records) for i in items if i.write == self._store.add_spans)
+        for loop in {item.loop for item in items if item.loop is not None}:
+            _wake(loop, [item for item in items if item.loop is loop])
+
+    def _try(self, items: list[_Item]) -> bool:
+        try:
+            items[0].write([record for item in items for record in item.records])
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told to each request that waits
+            logger.warning("the store refused %d writes: %s: %s", len(items), type(error).__name__, error)
+            self.last_error = error
+            for item in items:
+                item.error = error
+            return False
+        self.last_error = None
+        for item in items:
+            item.error = None
+        return True
+
+
+def _wake(loop: asyncio.AbstractEventLoop, items: list[_Item]) -> None:
+    def tell() -> None:
+        for item in items:
+            if item.waiter is not None and not item.waiter.done():  # done: its request was cancelled
+                if item.error is None:
+                    item.waiter.set_result(None)
+                else:
+                    item.waiter.set_exception(item.error)
+
+    try:
+        loop.call_soon_threadsafe(tell)
+    except RuntimeError:  # the loop is closed: the records are kept, and nobody waits any more
+        logger.info("a write ended after its server had stopped")
