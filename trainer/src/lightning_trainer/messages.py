@@ -1,0 +1,66 @@
+"""Messages between a runner and its worker processes: JSON objects, each after its length in four bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from dataclasses import asdict
+from typing import Any, TypeAlias
+
+import orjson
+
+from lightning_spans.context import Attempt
+
+Message: TypeAlias = dict[str, Any]
+
+_LENGTH = struct.Struct(">I")
+
+
+def encode(message: Message) -> bytes:
+    """Give the bytes of one message."""
+    body = orjson.dumps(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def receive(reader: asyncio.StreamReader) -> Message | None:
+    """Read one message; None when the other side has gone."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        body = await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    message: Message = orjson.loads(body)
+    return message
+
+
+def receive_blocking(sock: socket.socket) -> Message:
+    """Read one message, with no event loop.
+
+    Raises:
+        EOFError: the other side has gone.
+    """
+    with sock.makefile("rb", buffering=0) as stream:
+        (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
+        message: Message = orjson.loads(_exactly(stream, length))
+        return message
+
+
+def _exactly(stream: socket.SocketIO, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = stream.read(size - len(data))
+        if not piece:
+            raise EOFError("the runner has gone")
+        data += piece
+    return data
+
+
+def attempt_to_json(attempt: Attempt) -> Message:
+    """Give an attempt's context as a JSON object."""
+    return asdict(attempt)
+
+
+def attempt_from_json(data: Message) -> Attempt:
+    """Read what `attempt_to_json` wrote."""
+    return Attempt(**{**data, "agents": tuple(data["agents"])})

@@ -1,0 +1,128 @@
+"""What a run writes about itself: a line of JSON a step, the same for TensorBoard, and the curve as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+Kind: TypeAlias = Literal["train", "val"]
+Line: TypeAlias = dict[str, Any]
+
+LOG_NAME: Final = "metrics.jsonl"
+CURVE_NAME: Final = "curve.png"
+
+
+class MetricLog:
+    """The metrics of one run, in its folder.
+
+    Args:
+        folder: of the run; it exists.
+        from_step: the first step that is still to come. Lines of later steps, which a resumed run takes again, are
+            cut off.
+    """
+
+    def __init__(self, folder: Path, *, from_step: int = 0) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._folder = folder
+        self._path = folder / LOG_NAME
+        self._lines = [line for line in read(self._path) if _stays(line, from_step)]
+        write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in self._lines).encode())
+        self._file = self._path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step or None)
+
+    def add(self, kind: Kind, step: int, values: Mapping[str, float]) -> None:
+        """Keep the numbers of one step, or of the validation before it.
+
+        Args:
+            kind: of what.
+            step: steps taken before: 0 for the first one and for the validation before training.
+            values: numbers by name.
+        """
+        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        self._lines.append(line)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._board.flush()
+
+    def series(self, kind: Kind, name: str) -> list[tuple[int, float]]:
+        """Give (step, value) for every line of a kind that has this number."""
+        return [(line["step"], line[name]) for line in self._lines if line["kind"] == kind and name in line]
+
+    def draw(self) -> Path:
+        """Draw the reward curve; gives the picture's path."""
+        names = {name for line in self._lines for name in line if name.startswith("reward/")}
+        curves: dict[str, Sequence[tuple[int, float]]] = {
+            "training": self.series("train", "reward"),
+            "held out": self.series("val", "reward"),
+        }
+        for name in sorted(names):
+            curves[f"held out, {name.removeprefix('reward/')}"] = self.series("val", name)
+        path = self._folder / CURVE_NAME
+        write_atomically(path, _picture({label: points for label, points in curves.items() if points}))
+        return path
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._file.close()
+        self._board.close()
+
+
+def read(path: Path) -> list[Line]:
+    """Read the lines of a metrics file; one that was cut off while it was written is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees all of it or none of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _stays(line: Line, from_step: int) -> bool:
+    """Whether a line was written before the checkpoint that a run goes on from; the validation before a step was."""
+    return bool(line["step"] < from_step or (line["kind"] == "val" and line["step"] == from_step))
+
+
+def _picture(curves: Mapping[str, Iterable[tuple[int, float]]]) -> bytes:
+    import io
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for label, points in curves.items():
+        steps, values = zip(*points, strict=True)
+        main = "," not in label
+        axes.plot(
+            steps, values, label=label, linewidth=2 if main else 1, marker="o", markersize=3, alpha=1 if main else 0.6
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward")
+    axes.grid(visible=True, alpha=0.3)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if curves:
+        axes.legend()
+    output = io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(output, format="png")
+    return output.getvalue()

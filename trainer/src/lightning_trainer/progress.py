@@ -1,0 +1,148 @@
+"""What a person sees while training runs: a live panel on a terminal, a line a step elsewhere. Always on stderr."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+class Progress(Protocol):
+    """What the training loop tells."""
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Say what happens now, and how far it is."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell the numbers of a step that is done."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Tell something worth keeping on the screen."""
+        ...
+
+
+class Silent:
+    """Shows nothing: for programs that call `train()`."""
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Show nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+
+class Shown:
+    """Shows progress on stderr while its ``with`` block runs.
+
+    Args:
+        steps: of the whole run.
+        title: the first line: what is trained on what.
+    """
+
+    def __init__(self, steps: int, title: str) -> None:
+        from rich.console import Console
+
+        self._console: Console = Console(stderr=True)
+        self._steps = steps
+        self._title = title
+        self._began = time.monotonic()
+        self._rewards: list[float] = []
+        self._metrics: Mapping[str, float] = {}
+        self._phase = ("starting", 0, 0)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Shown:
+        from rich.live import Live
+
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, get_renderable=self._panel, refresh_per_second=4)
+            self._live.start()
+        else:
+            self._console.print(self._title, highlight=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Say what happens now, and how far it is."""
+        self._phase = (name, done, total)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell the numbers of a step that is done."""
+        self._rewards.append(metrics.get("reward", 0.0))
+        self._metrics = metrics
+        if self._live is None:
+            self.note(f"step {step + 1}/{self._steps}  {one_line(metrics)}")
+
+    def note(self, text: str) -> None:
+        """Tell something worth keeping on the screen."""
+        self._console.print(text, highlight=False, markup=False)
+
+    def _panel(self) -> RenderableType:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.text import Text
+
+        name, done, total = self._phase
+        elapsed = time.monotonic() - self._began
+        taken = len(self._rewards)
+        left = f", about {duration(elapsed / taken * (self._steps - taken))} left" if 0 < taken < self._steps else ""
+        lines: list[RenderableType] = [
+            Text(f"step {min(taken + 1, self._steps)} of {self._steps}   {duration(elapsed)}{left}"),
+            Text(f"{name}{f' {done} of {total}' if total else ''}"),
+            ProgressBar(total=total or 1, completed=done, width=60),
+        ]
+        if self._rewards:
+            lines.append(Text(f"reward {self._rewards[-1]:.3f}  {sparkline(self._rewards)}"))
+            lines.append(Text(one_line(self._metrics), style="dim"))
+        return Panel(Group(*lines), title=self._title, title_align="left")
+
+
+def one_line(metrics: Mapping[str, float]) -> str:
+    """Give the numbers that tell most, in one line; what is not there is left out."""
+    shown = {
+        "reward": ".3f",
+        "failed": ".0f",
+        "loss": ".4f",
+        "grad_norm": ".2f",
+        "clip_fraction": ".3f",
+        "logprob_gap": ".4f",
+        "entropy": ".2f",
+        "calls_trained": ".0f",
+        "rows": ".0f",
+        "seconds": ".1f",
+    }
+    agents = [f"{name.removeprefix('reward/')} {metrics[name]:.3f}" for name in metrics if name.startswith("reward/")]
+    parts = [f"{name} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics]
+    return "  ".join([*parts[:1], *agents, *parts[1:]])
+
+
+def sparkline(values: Sequence[float], width: int = 48) -> str:
+    """Draw the newest values as bars, scaled from the lowest to the highest of all."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BARS[1 + round((value - low) / span * (len(_BARS) - 2))] for value in values[-width:])
+
+
+def duration(seconds: float) -> str:
+    """Give a time as people read it."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
