@@ -237,15 +237,16 @@ class Store(Protocol):
         ...
 
 
-def open_store(url: str, *, key: str | None = None) -> Store:
+def open_store(url: str, *, key: str | None = None, create: bool = True) -> Store:
     """Open a store by URL or path.
 
     Args:
-        url: ``sqlite:///path.db``, a plain path, ``postgresql://...``, or ``http(s)://...`` for a server.
+        url: ``sqlite:///path.db``, a plain path, or ``http(s)://...`` for a server.
         key: for a server: the bearer key; by default `LIGHTNING_KEY` of the environment.
+        create: for a file: make it where there is none. Whoever only reads says False.
 
     Raises:
-        ConfigError: the URL's scheme is none of these.
+        ConfigError: the URL's scheme is none of these, or of a database that this version does not speak.
         StoreError: it can't be opened.
     """
     scheme = url.split("://", 1)[0] if "://" in url else "sqlite"
@@ -256,5 +257,5 @@ def open_store(url: str, *, key: str | None = None) -> Store:
     if scheme == "sqlite" or scheme.startswith(("postgresql", "sqlite+")):
         from lightning_spans.store_sql import SqlStore
 
-        return SqlStore(url if "://" in url else f"sqlite:///{url}")
-    raise ConfigError(f"store {url!r}: unknown scheme {scheme!r}. Use a path, sqlite:///, postgresql:// or http://.")
+        return SqlStore(url if "://" in url else f"sqlite:///{url}", create=create)
+    raise ConfigError(f"store {url!r}: unknown scheme {scheme!r}. Use a path, sqlite:///path.db or http://.")

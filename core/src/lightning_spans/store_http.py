@@ -1,0 +1,259 @@
+"""The store of a server, over HTTP.
+
+Every body is JSON; records have the form of `records`. What a server answers:
+
+| call | body | answer |
+|---|---|---|
+| POST /api/spans, /api/calls, /api/rewards | ``{"spans": [...]}`` and so on | ``{"kept": n}`` |
+| POST /api/query | ``{"what": "spans", "trace_ids": [...], ...}`` | ``{"spans": [...]}`` |
+| POST /api/rollouts | ``{"rollouts": [...]}`` | ``{"queued": n}`` |
+| POST /api/rollouts/cancel | ``{"rollout_ids": [...]}`` | ``{"cancelled": n}`` |
+| POST /api/claims | ``{"worker", "limit", "lease_s"}`` | ``{"attempts": [...]}`` |
+| POST /api/heartbeats | ``{"leases": [[id, fence], ...], "lease_s"}`` | ``{"lost": [id, ...]}`` |
+| POST /api/attempts/ID/finish | ``{"fence", "status", "rewards", "error"}`` | ``{"status": s}``; 409: lease lost |
+| POST /api/groups/consume | ``{"group_id", "consumer"}`` | ``{"ok": true}`` |
+
+``what`` is spans, calls, rewards, rollouts or attempts, with the filters of the method of that name; a filter left out
+filters nothing. Errors are ``{"error": {"message", "type", "code"}}``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
+from urllib.parse import quote
+
+import httpx
+
+from lightning_spans.errors import LeaseLostError, RewardError, StoreError
+from lightning_spans.records import R, dumps, from_json, loads, to_json
+from lightning_spans.rewards import Reward, as_reward
+from lightning_spans.spans import Json, Span
+from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Rollout, RolloutStatus
+
+V = TypeVar("V")
+Ids = Sequence[str] | None
+
+_BATCH: Final = 1000  # records in one request
+_ANSWER_S: Final = 60.0
+_CONNECT_S: Final = 5.0
+_LONGEST_PAUSE_S: Final = 5.0
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
+
+
+class HttpStore:
+    """A `Store` kept by a server. What the server refuses is a `StoreError`; threads share its connections.
+
+    A call that can't reach the server, loses the connection, or is told to come back (503), is repeated with growing
+    pauses for up to `patience_s`. That is safe because the store takes everything twice and counts it once, but for
+    `claim`: one whose answer was lost is not repeated, since its attempts would wait for their leases to run out. The
+    numbers of newly kept records are too small where an answer was lost and the records were there the second time.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        patience_s: float = 30.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Make a client; nothing is sent yet.
+
+        Args:
+            url: of the server, without ``/api``.
+            key: bearer key; by default `LIGHTNING_KEY` of the environment.
+            patience_s: how long to keep trying.
+            transport: what carries requests; by default HTTP.
+        """
+        base = httpx.URL(url.rstrip("/"))
+        key = key or os.environ.get("LIGHTNING_KEY")
+        self.name = str(base)
+        self._patience_s = patience_s
+        self._closed = False
+        self._client = httpx.Client(
+            base_url=base,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
+            transport=transport,
+            trust_env=base.host not in _LOOPBACK,  # a proxy set for the internet does not reach our own machine
+        )
+
+    def close(self) -> None:
+        """Let go of the connections; a second close changes nothing."""
+        self._closed = True
+        self._client.close()
+
+    def add_spans(self, spans: Sequence[Span]) -> int:
+        """Keep spans; one already there is left as it is."""
+        return self._add("spans", spans)
+
+    def add_calls(self, calls: Sequence[Call]) -> int:
+        """Keep calls; one already there is left as it is."""
+        return self._add("calls", calls)
+
+    def add_rewards(self, rewards: Sequence[Reward]) -> int:
+        """Keep rewards; one already there is left as it is.
+
+        Raises:
+            RewardError: a value is not a finite number; nothing is sent.
+        """
+        _check_finite(rewards)
+        return self._add("rewards", rewards)
+
+    def spans(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Span]:
+        """Give spans in the order of their start."""
+        return self._query(Span, "spans", rollout_ids=rollout_ids, attempt_ids=attempt_ids, trace_ids=trace_ids)
+
+    def calls(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Call]:
+        """Give calls in the order of their start."""
+        return self._query(Call, "calls", rollout_ids=rollout_ids, attempt_ids=attempt_ids, trace_ids=trace_ids)
+
+    def rewards(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[Reward]:
+        """Give rewards in the order of their arrival."""
+        return self._query(Reward, "rewards", rollout_ids=rollout_ids, attempt_ids=attempt_ids)
+
+    def enqueue(self, rollouts: Sequence[Rollout]) -> int:
+        """Queue rollouts; one already there is left as it is."""
+        return sum(self._ask("/api/rollouts", {"rollouts": batch}, "queued", int) for batch in _batches(rollouts))
+
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+        """Start attempts for up to `limit` rollouts, oldest first, each with the context for its agent's process."""
+        body = {"worker": worker, "limit": limit, "lease_s": lease_s}
+        return self._records(AttemptRecord, self._ask("/api/claims", body, "attempts", list, repeatable=False))
+
+    def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
+        """Renew leases; gives the attempt ids whose lease is lost."""
+        body = {"leases": [list(lease) for lease in leases], "lease_s": lease_s}
+        return self._ask("/api/heartbeats", body, "lost", list)
+
+    def finish(
+        self,
+        attempt_id: str,
+        fence: int,
+        *,
+        status: AttemptStatus,
+        rewards: Sequence[Reward] = (),
+        error: str | None = None,
+    ) -> RolloutStatus:
+        """End an attempt, with its rewards, in one transaction.
+
+        Raises:
+            LeaseLostError: another has taken over, or the attempt ended otherwise.
+            RewardError: a reward is not a finite number; nothing is sent.
+        """
+        _check_finite(rewards)
+        body = {"fence": fence, "status": status, "rewards": [to_json(reward) for reward in rewards], "error": error}
+        return cast(RolloutStatus, self._ask(f"/api/attempts/{quote(attempt_id, safe='')}/finish", body, "status", str))
+
+    def cancel(self, rollout_ids: Sequence[str]) -> int:
+        """Cancel rollouts that have not ended."""
+        return self._ask("/api/rollouts/cancel", {"rollout_ids": list(rollout_ids)}, "cancelled", int)
+
+    def rollouts(
+        self, *, rollout_ids: Ids = None, group_ids: Ids = None, status: RolloutStatus | None = None
+    ) -> list[Rollout]:
+        """Give rollouts in the order they were queued."""
+        return self._query(Rollout, "rollouts", rollout_ids=rollout_ids, group_ids=group_ids, status=status)
+
+    def attempts(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[AttemptRecord]:
+        """Give attempts in the order of their start."""
+        return self._query(AttemptRecord, "attempts", rollout_ids=rollout_ids, attempt_ids=attempt_ids)
+
+    def consume_group(self, group_id: str, consumer: str) -> bool:
+        """Mark a group as trained on by `consumer`. False when another consumer had it."""
+        return self._ask("/api/groups/consume", {"group_id": group_id, "consumer": consumer}, "ok", bool)
+
+    def _add(self, what: str, records: Sequence[Any]) -> int:
+        return sum(self._ask(f"/api/{what}", {what: batch}, "kept", int) for batch in _batches(records))
+
+    def _query(self, kind: type[R], what: str, **filters: Json) -> list[R]:
+        given = {
+            name: value if isinstance(value, str) else list(value)
+            for name, value in filters.items()
+            if value is not None
+        }
+        return self._records(kind, self._ask("/api/query", {"what": what, **given}, what, list))
+
+    def _records(self, kind: type[R], data: Sequence[Json]) -> list[R]:
+        try:
+            return [from_json(kind, item) for item in data]
+        except ValueError as error:
+            raise StoreError(f"the server at {self.name} answered what is no record: {error}") from error
+
+    def _ask(self, path: str, body: Mapping[str, Json], field: str, kind: type[V], *, repeatable: bool = True) -> V:
+        """Send a request and take one field of the answer.
+
+        Raises:
+            LeaseLostError: the server said 409.
+            StoreError: the store is closed, the server can't be reached, refused, or answered something else.
+        """
+        if self._closed:
+            raise StoreError(f"the store at {self.name} is closed. Open it again to go on.")
+        try:
+            content = dumps(body)
+        except ValueError as error:
+            raise StoreError(f"POST {path} can't be sent to {self.name}: {error}") from error
+        response = self._send(path, content, repeatable=repeatable)
+        if response.is_error:
+            raise self._refusal(path, response)
+        try:
+            value = loads(response.content)[field]
+        except (ValueError, TypeError, KeyError):
+            value = None
+        if not isinstance(value, kind):
+            raise StoreError(f"POST {path}: {self.name} answered without {field!r}. Is it a lightning-rl server?")
+        return value
+
+    def _send(self, path: str, content: bytes, *, repeatable: bool) -> httpx.Response:
+        until = time.monotonic() + self._patience_s
+        pause_s = 0.05
+        while True:
+            try:
+                response = self._client.post(path, content=content, headers={"content-type": "application/json"})
+                if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                    return response
+                failure: str | httpx.TransportError = self._refusal(path, response).args[0]
+                wait_s = max(pause_s, _retry_after_s(response))
+            except httpx.TransportError as error:
+                failure, wait_s = error, pause_s
+                if not (repeatable or isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))):
+                    raise self._unreachable(path, error) from error
+            if time.monotonic() + wait_s > until:
+                raise self._unreachable(path, failure) from (None if isinstance(failure, str) else failure)
+            time.sleep(wait_s * random.uniform(0.75, 1.0))  # apart from others who were cut off at the same moment
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _unreachable(self, path: str, failure: str | Exception) -> StoreError:
+        reason = failure if isinstance(failure, str) else f"{type(failure).__name__}: {failure}"
+        return StoreError(f"POST {path}: no answer from the server at {self.name} ({reason}). Does it run?")
+
+    def _refusal(self, path: str, response: httpx.Response) -> StoreError:
+        try:
+            message = loads(response.content)["error"]["message"]
+        except (ValueError, TypeError, KeyError):
+            message = response.text[:200] or response.reason_phrase
+        text = f"POST {path}: {self.name} answered {response.status_code}: {message}"
+        return LeaseLostError(text) if response.status_code == httpx.codes.CONFLICT else StoreError(text)
+
+
+def _batches(records: Sequence[Any]) -> list[list[Json]]:
+    return [[to_json(item) for item in records[first : first + _BATCH]] for first in range(0, len(records), _BATCH)]
+
+
+def _check_finite(rewards: Sequence[Reward]) -> None:
+    for reward in rewards:
+        try:
+            as_reward(reward.value)
+        except RewardError as error:
+            raise RewardError(f"reward {reward.reward_id} of attempt {reward.attempt_id}: {error}") from None
+
+
+def _retry_after_s(response: httpx.Response) -> float:
+    try:
+        return min(max(0.0, float(response.headers.get("retry-after", "0"))), _LONGEST_PAUSE_S)
+    except ValueError:  # a date; our servers send seconds
+        return 0.0

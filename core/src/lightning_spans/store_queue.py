@@ -1,0 +1,253 @@
+"""The queue of rollouts: claims under leases, ends, retries. Functions on a connection inside a write transaction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final, TypeVar, get_args
+
+from sqlalchemy import Connection, and_, bindparam, insert, select, update
+
+from lightning_spans.errors import LeaseLostError, StoreError
+from lightning_spans.rewards import Reward
+from lightning_spans.store import AttemptRecord, AttemptStatus, Rollout, RolloutStatus
+from lightning_spans.store_rows import reward_values, rollout_values, row_attempt
+from lightning_spans.store_schema import QUEUED, RUNNING, attempts, consumed_groups, lease_clock, rewards, rollouts
+from lightning_spans.store_sqlite import insert_new
+
+T = TypeVar("T")
+CHUNK: Final = 500  # ids in one statement: databases limit the parameters of a statement, some to 999
+
+LEASE_RAN_OUT: Final = "no heartbeat came before the lease ran out"
+_END_STATUS: Final = frozenset(get_args(AttemptStatus)) - {"running"}
+
+
+def chunks(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
+    """Cut into lists of at most `size`."""
+    rest = iter(items)
+    while chunk := list(islice(rest, size)):
+        yield chunk
+
+
+class LeaseClock:
+    """The time by which leases run, in nanoseconds near Unix time.
+
+    The wall clock can be set, and it jumps when a laptop wakes up: every lease would end at once, or last for hours. So
+    inside a process this clock runs with the monotonic clock (which on Linux and macOS sleeps with the machine and its
+    workers), and no process is ever behind what another one wrote into the database: all who use a file agree on which
+    leases have ended, and time never goes back, over restarts too.
+    """
+
+    def __init__(self) -> None:
+        self._offset = time.time_ns() - time.monotonic_ns()
+
+    def peek(self) -> int:
+        """Give the time as far as this process knows it."""
+        return self._offset + time.monotonic_ns()
+
+    def tick(self, connection: Connection) -> int:
+        """Give the time agreed on with the other processes, and write it down."""
+        now = self.peek()
+        written = connection.scalar(select(lease_clock.c.now_ns)) or 0
+        if written > now:
+            self._offset += written - now
+            now = written
+        connection.execute(update(lease_clock).values(now_ns=now))
+        return now
+
+
+# Statements are built once where an attempt meets them: building costs more than running.
+_JOINED: Final = attempts.c.rollout_id == rollouts.c.rollout_id
+ATTEMPTS: Final = select(  # with the columns that `row_attempt` reads
+    *(attempts.c[name] for name in ("attempt_id", "number", "fence", "worker", "status")),
+    *(attempts.c[name] for name in ("lease_until_ns", "started_ns", "ended_ns", "error")),
+    *(rollouts.c[name] for name in ("rollout_id", "group_id", "task", "mode", "max_attempts", "timeout_s")),
+    rollouts.c.status.label("rollout_status"),
+).join_from(attempts, rollouts, _JOINED)
+_STANDING: Final = (
+    select(attempts.c.fence, attempts.c.status, rollouts.c.rollout_id, rollouts.c.tries, rollouts.c.max_attempts)
+    .add_columns(rollouts.c.status.label("rollout_status"))
+    .join_from(attempts, rollouts, _JOINED)
+    .where(attempts.c.attempt_id == bindparam("attempt"))
+)
+_END_ATTEMPT: Final = update(attempts).where(attempts.c.fence == bindparam("its_fence"))
+_SET_ROLLOUT: Final = update(rollouts).where(rollouts.c.rollout_id == bindparam("its_id"))
+_KEEP_REWARDS: Final = insert_new(rewards)
+
+
+def enqueue(connection: Connection, new: Sequence[Rollout]) -> int:
+    """Queue rollouts that are not there yet.
+
+    Raises:
+        StoreError: a rollout allows no attempt.
+    """
+    for rollout in new:
+        if rollout.max_attempts < 1:
+            raise StoreError(f"rollout {rollout.rollout_id}: max_attempts is {rollout.max_attempts}. Allow at least 1.")
+    now = time.time_ns()
+    rows = [{**rollout_values(rollout, now), "status": "queued"} for rollout in new]
+    return connection.execute(insert_new(rollouts), rows).rowcount if rows else 0
+
+
+def claim(connection: Connection, clock: LeaseClock, worker: str, limit: int, lease_s: float) -> list[AttemptRecord]:
+    """Begin attempts for the rollouts that have waited longest."""
+    now = clock.tick(connection)
+    expire(connection, now)
+    waiting = connection.execute(
+        select(rollouts.c.rollout_id, rollouts.c.tries)
+        .where(QUEUED)
+        .order_by(rollouts.c.seq)
+        .limit(max(0, limit))
+        .with_for_update(skip_locked=True)  # for databases with row locks; SQLite has locked the file
+    ).all()
+    if not waiting:
+        return []
+    new = [
+        {
+            "attempt_id": f"{row.rollout_id}.{row.tries + 1}",
+            "rollout_id": row.rollout_id,
+            "number": row.tries + 1,
+            "worker": worker,
+            "status": "running",
+            "lease_until_ns": now + _ns(lease_s),
+            "started_ns": time.time_ns(),
+        }
+        for row in waiting
+    ]
+    connection.execute(insert(attempts), new)
+    _set_rollouts(connection, [row.rollout_id for row in waiting], status="running", tries=rollouts.c.tries + 1)
+    ids = [str(row["attempt_id"]) for row in new]
+    query = ATTEMPTS.order_by(rollouts.c.seq)
+    return [row_attempt(row) for chunk in chunks(ids) for row in connection.execute(query.where(_attempts_in(chunk)))]
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def _attempts_in(ids: Collection[str]) -> Any:
+    return attempts.c.attempt_id.in_(ids)
+
+
+def _set_rollouts(connection: Connection, ids: Iterable[str], **values: Any) -> None:
+    for chunk in chunks(ids):
+        connection.execute(update(rollouts).where(rollouts.c.rollout_id.in_(chunk)).values(**values))
+
+
+def any_expired(connection: Connection, now: int) -> bool:
+    """Whether a running attempt's lease has ended."""
+    query = select(attempts.c.fence).where(RUNNING, attempts.c.lease_until_ns < now).limit(1)
+    return connection.scalar(query) is not None
+
+
+def expire(connection: Connection, now: int) -> None:
+    """Mark attempts whose lease ended as lost; retry their rollouts, or fail them when their attempts are used up."""
+    late = connection.execute(
+        select(attempts.c.attempt_id, rollouts.c.rollout_id, rollouts.c.tries, rollouts.c.max_attempts)
+        .join_from(attempts, rollouts, _JOINED)
+        .where(RUNNING, attempts.c.lease_until_ns < now)
+    ).all()
+    ended = {"status": "lost", "ended_ns": time.time_ns(), "error": LEASE_RAN_OUT}
+    for chunk in chunks(row.attempt_id for row in late):
+        connection.execute(update(attempts).where(_attempts_in(chunk)).values(**ended))
+    _set_rollouts(connection, [row.rollout_id for row in late if row.tries < row.max_attempts], status="queued")
+    _set_rollouts(connection, [row.rollout_id for row in late if row.tries >= row.max_attempts], status="failed")
+
+
+def heartbeat(
+    connection: Connection, clock: LeaseClock, leases: Sequence[tuple[str, int]], lease_s: float
+) -> list[str]:
+    """Renew leases and name the lost ones. One that ran out unnoticed, nobody having asked since, is renewed."""
+    now = clock.tick(connection)
+    held: set[tuple[str, int]] = set()
+    for chunk in chunks(dict.fromkeys(attempt_id for attempt_id, _ in leases)):
+        query = select(attempts.c.attempt_id, attempts.c.fence).where(RUNNING, _attempts_in(chunk))
+        held.update((row.attempt_id, row.fence) for row in connection.execute(query))
+    kept = [fence for attempt_id, fence in leases if (attempt_id, fence) in held]
+    for fences in chunks(kept):
+        connection.execute(
+            update(attempts).where(attempts.c.fence.in_(fences)).values(lease_until_ns=now + _ns(lease_s))
+        )
+    return [attempt_id for attempt_id, fence in leases if (attempt_id, fence) not in held]
+
+
+def finish(
+    connection: Connection,
+    attempt_id: str,
+    fence: int,
+    *,
+    status: AttemptStatus,
+    earned: Sequence[Reward],
+    error: str | None,
+) -> RolloutStatus:
+    """End an attempt and keep its rewards. Checks come first: nothing is written when it raises.
+
+    Raises:
+        LeaseLostError: another has taken over, or the attempt ended otherwise.
+        StoreError: no such attempt, `status` is not an end, or a reward belongs to another attempt.
+    """
+    row = connection.execute(_STANDING, {"attempt": attempt_id}).first()
+    _check_end(attempt_id, status, earned, row)
+    assert row is not None  # noqa: S101 - for the type checker; _check_end has raised
+    if row.fence != fence or row.status not in ("running", status):
+        raise LeaseLostError(
+            f"attempt {attempt_id} (fence {fence}) is no longer yours: it is {row.status}, its fence is {row.fence}."
+            " Drop this result; a retry is a new attempt"
+        )
+    if row.status == status:
+        return row.rollout_status  # type: ignore[no-any-return]
+    ended = {"its_fence": fence, "status": status, "ended_ns": time.time_ns(), "error": error}
+    connection.execute(_END_ATTEMPT, ended)
+    if earned:
+        connection.execute(_KEEP_REWARDS, [reward_values(reward) for reward in earned])
+    stands = _after(status, tries_left=row.tries < row.max_attempts)
+    connection.execute(_SET_ROLLOUT, {"its_id": row.rollout_id, "status": stands})
+    return stands
+
+
+def _check_end(attempt_id: str, status: AttemptStatus, earned: Sequence[Reward], row: Any) -> None:
+    if row is None:
+        raise StoreError(f"there is no attempt {attempt_id}")
+    if status not in _END_STATUS:
+        raise StoreError(f"an attempt ends as one of {', '.join(sorted(_END_STATUS))}, not as {status!r}")
+    for reward in earned:
+        if (reward.attempt_id, reward.rollout_id) != (attempt_id, row.rollout_id):
+            raise StoreError(
+                f"reward {reward.reward_id} is of attempt {reward.attempt_id} of rollout {reward.rollout_id},"
+                f" and can't end attempt {attempt_id} of rollout {row.rollout_id}"
+            )
+
+
+def _after(status: AttemptStatus, *, tries_left: bool) -> RolloutStatus:
+    if status == "succeeded":
+        return "succeeded"
+    if status == "cancelled":
+        return "cancelled"
+    return "queued" if tries_left else "failed"
+
+
+def cancel(connection: Connection, rollout_ids: Sequence[str]) -> int:
+    """Cancel what has not ended. Heartbeats of the running attempts then hear that their lease is lost."""
+    open_status = ("queued", "running")
+    cancelled = 0
+    for chunk in chunks(dict.fromkeys(rollout_ids)):
+        connection.execute(
+            update(attempts)
+            .where(RUNNING, attempts.c.rollout_id.in_(chunk))
+            .values(status="cancelled", ended_ns=time.time_ns())
+        )
+        cancelled += connection.execute(
+            update(rollouts)
+            .where(and_(rollouts.c.rollout_id.in_(chunk), rollouts.c.status.in_(open_status)))
+            .values(status="cancelled")
+        ).rowcount
+    return cancelled
+
+
+def consume_group(connection: Connection, group_id: str, consumer: str) -> bool:
+    """Mark a group as trained on, unless another was first."""
+    row = {"group_id": group_id, "consumer": consumer, "consumed_ns": time.time_ns()}
+    connection.execute(insert_new(consumed_groups), row)
+    first = connection.scalar(select(consumed_groups.c.consumer).where(consumed_groups.c.group_id == group_id))
+    return first == consumer

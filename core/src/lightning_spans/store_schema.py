@@ -1,0 +1,212 @@
+"""Tables of the SQL store: each column is written here once. Numbered migrations bring older files to this shape.
+
+Times are Unix nanoseconds. Texts that end in JSON objects are written and read by `records`. Token ids are int32 and
+log-probabilities float64, little-endian, in blobs. float64, though engines compute in float32: a number that came as
+JSON decimals then comes back as the same number, bit for bit, for four bytes a token beside kilobytes of request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    insert,
+    inspect,
+    select,
+    text,
+)
+
+from lightning_spans.errors import StoreError
+
+VERSION: Final = 1
+
+metadata = MetaData()
+_SERIAL = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only in a column typed INTEGER
+
+schema_version = Table(
+    "schema_version",
+    metadata,
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("applied_ns", BigInteger, nullable=False),
+)
+
+spans = Table(
+    "spans",
+    metadata,
+    Column("seq", _SERIAL, primary_key=True),  # order of arrival
+    Column("trace_id", Text, nullable=False),
+    Column("span_id", Text, nullable=False),
+    Column("parent_id", Text),
+    Column("operation", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("agent", Text),
+    Column("rollout_id", Text),
+    Column("attempt_id", Text),
+    Column("start_ns", BigInteger, nullable=False),
+    Column("end_ns", BigInteger, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("status_message", Text, nullable=False),
+    Column("attributes", Text, nullable=False),  # JSON object
+)
+Index("spans_by_id", spans.c.trace_id, spans.c.span_id, unique=True)
+
+calls = Table(
+    "calls",
+    metadata,
+    Column("seq", _SERIAL, primary_key=True),
+    Column("call_id", Text, nullable=False, unique=True),
+    Column("response_id", Text, nullable=False),
+    Column("trace_id", Text, index=True),
+    Column("span_id", Text),
+    Column("rollout_id", Text),
+    Column("attempt_id", Text),
+    Column("agent", Text),
+    Column("policy", Text, nullable=False),
+    Column("policy_version", BigInteger, nullable=False),
+    Column("start_ns", BigInteger, nullable=False),
+    Column("end_ns", BigInteger, nullable=False),
+    Column("error", Text),
+    Column("prompt_token_ids", LargeBinary),  # (P,) int32
+    Column("request", Text, nullable=False),  # JSON object
+    Column("sampling", Text, nullable=False),  # JSON object
+)
+
+choices = Table(
+    "choices",
+    metadata,
+    Column("call_id", Text, primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),  # place in Call.choices
+    Column("choice_index", Integer, nullable=False),
+    Column("token_ids", LargeBinary),  # (A,) int32
+    Column("logprobs", LargeBinary),  # (A,) float64
+    Column("finish_reason", Text),
+    Column("message", Text, nullable=False),  # JSON object
+)
+
+rewards = Table(
+    "rewards",
+    metadata,
+    Column("seq", _SERIAL, primary_key=True),
+    Column("reward_id", Text, nullable=False, unique=True),
+    Column("rollout_id", Text, nullable=False),
+    Column("attempt_id", Text, nullable=False),
+    Column("value", Double, nullable=False),
+    Column("agent", Text),
+    Column("span_id", Text),
+    Column("source", Text, nullable=False),
+)
+
+rollouts = Table(
+    "rollouts",
+    metadata,
+    Column("seq", _SERIAL, primary_key=True),  # order of the queue
+    Column("rollout_id", Text, nullable=False, unique=True),
+    Column("group_id", Text, nullable=False, index=True),
+    Column("task", Text, nullable=False),  # JSON object
+    Column("mode", Text, nullable=False),
+    Column("max_attempts", Integer, nullable=False),
+    Column("timeout_s", Double),
+    Column("status", Text, nullable=False),
+    Column("tries", Integer, nullable=False),  # attempts begun so far
+    Column("queued_ns", BigInteger, nullable=False),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    # The fencing number is the row's own: AUTOINCREMENT and identity columns only ever count up, deletions or not.
+    Column("fence", _SERIAL, primary_key=True),
+    Column("attempt_id", Text, nullable=False, unique=True),
+    Column("rollout_id", Text, nullable=False, index=True),
+    Column("number", Integer, nullable=False),
+    Column("worker", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("lease_until_ns", BigInteger, nullable=False),
+    Column("started_ns", BigInteger, nullable=False),
+    Column("ended_ns", BigInteger),
+    Column("error", Text),
+    sqlite_autoincrement=True,
+)
+
+consumed_groups = Table(
+    "consumed_groups",
+    metadata,
+    Column("group_id", Text, primary_key=True),
+    Column("consumer", Text, nullable=False),
+    Column("consumed_ns", BigInteger, nullable=False),
+)
+
+lease_clock = Table(
+    "lease_clock",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("now_ns", BigInteger, nullable=False),
+)
+
+
+def _partial(name: str, column: Column[Any], condition: str) -> None:
+    Index(name, column, sqlite_where=text(condition), postgresql_where=text(condition))
+
+
+for _table in (spans, calls, rewards):  # rows outside a runner stay out of these
+    for _name in ("rollout_id", "attempt_id"):
+        _partial(f"{_table.name}_by_{_name}", _table.c[_name], f"{_name} IS NOT NULL")
+# SQLite uses these two only for a query that writes the condition out: a bound parameter proves nothing to its planner.
+QUEUED: Final = text("rollouts.status = 'queued'")
+RUNNING: Final = text("attempts.status = 'running'")
+_partial("rollouts_queued", rollouts.c.seq, "status = 'queued'")
+_partial("attempts_running", attempts.c.lease_until_ns, "status = 'running'")
+
+Migration: TypeAlias = Callable[[Connection], None]
+
+MIGRATIONS: Final[Mapping[int, Migration]] = {}
+"""How to bring a file of version n-1 to version n, by n. New files are made at `VERSION` at once."""
+
+
+def prepare(
+    connection: Connection, *, version: int = VERSION, migrations: Mapping[int, Migration] = MIGRATIONS
+) -> None:
+    """Make the tables in an empty database, or bring an older one up to date, inside the caller's transaction.
+
+    Args:
+        connection: in a transaction that excludes other writers.
+        version: to reach.
+        migrations: by the version they lead to.
+
+    Raises:
+        StoreError: the database is newer than `version`, or is not a store of ours.
+    """
+    there = inspect(connection).get_table_names()
+    if not there:
+        metadata.create_all(connection)
+        connection.execute(insert(lease_clock).values(id=1, now_ns=0))
+        _stamp(connection, VERSION)
+        found = VERSION
+    elif schema_version.name not in there:
+        raise StoreError(f"it holds other tables ({', '.join(sorted(there)[:5])}) and is not a store of traces")
+    else:
+        found = max(connection.scalars(select(schema_version.c.version)), default=0)
+    if found > version:
+        raise StoreError(
+            f"its schema is version {found}, and this lightning-spans knows up to {version}. Install the newer"
+            " lightning-spans that wrote it, or use another file"
+        )
+    for number in range(found + 1, version + 1):
+        migrations[number](connection)
+        _stamp(connection, number)
+
+
+def _stamp(connection: Connection, version: int) -> None:
+    connection.execute(insert(schema_version).values(version=version, applied_ns=time.time_ns()))

@@ -1,0 +1,240 @@
+"""The store in an SQL database, through SQLAlchemy Core."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Select, Table, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from lightning_spans import store_queue as q
+from lightning_spans import store_rows as rows
+from lightning_spans import store_schema as schema
+from lightning_spans.errors import LightningError, StoreError
+from lightning_spans.rewards import Reward
+from lightning_spans.spans import Span
+from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Choice, Rollout, RolloutStatus
+from lightning_spans.store_sqlite import insert_new, open_engine, parse_url, writer_connection
+from lightning_spans.store_writer import Writer
+
+T = TypeVar("T")
+Ids = Sequence[str] | None
+
+
+class SqlStore:
+    """A `Store` in a SQLite file, shared by any number of threads and processes.
+
+    Writes go through one thread with group commit and return when they are on disk; reads use connections of their own
+    and see everything that was acknowledged before them. Leases run by `store_queue.LeaseClock`; whoever claims or asks
+    for rollouts or attempts first settles the leases that have run out.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        create: bool = True,
+        version: int = schema.VERSION,
+        migrations: Mapping[int, schema.Migration] = schema.MIGRATIONS,
+    ) -> None:
+        """Open a file, make its tables or bring them up to date.
+
+        Args:
+            url: ``sqlite:///path.db``.
+            create: make the file where there is none.
+            version: schema version to reach; another than the default only in tests of migrations.
+            migrations: by the version they lead to.
+
+        Raises:
+            ConfigError: the URL is of a database that this version does not speak.
+            StoreError: the file is missing, not a store, of a newer schema, or can't be read or written.
+        """
+        parsed = parse_url(url)
+        self.name = Path(parsed.database or "").name
+        self._engine = open_engine(parsed, create=create)
+        self._closed = False
+        self._clock = q.LeaseClock()
+        try:
+            with writer_connection(self._engine) as connection, connection.begin():
+                schema.prepare(connection, version=version, migrations=migrations)
+        except (SQLAlchemyError, StoreError) as error:
+            self._engine.dispose()
+            reason = error if isinstance(error, StoreError) else getattr(error, "orig", None) or error
+            raise StoreError(f"store {parsed.database} can't be opened: {reason}") from error
+        self._writer = Writer(lambda: writer_connection(self._engine), self.name)
+
+    def close(self) -> None:
+        """Write what is pending and let go of the file; a second close changes nothing."""
+        self._closed = True
+        self._writer.close()
+        self._engine.dispose()
+
+    def add_spans(self, spans: Sequence[Span]) -> int:
+        """Keep spans; one already there is left as it is."""
+        return self._insert(schema.spans, rows.span_values, spans)
+
+    def add_calls(self, calls: Sequence[Call]) -> int:
+        """Keep calls with their choices; one already there is left as it is, its choices too."""
+        values = self._values(lambda call: (rows.call_values(call), rows.choice_values(call)), calls)
+        by_id: dict[str, tuple[rows.Values, list[rows.Values]]] = {}
+        for call, choices in values:
+            by_id.setdefault(call["call_id"], (call, choices))
+        return self._writer.do(lambda connection: _insert_calls(connection, by_id)) if by_id else 0
+
+    def add_rewards(self, rewards: Sequence[Reward]) -> int:
+        """Keep rewards; one already there is left as it is.
+
+        Raises:
+            RewardError: a value is not a finite number; none of them is kept.
+        """
+        return self._insert(schema.rewards, rows.reward_values, rewards)
+
+    def spans(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Span]:
+        """Give spans in the order of their start."""
+        filters = {"rollout_id": rollout_ids, "attempt_id": attempt_ids, "trace_id": trace_ids}
+        found = self._read(lambda connection: _find(connection, select(schema.spans), schema.spans, filters))
+        found.sort(key=lambda row: (row.start_ns, row.seq))
+        return [rows.row_span(row) for row in found]
+
+    def calls(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Call]:
+        """Give calls in the order of their start."""
+        filters = {"rollout_id": rollout_ids, "attempt_id": attempt_ids, "trace_id": trace_ids}
+        found, choices = self._read(lambda connection: _find_calls(connection, filters))
+        found.sort(key=lambda row: (row.start_ns, row.seq))
+        return [rows.row_call(row, choices.get(row.call_id, ())) for row in found]
+
+    def rewards(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[Reward]:
+        """Give rewards in the order of their arrival."""
+        filters = {"rollout_id": rollout_ids, "attempt_id": attempt_ids}
+        found = self._read(lambda connection: _find(connection, select(schema.rewards), schema.rewards, filters))
+        found.sort(key=lambda row: row.seq)
+        return [rows.row_reward(row) for row in found]
+
+    def enqueue(self, rollouts: Sequence[Rollout]) -> int:
+        """Queue rollouts; one already there is left as it is."""
+        return self._writer.do(lambda connection: q.enqueue(connection, rollouts))
+
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+        """Start attempts for up to `limit` rollouts, oldest first."""
+        return self._writer.do(lambda connection: q.claim(connection, self._clock, worker, limit, lease_s))
+
+    def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
+        """Renew leases; gives the attempt ids whose lease is lost."""
+        return self._writer.do(lambda connection: q.heartbeat(connection, self._clock, leases, lease_s))
+
+    def finish(
+        self,
+        attempt_id: str,
+        fence: int,
+        *,
+        status: AttemptStatus,
+        rewards: Sequence[Reward] = (),
+        error: str | None = None,
+    ) -> RolloutStatus:
+        """End an attempt, with its rewards, in one transaction."""
+        return self._writer.do(
+            lambda connection: q.finish(connection, attempt_id, fence, status=status, earned=rewards, error=error)
+        )
+
+    def cancel(self, rollout_ids: Sequence[str]) -> int:
+        """Cancel rollouts that have not ended."""
+        return self._writer.do(lambda connection: q.cancel(connection, rollout_ids))
+
+    def rollouts(
+        self, *, rollout_ids: Ids = None, group_ids: Ids = None, status: RolloutStatus | None = None
+    ) -> list[Rollout]:
+        """Give rollouts in the order they were queued."""
+        self._settle()
+        query = select(schema.rollouts)
+        if status is not None:
+            query = query.where(schema.rollouts.c.status == status)
+        filters = {"rollout_id": rollout_ids, "group_id": group_ids}
+        found = self._read(lambda connection: _find(connection, query, schema.rollouts, filters))
+        found.sort(key=lambda row: row.seq)
+        return [rows.row_rollout(row) for row in found]
+
+    def attempts(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[AttemptRecord]:
+        """Give attempts in the order of their start."""
+        self._settle()
+        filters = {"rollout_id": rollout_ids, "attempt_id": attempt_ids}
+        query = q.ATTEMPTS
+        found = self._read(lambda connection: _find(connection, query, schema.attempts, filters))
+        found.sort(key=lambda row: row.fence)
+        return [rows.row_attempt(row) for row in found]
+
+    def consume_group(self, group_id: str, consumer: str) -> bool:
+        """Mark a group as trained on by `consumer`. False when another consumer had it."""
+        return self._writer.do(lambda connection: q.consume_group(connection, group_id, consumer))
+
+    def _settle(self) -> None:
+        """Mark attempts as lost whose lease ran out, though nobody claims: their rollouts must not seem to run."""
+        if self._read(lambda connection: q.any_expired(connection, self._clock.peek())):
+            self._writer.do(lambda connection: q.expire(connection, self._clock.tick(connection)))
+
+    def _values(self, values: Callable[[Any], T], records: Sequence[Any]) -> list[T]:
+        """Turn records into rows in the caller's thread, so that a bad one fails its caller alone."""
+        try:
+            return [values(record) for record in records]
+        except LightningError:
+            raise
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise StoreError(f"store {self.name} can't keep this record: {error}") from error
+
+    def _insert(self, table: Table, values: Callable[[Any], rows.Values], records: Sequence[Any]) -> int:
+        new = self._values(values, records)
+        statement = insert_new(table)
+        return self._writer.do(lambda connection: connection.execute(statement, new).rowcount) if new else 0
+
+    def _read(self, read: Callable[[Connection], T]) -> T:
+        if self._closed:
+            raise StoreError(f"store {self.name} is closed. Open it again to go on.")
+        try:
+            with self._engine.connect() as connection:
+                return read(connection)
+        except SQLAlchemyError as error:
+            raise StoreError(f"store {self.name} could not read: {getattr(error, 'orig', None) or error}") from error
+
+
+def _insert_calls(connection: Connection, by_id: Mapping[str, tuple[rows.Values, list[rows.Values]]]) -> int:
+    known: set[str] = set()
+    for chunk in q.chunks(by_id):
+        known.update(connection.scalars(select(schema.calls.c.call_id).where(schema.calls.c.call_id.in_(chunk))))
+    new = [pair for call_id, pair in by_id.items() if call_id not in known]
+    if not new:
+        return 0
+    connection.execute(schema.calls.insert(), [call for call, _ in new])
+    choices = [choice for _, of_call in new for choice in of_call]
+    if choices:
+        connection.execute(schema.choices.insert(), choices)
+    return len(new)
+
+
+def _find(connection: Connection, query: Select[Any], table: Table, filters: Mapping[str, Ids]) -> list[Any]:
+    """Run a query for rows whose columns are in the lists given, however long.
+
+    The shortest list goes into the statement, in chunks; the others are applied to what comes back.
+    """
+    sets = ((name, set(ids)) for name, ids in filters.items() if ids is not None)
+    given = sorted(sets, key=lambda item: len(item[1]))
+    if not given:
+        return list(connection.execute(query))
+    (first, ids), others = given[0], given[1:]
+    return [
+        row
+        for chunk in q.chunks(sorted(ids))
+        for row in connection.execute(query.where(table.c[first].in_(chunk)))
+        if all(getattr(row, name) in kept for name, kept in others)
+    ]
+
+
+def _find_calls(connection: Connection, filters: Mapping[str, Ids]) -> tuple[list[Any], Mapping[str, Iterable[Choice]]]:
+    found = _find(connection, select(schema.calls), schema.calls, filters)
+    query = select(schema.choices).order_by(schema.choices.c.call_id, schema.choices.c.position)
+    choices: defaultdict[str, list[Choice]] = defaultdict(list)
+    ids = None if all(ids is None for ids in filters.values()) else [row.call_id for row in found]
+    for row in _find(connection, query, schema.choices, {"call_id": ids}):
+        choices[row.call_id].append(rows.row_choice(row))
+    return found, choices
