@@ -57,7 +57,16 @@ class TrainConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the weights that generate; auto takes the model's own."""
     device: str = "auto"
-    """Where the torch backend works: auto, cpu, cuda, cuda:1, ..."""
+    """Where the backend works: auto, cpu, cuda, cuda:1, ... With verl: cpu, else its GPUs."""
+    gpus: int = Field(1, ge=1)
+    """Accelerators of each node (verl backend)."""
+    nodes: int = Field(1, ge=1)
+    """Machines of the Ray cluster (verl backend)."""
+    staleness: int = Field(0, ge=0)
+    """Steps by which the weights that sampled a rollout may be older than those that learn from it (verl backend); 0
+    collects and learns in turn, more does both at once and corrects for it by truncated importance sampling."""
+    verl: Mapping[str, Any] = Field(default_factory=dict)
+    """Any of verl's own options, nested or dotted, passed on as they are (verl backend)."""
 
     # How long.
     steps: int | None = Field(None, ge=1)
@@ -257,6 +266,9 @@ def _cross_check(config: TrainConfig) -> None:
             config.gamma is not None and config.credit == "identical"
         ),
         "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
+        'gpus, nodes, staleness and verl are options of backend = "verl". Set it, or leave them out.': config.backend
+        == "torch"
+        and (config.gpus, config.nodes, config.staleness, dict(config.verl)) != (1, 1, 0, {}),
     }
     for message, wrong in problems.items():
         if wrong:
