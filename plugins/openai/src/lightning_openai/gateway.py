@@ -1,0 +1,143 @@
+"""Rerouting: a clean client of our own for the calls of agents in training, so that nothing of the user's goes along.
+
+Headers, query, cookies, authentication, Azure paths, proxies and event hooks of the user's client are not stripped one
+by one: they never enter. What is taken over is the body, the limits on time and retries, and a few headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, NotGiven, OpenAI
+from openai._base_client import AsyncAPIClient
+from openai._compat import model_copy
+
+from lightning_spans.context import Attempt
+from lightning_spans.spans import Json
+
+if TYPE_CHECKING:
+    from openai._models import FinalRequestOptions
+
+AGENT_HEADER: Final = "x-lightning-agent"
+# Of what the caller gave with the call. The last two are the openai client's notes to itself.
+_TAKEN: Final = ("content-type", "accept", "idempotency-key", "x-stainless-", "____stainless")
+# Of what is sent in the end.
+_SENT: Final = (
+    "host", "content-type", "content-length", "transfer-encoding", "connection", "accept", "accept-encoding",
+    "user-agent", "idempotency-key", "x-stainless-", "authorization", "traceparent", AGENT_HEADER,
+)  # fmt: skip
+
+
+class _Gate:
+    """The last look at a request: what is not on the list is not sent, wherever it came from (environment, cookies)."""
+
+    def _filter(self, request: Any) -> None:
+        for name in list(request.headers):
+            if not name.lower().startswith(_SENT):
+                del request.headers[name]
+
+
+class _Client(_Gate, OpenAI):
+    def _prepare_request(self, request: Any) -> None:
+        self._filter(request)
+
+
+class _AsyncClient(_Gate, AsyncOpenAI):
+    async def _prepare_request(self, request: Any) -> None:
+        self._filter(request)
+
+
+def rerouted(
+    client: Any,
+    options: FinalRequestOptions,
+    attempt: Attempt,
+    endpoint: str,
+    *,
+    body: Mapping[str, Json],
+    headers: Mapping[str, str],
+) -> tuple[Any, FinalRequestOptions]:
+    """Give the client and the options that send a call to the gateway of its attempt.
+
+    Args:
+        client: the user's client; only its limits are taken over.
+        options: the caller's; left as they are.
+        attempt: gives URL, model and key.
+        endpoint: ``/chat/completions`` or ``/responses``.
+        body: the whole body of the request; its model is replaced.
+        headers: added to what is sent.
+    """
+    copy = model_copy(options)
+    copy.url = endpoint
+    copy.params = {}
+    copy.json_data = {**body, "model": attempt.model}
+    copy.extra_json = None
+    if hasattr(copy, "content"):  # newer clients: a body that the caller wrote out himself
+        copy.content = None
+    given = options.headers if isinstance(options.headers, Mapping) else {}
+    taken = {name: value for name, value in given.items() if name.lower().startswith(_TAKEN)}
+    copy.headers = {**taken, **headers, "Authorization": f"Bearer {attempt.key or ''}"}
+    if isinstance(options.timeout, NotGiven):
+        copy.timeout = client.timeout
+    if isinstance(options.max_retries, NotGiven):
+        copy.max_retries = client.max_retries
+    base = f"{attempt.endpoint}/v1"
+    strict = bool(client._strict_response_validation)
+    if isinstance(client, AsyncAPIClient):
+        return _async_client(base, strict), copy
+    return _sync_client(base, strict), copy
+
+
+def agent_header(agent: str | None) -> dict[str, str]:
+    """Give the header that names the agent, percent-encoded, since header values are ASCII."""
+    return {} if agent is None else {AGENT_HEADER: quote(agent, safe="")}
+
+
+_lock = threading.Lock()
+_sync: dict[tuple[str, bool], _Client] = {}
+_by_loop: dict[asyncio.AbstractEventLoop, dict[tuple[str, bool], _AsyncClient]] = {}
+
+
+def _sync_client(base_url: str, strict: bool) -> _Client:
+    with _lock:
+        if (base_url, strict) not in _sync:
+            http = DefaultHttpxClient(trust_env=False)
+            client = _Client(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
+            weakref.finalize(client, http.close)  # streams hold the client, so none is cut
+            _sync[base_url, strict] = _anonymous(client)
+        return _sync[base_url, strict]
+
+
+def _async_client(base_url: str, strict: bool) -> _AsyncClient:
+    # Connections belong to the event loop that opened them, so each loop has its own.
+    loop = asyncio.get_running_loop()
+    with _lock:
+        if loop not in _by_loop:
+            for ended in [known for known in _by_loop if known.is_closed()]:
+                del _by_loop[ended]
+        clients = _by_loop.setdefault(loop, {})
+        if (base_url, strict) not in clients:
+            http = DefaultAsyncHttpxClient(trust_env=False)
+            client = _AsyncClient(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
+            clients[base_url, strict] = _anonymous(client)
+        return clients[base_url, strict]
+
+
+def forget() -> None:
+    """Let go of all clients; calls that run keep theirs until they end."""
+    with _lock:
+        _sync.clear()
+        _by_loop.clear()
+
+
+# Given, so that the client does not look for them in the environment; the key is replaced in every request.
+_NOBODY: Final[dict[str, Any]] = {"api_key": "unused", "organization": "", "project": "", "webhook_secret": ""}
+
+
+def _anonymous(client: Any) -> Any:
+    client.organization = client.project = client.webhook_secret = None
+    return client

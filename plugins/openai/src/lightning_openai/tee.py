@@ -1,0 +1,91 @@
+"""A response body that is kept as the agent reads it, in whatever way it does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Hashable, Iterator
+from typing import Any, Protocol
+
+
+class Listener(Protocol):
+    """Who wants to know how the reading went."""
+
+    def read_to_end(self) -> None:
+        """The body is complete."""
+
+    def read_failed(self, error: BaseException) -> None:
+        """Reading raised."""
+
+    def closed(self) -> None:
+        """Nobody will read any further; may come more than once, and after the other two."""
+
+
+class _Tee:
+    """Stands in for `response.stream`; the bytes that pass are kept as they came, so perhaps compressed."""
+
+    def __init__(self, stream: Any, listener: Listener) -> None:
+        self._stream = stream
+        self._listener = listener
+        self.chunks: list[bytes] = []
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for chunk in self._stream:
+                self.chunks.append(chunk)
+                yield chunk
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._listener.read_failed(error)
+            raise
+        self._listener.read_to_end()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._stream:
+                self.chunks.append(chunk)
+                yield chunk
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._listener.read_failed(error)
+            raise
+        self._listener.read_to_end()
+
+    def close(self) -> None:
+        try:
+            self._stream.close()
+        finally:
+            self._listener.closed()
+
+    async def aclose(self) -> None:
+        try:
+            await self._stream.aclose()
+        finally:
+            self._listener.closed()
+
+    def __del__(self) -> None:
+        self._listener.closed()  # nobody read or closed it
+
+
+def tee(response: Any, listener: Listener) -> None:
+    """Put a tee into a response whose body has not been read yet."""
+    response.stream = _class_for(type(response.stream))(response.stream, listener)
+
+
+def body_of(response: Any) -> str:
+    """Give the text of a body as far as it was read, decompressed."""
+    stream = response.stream
+    if not isinstance(stream, _Tee):
+        return str(response.text)
+    content = b"".join(stream.chunks)
+    if "content-encoding" in response.headers:
+        content = type(response)(response.status_code, headers=response.headers, content=content).content
+    return content.decode("utf-8", errors="replace")
+
+
+@functools.cache
+def _class_for(kind: Hashable) -> type[_Tee]:
+    """Give a tee that passes as a stream of httpx or httpx2, whichever this client uses."""
+    bases = [base for base in getattr(kind, "__mro__", ()) if base.__name__ in {"SyncByteStream", "AsyncByteStream"}]
+    return type("Tee", (_Tee, *bases), {})

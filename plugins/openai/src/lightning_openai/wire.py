@@ -1,0 +1,209 @@
+"""The wire: every model call made with the openai client is one chat span, whoever makes it.
+
+The client is patched where every request passes: `request` (which holds the loop of retries, so that one call is one
+span), `_process_response` (which has the answer as it came), and the two generators that read event streams. Clients
+made before are patched too, since these are methods of the base classes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+from openai._base_client import AsyncAPIClient, SyncAPIClient
+from openai._streaming import AsyncStream, Stream
+
+from lightning_openai import gateway
+from lightning_openai.call import PLUGIN, Call, endpoint_of
+
+if TYPE_CHECKING:
+    from lightning_spans.recorder import Recorder
+
+_lock = threading.Lock()
+_recorders: list[Recorder] = []
+_originals: dict[tuple[type, str], Any] = {}
+_unfinished: WeakSet[Call] = WeakSet()
+# Which call a response belongs to, between `request` and `_process_response` of the same task.
+_current: ContextVar[Call | None] = ContextVar("lightning_openai_call", default=None)
+
+
+def bind(recorder: Recorder) -> Callable[[], None]:
+    """Report every model call to this recorder, until the callable that is given back is called.
+
+    Several frameworks may bind; they share one patch, and the first undo but the last leaves it in place.
+    """
+    with _lock:
+        if not _recorders:
+            _patch()
+            atexit.register(_end_unfinished)
+        _recorders.append(recorder)
+
+    def undo() -> None:
+        with _lock:
+            if recorder not in _recorders:
+                return
+            _recorders.remove(recorder)
+            if not _recorders:
+                _end_unfinished()
+                atexit.unregister(_end_unfinished)
+                _unpatch()
+                gateway.forget()
+
+    return undo
+
+
+def _patch() -> None:
+    for owner, name, wrap in _PATCHES:
+        original = vars(owner)[name]
+        wrapper = functools.wraps(original)(wrap(original))
+        _originals[owner, name] = (original, wrapper)
+        setattr(owner, name, wrapper)
+
+
+def _unpatch() -> None:
+    for (owner, name), (original, wrapper) in _originals.items():
+        # Somebody who patched after us calls us: to put back the original would undo his patch. Ours is inert now.
+        if vars(owner)[name] is wrapper:
+            setattr(owner, name, original)
+    _originals.clear()
+
+
+def _end_unfinished() -> None:
+    for call in list(_unfinished):
+        call.closed()
+
+
+def _begin(client: Any, options: Any, streamed: object) -> Call | None:
+    """Begin the span of a model call; None for any other request, and while nothing is attached."""
+    recorder = _recorders[-1] if _recorders else None
+    endpoint = endpoint_of(options.method, str(options.url))
+    if recorder is None or endpoint is None:
+        return None
+    outer = _current.get()
+    if outer is not None and outer.options is options:
+        return None  # patched twice, with somebody else's patch between: the outer one has begun the span
+    with recorder.guard(PLUGIN):
+        return Call(recorder, client, options, endpoint, streamed=bool(streamed))
+    return None
+
+
+def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
+        call = _begin(self, options, kwargs.get("stream"))
+        outer = _current.get()
+        _current.set(call)
+        try:
+            if call is None:
+                return original(self, cast_to, options, **kwargs)
+            answer = original(call.client, cast_to, call.options, **kwargs)
+        except BaseException as error:
+            if call is not None:
+                call.failed(error)
+            raise
+        finally:
+            _current.set(outer)  # a token would not do: a coroutine may be closed in another context
+        call.returned(answer)
+        return answer
+
+    return request
+
+
+def _wrap_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
+        call = _begin(self, options, kwargs.get("stream"))
+        outer = _current.get()
+        _current.set(call)
+        try:
+            if call is None:
+                return await original(self, cast_to, options, **kwargs)
+            answer = await original(call.client, cast_to, call.options, **kwargs)
+        except BaseException as error:
+            if call is not None:
+                call.failed(error)
+            raise
+        finally:
+            _current.set(outer)  # a token would not do: a coroutine may be closed in another context
+        call.returned(answer)
+        return answer
+
+    return request
+
+
+def _wrap_process_response(original: Callable[..., Any]) -> Callable[..., Any]:
+    def process_response(self: Any, *, response: Any, **kwargs: Any) -> Any:
+        call = _current.get()
+        if call is not None:
+            call.responded(response)
+            if call.pending:
+                _unfinished.add(call)
+        return original(self, response=response, **kwargs)
+
+    return process_response
+
+
+def _wrap_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def stream(self: Any) -> Iterator[Any]:
+        call = self.response.extensions.get(PLUGIN)
+        if call is None:
+            return original(self)
+        call.began()
+        return _watched(original(self), call)
+
+    return stream
+
+
+def _watched(items: Iterator[Any], call: Call) -> Iterator[Any]:
+    try:
+        for item in items:
+            call.took()
+            yield item
+        call.read_to_end()
+    except GeneratorExit:
+        raise  # the agent reads no further
+    except BaseException as error:
+        call.failed(error)
+        raise
+    finally:
+        call.closed()
+
+
+def _wrap_async_stream(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    def stream(self: Any) -> AsyncIterator[Any]:
+        call = self.response.extensions.get(PLUGIN)
+        if call is None:
+            return original(self)
+        call.began()
+        return _awatched(original(self), call)
+
+    return stream
+
+
+async def _awatched(items: Any, call: Call) -> AsyncIterator[Any]:
+    try:
+        async for item in items:
+            call.took()
+            yield item
+        call.read_to_end()
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        call.failed(error)
+        raise
+    finally:
+        call.closed()
+        await items.aclose()
+
+
+_PATCHES: Final = (
+    (SyncAPIClient, "request", _wrap_request),
+    (AsyncAPIClient, "request", _wrap_async_request),
+    (SyncAPIClient, "_process_response", _wrap_process_response),
+    (AsyncAPIClient, "_process_response", _wrap_process_response),
+    (Stream, "__stream__", _wrap_stream),
+    (AsyncStream, "__stream__", _wrap_async_stream),
+)
