@@ -109,6 +109,7 @@ def with_context(attempt: AttemptRecord, parts: Parts, endpoint: str) -> Attempt
         "attempt",
         rollout_id=attempt.rollout.rollout_id,
         attempt_id=attempt.attempt_id,
+        agent=parts.routing.unnamed,
         expires_s=parts.limits.untimed_key_s if limit_s is None else limit_s + parts.limits.key_margin_s,
     )
     context = Attempt(

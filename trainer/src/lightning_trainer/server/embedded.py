@@ -56,6 +56,8 @@ class EmbeddedEngine:
         draft.policy_version = self.engine.version
         prompt = self.chat.prompt(ask.messages, ask.tools, draft.grant.attempt_id)
         draft.prompt_token_ids = prompt.ids
+        if ask.max_tokens is None and routing.max_tokens is not None:
+            ask = replace(ask, max_tokens=max(1, min(routing.max_tokens, self.engine.max_model_len - len(prompt.ids))))
         self._check_room(ask, len(prompt.ids))
         samplings = self._samplings(ask, draft, prompt.ids, routing)
         answering = Answering(ask, draft, self.chat, events)

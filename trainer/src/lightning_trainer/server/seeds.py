@@ -25,8 +25,12 @@ class PromptCounter:
         self._attempts: OrderedDict[str, Counter[int]] = OrderedDict()
 
     def seed(self, run_seed: int, rollout_id: str, attempt_id: str, agent: str | None, ids: Sequence[int]) -> int:
-        """Give the seed of a call. The attempt itself is no part of it: a retry draws what the first try would have."""
-        prompt = seed_of(run_seed, rollout_id, agent, ids=ids)
+        """Give the seed of a call. The attempt itself is no part of it: a retry draws what the first try would have.
+
+        Of the rollout's id only what follows its last colon counts: a run that is done again, or goes on from a
+        checkpoint, names its rollouts ``run:place`` with another ``run``, and draws the same.
+        """
+        prompt = seed_of(run_seed, rollout_id.rpartition(":")[2], agent, ids=ids)
         counts = self._attempts.setdefault(attempt_id, Counter())
         counts[prompt] += 1
         while len(self._attempts) > _ATTEMPTS:

@@ -16,6 +16,8 @@ class Routing:
         endpoint: base URL given to agents, without ``/v1``; None: the one under which the runner reached the server.
         seed: of the run; with it, calls of attempts that ask for no seed are drawn repeatably. None: drawn freely.
         temperature: holds for every call, whatever it asks for, and is recorded in its sampling; None: as asked.
+        max_tokens: most tokens of an answer whose request names no limit; None: what the context leaves.
+        unnamed: agent of calls that nothing names: of a program that is not attached. None: they stay without one.
         versions: number of the weights by model, for upstreams that can't tell it themselves.
     """
 
@@ -24,6 +26,8 @@ class Routing:
     endpoint: str | None = None
     seed: int | None = None
     temperature: float | None = None
+    max_tokens: int | None = None
+    unnamed: str | None = None
     versions: Mapping[str, int] = field(default_factory=dict)
 
 
