@@ -2,7 +2,7 @@
 
     python tests/bench/run.py [NAME ...] [--json bench.json]
 
-NAME is that of a module without ``bench_``: ``python tests/bench/run.py capture``. Each `bench_NAME.py` has `measure()`,
+NAME is that of a module without ``bench_``, as in ``python tests/bench/run.py capture``. Each has a `measure()`,
 which gives a list of `figures.Figure`, and runs in a process of its own, so that none leaves anything behind for the
 next. One that fails is shown with its error and makes the exit status 1; the others go on.
 """
