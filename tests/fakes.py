@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from lightning_spans.store import Call, Store, open_store
 from lightning_trainer.engine import Sampled, Sampling
+from lightning_trainer.server.app import App, create_app
+from lightning_trainer.server.keys import Keys
+from lightning_trainer.server.serving import ServerThread
 
 HERMES_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
@@ -80,8 +88,6 @@ class ByteTokenizer:
 
 
 def _tojson(value: Any) -> str:
-    import json
-
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -113,9 +119,13 @@ class FakeEngine:
         self.prompts: list[tuple[int, ...]] = []
         self.samplings: list[Sampling] = []
         self.cancelled = 0
-        self._script = script if callable(script) else iter(script)
+        self.play(script)
         self._piece = piece
         self._delay_s = delay_s
+
+    def play(self, script: Script) -> None:
+        """Go on with another script."""
+        self._script = script if callable(script) else iter(script)
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
         if not prompt or len(prompt) >= self.max_model_len:
@@ -167,3 +177,37 @@ class FakeEngine:
 def fake_logprob(token: int) -> float:
     """The log-probability that the fake engine says a token had: the same for the same token."""
     return math.log((hashlib.sha256(str(token).encode()).digest()[0] + 1) / 257)
+
+
+@dataclass
+class Served:
+    """A server that runs, and what it works with."""
+
+    url: str
+    app: App
+    store: Store
+    keys: Keys
+    engine: FakeEngine
+
+    def key(self, attempt_id: str, *, agent: str | None = None) -> str:
+        """The key of an attempt; its rollout is named after it."""
+        return self.keys.issue("attempt", rollout_id=f"rollout of {attempt_id}", attempt_id=attempt_id, agent=agent)
+
+    def calls(self, attempt_id: str) -> list[Call]:
+        return self.store.calls(attempt_ids=[attempt_id])
+
+
+@contextmanager
+def served(
+    folder: Path, engine: FakeEngine | None = None, *, store: Store | None = None, **options: Any
+) -> Iterator[Served]:
+    """Serve an app with a store of its own on a free port; see `create_app` for the options."""
+    kept = store or open_store(str(folder / "server.db"))
+    engine, keys = engine or FakeEngine(), Keys.fresh()
+    app = create_app(kept, keys=keys, engine=engine, **options)
+    thread = ServerThread(app)
+    try:
+        yield Served(thread.start(), app, kept, keys, engine)
+    finally:
+        thread.stop()
+        kept.close()

@@ -15,7 +15,7 @@ from lightning_trainer.server.chat import ChatFormat, Prompt
 from lightning_trainer.server.draft import ChoiceDraft, Draft
 from lightning_trainer.server.hermes import StreamParser
 from lightning_trainer.server.replies import Replies, tool_call_deltas
-from lightning_trainer.server.sse import EventStream
+from lightning_trainer.server.sse import EventStream, event
 from lightning_trainer.server.wire import send_bytes
 
 
@@ -67,7 +67,7 @@ class Answering:
     async def send(self, send: Send) -> None:
         """Send the whole reply, or the end of the stream."""
         if self._ask.stream:
-            await self._events.done(b"".join(_event(chunk) for chunk in self._last_chunks()))
+            await self._events.done(b"".join(event(chunk) for chunk in self._last_chunks()))
         else:
             await send_bytes(send, orjson.dumps(self._replies.whole()))
 
@@ -83,7 +83,3 @@ class Answering:
         if self._ask.include_usage:
             chunks.append(self._replies.usage_chunk())
         return chunks
-
-
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"

@@ -196,22 +196,22 @@ def _read(store: Store, query: b.QueryBody) -> Response:
     return _json(**{query.what: [to_json(record) for record in found]})
 
 
-@router.post("/spans", dependencies=_RUNNER, response_model=b.Added)
+@router.post("/spans", dependencies=_RUNNER, response_model=b.Kept)
 def add_spans(request: Request, body: b.SpansBody) -> Response:
     """Keep spans; those already there are left as they are."""
-    return _json(added=_parts(request).store.add_spans(_records(Span, body.spans)))
+    return _json(kept=_parts(request).store.add_spans(_records(Span, body.spans)))
 
 
-@router.post("/calls", dependencies=_ADMIN, response_model=b.Added)
+@router.post("/calls", dependencies=_ADMIN, response_model=b.Kept)
 def add_calls(request: Request, body: b.CallsBody) -> Response:
     """Keep calls; those already there are left as they are."""
-    return _json(added=_parts(request).store.add_calls(_records(Call, body.calls)))
+    return _json(kept=_parts(request).store.add_calls(_records(Call, body.calls)))
 
 
-@router.post("/rewards", dependencies=_RUNNER, response_model=b.Added)
+@router.post("/rewards", dependencies=_RUNNER, response_model=b.Kept)
 def add_rewards(request: Request, body: b.RewardsBody) -> Response:
     """Keep rewards; those already there are left as they are."""
-    return _json(added=_parts(request).store.add_rewards(_records(Reward, body.rewards)))
+    return _json(kept=_parts(request).store.add_rewards(_records(Reward, body.rewards)))
 
 
 @router.post("/groups/consume", dependencies=_ADMIN, response_model=b.Ok)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lightning_spans.errors import LeaseLostError, StoreError
+from lightning_spans.errors import ConfigError, LeaseLostError, LightningError, StoreError
 from lightning_spans.store import Store
 from lightning_trainer.engine import Engine
 from lightning_trainer.server.api import router
@@ -26,6 +26,7 @@ from lightning_trainer.server.metrics import Metrics
 from lightning_trainer.server.otlp import OtlpReceiver
 from lightning_trainer.server.refusals import Refusal, bad_request, store_down, too_large
 from lightning_trainer.server.settings import Limits, Routing
+from lightning_trainer.server.upstream import Upstream, UpstreamPolicy
 from lightning_trainer.server.wire import ClientGoneError, send_refusal
 from lightning_trainer.server.writer import Writer
 
@@ -95,7 +96,7 @@ def create_app(
     *,
     keys: Keys,
     engine: Engine | None = None,
-    upstreams: Sequence[Any] = (),
+    upstreams: Sequence[Upstream] = (),
     routing: Routing | None = None,
     limits: Limits | None = None,
 ) -> App:
@@ -118,12 +119,15 @@ def create_app(
     attempts = EndedAttempts(store)
     door = Door(keys, attempts)
     embedded = EmbeddedEngine(engine) if engine is not None else None
-    policies: dict[str, Policy] = {} if embedded is None else {embedded.engine.model: embedded}
+    forwarding = [(upstream.model, UpstreamPolicy(upstream)) for upstream in upstreams]
+    policies = _by_name([*forwarding, *([(embedded.engine.model, embedded)] if embedded is not None else [])])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - FastAPI's signature
         yield
-        writer.close()
+        for _, policy in forwarding:
+            await policy.close()
+        await asyncio.to_thread(writer.close)
 
     app = App(title="Lightning", description="Rollouts, attempts, records.", lifespan=lifespan)
     app.metrics, app.limits = metrics, limits
@@ -145,6 +149,14 @@ def create_app(
     app.include_router(router)
     _answer_errors(app)
     return app
+
+
+def _by_name(policies: Sequence[tuple[str, Policy]]) -> dict[str, Policy]:
+    table = dict(policies)
+    if len(table) < len(policies):
+        listed = ", ".join(name for name, _ in policies)
+        raise ConfigError(f"two policies have one name: {listed}. Give each --upstream a name of its own.")
+    return table
 
 
 def _forgetter(attempts: EndedAttempts, embedded: EmbeddedEngine | None) -> Callable[[str], None]:
@@ -173,6 +185,10 @@ def _answer_errors(app: FastAPI) -> None:
     @app.exception_handler(StoreError)
     async def down(_: Request, error: StoreError) -> Response:
         return told(store_down(error))
+
+    @app.exception_handler(LightningError)
+    async def wrong(_: Request, error: LightningError) -> Response:
+        return told(bad_request(str(error)))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Response:

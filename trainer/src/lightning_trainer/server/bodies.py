@@ -91,10 +91,10 @@ class Queued(Body):
     queued: int
 
 
-class Added(Body):
+class Kept(Body):
     """How many records are newly kept."""
 
-    added: int
+    kept: int
 
 
 class Cancelled(Body):

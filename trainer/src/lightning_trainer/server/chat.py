@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,23 +35,40 @@ class Prompt:
 class _Turn:
     text: str  # prompt and answer, special tokens included
     ids: array[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
+    answer: str  # as sampled, without special tokens
     message: Message  # as the agent got it
-    text: str  # as sampled, without special tokens
+
+    @property
+    def call_id(self) -> str | None:
+        """The id of its first tool call, by which it is known again."""
+        calls = self.message.get("tool_calls")
+        return calls[0]["id"] if calls else None
+
+    @property
+    def size(self) -> int:
+        """About its characters."""
+        return len(self.text) + 2 * len(self.answer)
 
 
 class _Memory:
-    """What one attempt has sampled: its newest turns, and the exact text of its tool calls by their first id."""
+    """The newest turns of one attempt; those with tool calls also by the id of their first call."""
 
     __slots__ = ("calls", "size", "turns")
 
     def __init__(self) -> None:
-        self.turns: list[_Turn] = []
-        self.calls: dict[str, _Sampled] = {}
-        self.size = 0  # characters, about
+        self.turns: deque[_Turn] = deque()
+        self.calls: dict[str | None, _Turn] = {}
+        self.size = 0
+
+    def add(self, turn: _Turn) -> None:
+        self.turns.append(turn)
+        self.size += turn.size
+        if turn.call_id is not None:
+            self.calls[turn.call_id] = turn
+        if len(self.turns) > _TURNS_OF_ATTEMPT:
+            oldest = self.turns.popleft()
+            self.size -= oldest.size
+            self.calls.pop(oldest.call_id, None)
 
 
 class ChatFormat:
@@ -107,13 +124,9 @@ class ChatFormat:
         """
         memory = self._memories.setdefault(attempt_id, _Memory())
         self._memories.move_to_end(attempt_id)
-        whole = prompt.text + self.decode(ids)
-        memory.turns.append(_Turn(whole, array("l", (*prompt.ids, *ids))))
-        if message.get("tool_calls"):
-            memory.calls[message["tool_calls"][0]["id"]] = _Sampled(message, text)
-        self._grow(memory, len(whole) + len(text))
-        if len(memory.turns) > _TURNS_OF_ATTEMPT:
-            self._grow(memory, -len(memory.turns.pop(0).text))
+        self._size -= memory.size
+        memory.add(_Turn(prompt.text + self.decode(ids), array("i", (*prompt.ids, *ids)), text, message))
+        self._size += memory.size
         while self._size > self._remembered_chars and len(self._memories) > 1:
             self.forget(next(iter(self._memories)))
 
@@ -127,10 +140,6 @@ class ChatFormat:
         """Give the text of tokens, special tokens included."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
-
-    def _grow(self, memory: _Memory, chars: int) -> None:
-        memory.size += chars
-        self._size += chars
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -159,7 +168,7 @@ def _for_template(message: Message, memory: _Memory | None) -> dict[str, Any]:
     known = memory.calls.get(calls[0].get("id")) if memory is not None else None
     if known is not None and _same(known.message, message):
         del out["tool_calls"]
-        return {**out, "content": known.text}
+        return {**out, "content": known.answer}
     out["tool_calls"] = [
         {**call, "function": {**call["function"], "arguments": _data(call["function"].get("arguments", "{}"))}}
         for call in calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Final
 
 import orjson
@@ -15,6 +16,22 @@ _HEADERS: Final = [
 DONE: Final = b"data: [DONE]\n\n"
 
 
+def event(data: Any) -> bytes:
+    """Give a JSON event's bytes."""
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+async def events_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Cut a stream of bytes into the data of its events; comments and other fields are left out."""
+    rest = b""
+    async for chunk in chunks:
+        *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+        for one in whole:
+            lines = [line[5:].removeprefix(b" ") for line in one.split(b"\n") if line.startswith(b"data:")]
+            if lines:
+                yield b"\n".join(lines)
+
+
 class EventStream:
     """Sends events as they come. The status line goes out with the first, so an early error can still be a 4xx."""
 
@@ -22,16 +39,20 @@ class EventStream:
         self._send = send
         self.started = False
 
-    async def raw(self, data: bytes, *, last: bool = False) -> None:
-        """Send bytes that are events already."""
+    async def start(self) -> None:
+        """Send the status line, unless it is sent."""
         if not self.started:
             self.started = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+
+    async def raw(self, data: bytes, *, last: bool = False) -> None:
+        """Send bytes that are events already."""
+        await self.start()
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def event(self, data: Any) -> None:
         """Send one JSON event."""
-        await self.raw(b"data: " + orjson.dumps(data) + b"\n\n")
+        await self.raw(event(data))
 
     async def done(self, before: bytes = b"") -> None:
         """Send what is left and ``[DONE]``, and end the answer."""

@@ -1,0 +1,116 @@
+"""From an upstream's reply, whole or in chunks: what goes on record, and what the agent gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_trainer.server.draft import ChoiceDraft, Draft
+
+
+class Assembly:
+    """Fills a draft from replies, and takes out of them what only the record needed."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self._shows_logprobs = draft.request.get("logprobs") is True
+        self._shows_ids = draft.request.get("return_token_ids") is True
+        self._choices: dict[int, ChoiceDraft] = {}
+        self._messages: dict[int, Message] = {}
+        number = draft.request.get("n")
+        self._number = number if isinstance(number, int) else 1
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has its finish reason."""
+        return sum(choice.finish_reason is not None for choice in self._choices.values()) >= self._number
+
+    def add(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Take a whole reply or a chunk; give what the agent gets of it, which is the same object changed."""
+        if isinstance(reply.get("id"), str):
+            self._draft.response_id = reply["id"]
+        ids = _ids(reply.get("prompt_token_ids"))
+        if ids:
+            self._draft.prompt_token_ids = tuple(ids)
+        if not self._shows_ids:
+            reply.pop("prompt_token_ids", None)
+        choices = reply.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            self._add_choice(choice)
+        return reply
+
+    def _add_choice(self, choice: dict[str, Any]) -> None:
+        index = choice.get("index") or 0
+        draft = self._choices.setdefault(index, ChoiceDraft(index))
+        message = self._messages.setdefault(index, Message())
+        message.add(choice.get("message") or choice.get("delta") or {})
+        draft.finish_reason = choice.get("finish_reason") or draft.finish_reason
+        ids, logprobs = _ids(choice.get("token_ids")), _logprobs(choice.get("logprobs"))
+        if ids and logprobs is not None and len(ids) == len(logprobs):
+            draft.add(ids, logprobs)
+        elif ids:  # without a log-probability for each token none can be used
+            draft.token_ids = [*(draft.token_ids or ()), *ids]
+            draft.logprobs = None
+        if not self._shows_ids:
+            choice.pop("token_ids", None)
+        if not self._shows_logprobs and "logprobs" in choice:
+            choice["logprobs"] = None
+
+    def settle(self) -> None:
+        """Write what came, whole or not, to the draft."""
+        for index, draft in self._choices.items():
+            draft.message = self._messages[index].whole()
+        self._draft.choices = [self._choices[index] for index in sorted(self._choices)]
+
+
+class Message:
+    """An assistant's message that grows by deltas; a whole message is one delta."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, list[str]] = {}
+        self._others: dict[str, Any] = {}
+        self._calls: dict[int, _ToolCall] = {}
+
+    def add(self, delta: Mapping[str, Any]) -> None:
+        """Take a delta."""
+        for name, value in delta.items():
+            if name == "tool_calls":
+                for at, call in enumerate(value or ()):
+                    self._calls.setdefault(call.get("index", at), _ToolCall()).add(call)
+            elif name != "role" and isinstance(value, str):
+                self._texts.setdefault(name, []).append(value)
+            elif value is not None or name not in self._others:
+                self._others[name] = value
+
+    def whole(self) -> dict[str, Any]:
+        """Give the message as far as it came."""
+        message = {**self._others, **{name: "".join(parts) for name, parts in self._texts.items()}}
+        if self._calls:
+            message["tool_calls"] = [self._calls[index].whole() for index in sorted(self._calls)]
+        return message
+
+
+class _ToolCall:
+    def __init__(self) -> None:
+        self._id: str | None = None
+        self._name: list[str] = []
+        self._arguments: list[str] = []
+
+    def add(self, delta: Mapping[str, Any]) -> None:
+        self._id = delta.get("id") or self._id
+        function = delta.get("function") or {}
+        self._name.append(function.get("name") or "")
+        self._arguments.append(function.get("arguments") or "")
+
+    def whole(self) -> dict[str, Any]:
+        function = {"name": "".join(self._name), "arguments": "".join(self._arguments)}
+        return {"id": self._id, "type": "function", "function": function}
+
+
+def _ids(value: Any) -> Sequence[int]:
+    return value if isinstance(value, list) else ()
+
+
+def _logprobs(value: Any) -> list[float] | None:
+    content = value.get("content") if isinstance(value, dict) else None
+    return [token["logprob"] for token in content] if isinstance(content, list) else None

@@ -1,0 +1,187 @@
+"""Calls answered by another OpenAI-compatible server: forwarded, recorded, and given back as they came.
+
+A server that speaks vLLM's dialect is asked for token ids and log-probabilities as well; what the agent did not ask for
+is taken out of its reply again. Other servers' calls are recorded without tokens and never enter RL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import orjson
+from starlette.types import Send
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.server.assemble import Assembly
+from lightning_trainer.server.draft import Draft
+from lightning_trainer.server.embedded import Record
+from lightning_trainer.server.refusals import Refusal
+from lightning_trainer.server.settings import Routing
+from lightning_trainer.server.sse import EventStream, event, events_in
+from lightning_trainer.server.wire import send_bytes
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "n", "seed")
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """An OpenAI-compatible server that answers for one model.
+
+    Attributes:
+        model: the model's name, here and there.
+        url: base URL, with its ``/v1``.
+        key: what the server wants as bearer key; None: nothing. Agents' keys are never sent on.
+    """
+
+    model: str
+    url: str
+    key: str | None = field(default=None, repr=False)
+
+
+def parse_upstream(text: str, *, key: str | None = None) -> Upstream:
+    """Read ``MODEL=URL``; a URL without a path gets ``/v1``.
+
+    Raises:
+        ConfigError: it is not of this form.
+    """
+    model, equals, url = text.partition("=")
+    parts = urlsplit(url)
+    if not (model and equals and parts.scheme in {"http", "https"} and parts.netloc):
+        raise ConfigError(f"upstream {text!r}: must be MODEL=URL, such as policy=http://127.0.0.1:8000/v1")
+    return Upstream(model, url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1", key)
+
+
+class UpstreamPolicy:
+    """Answers chat completions by forwarding them."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._session: aiohttp.ClientSession | None = None
+        self._sends_tokens: bool | None = None  # not asked yet
+        self._asking = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def answer(self, draft: Draft, events: EventStream, send: Send, record: Record, routing: Routing) -> None:
+        """Answer one request; see `EmbeddedEngine.answer`. The upstream's own errors are given back as they are.
+
+        Raises:
+            Refusal: the upstream can't be reached, or broke off.
+        """
+        import aiohttp
+
+        draft.policy_version = routing.versions.get(self._upstream.model, 0)
+        assembly = Assembly(draft)
+        try:
+            body = self._body(draft, routing, tokens=await self._asks_for_tokens())
+            async with self._client().post(f"{self._upstream.url}/chat/completions", data=body) as response:
+                if response.status >= 400:
+                    raise _refusal(response.status, await response.read(), response.headers.get("retry-after"))
+                if response.content_type == "text/event-stream":
+                    held = await self._stream(response, assembly, events)
+                else:
+                    held = orjson.dumps(assembly.add(_object(await response.read())))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _failed(f"{self._upstream.url} did not answer: {type(error).__name__}: {error}") from error
+        finally:
+            assembly.settle()
+        await record(draft)
+        if events.started:
+            await events.done(held)
+        else:
+            await send_bytes(send, held)
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            import aiohttp
+
+            headers = {"authorization": f"Bearer {self._upstream.key}"} if self._upstream.key else {}
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),  # the upstream queues, we don't
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),  # an answer may take as long as it takes
+                headers={**headers, "content-type": "application/json"},
+                auto_decompress=True,
+            )
+        return self._session
+
+    async def _asks_for_tokens(self) -> bool:
+        """Whether the server sends token ids when asked; found out once, from who it says owns its models."""
+        async with self._asking:
+            if self._sends_tokens is None:
+                async with self._client().get(f"{self._upstream.url}/models") as response:
+                    listed = await response.read() if response.status == 200 else b"{}"
+                self._sends_tokens = _owned_by_vllm(listed)
+            return self._sends_tokens
+
+    def _body(self, draft: Draft, routing: Routing, *, tokens: bool) -> bytes:
+        body = {**draft.request, "model": self._upstream.model}
+        draft.sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+        if routing.temperature is not None:
+            draft.sampling["temperature_asked"] = body.get("temperature")
+            body["temperature"] = draft.sampling["temperature"] = routing.temperature
+        if tokens:
+            body["return_token_ids"] = body["logprobs"] = True
+        return orjson.dumps(body)
+
+    async def _stream(self, response: aiohttp.ClientResponse, assembly: Assembly, events: EventStream) -> bytes:
+        """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
+        held = b""
+        async with aclosing(events_in(response.content.iter_any())) as found:
+            async for data in found:
+                if data == b"[DONE]":
+                    break
+                chunk = event(assembly.add(_object(data)))
+                if assembly.ended:
+                    held += chunk
+                else:
+                    await events.raw(chunk)
+        if not assembly.ended:
+            raise _failed(f"{self._upstream.url} ended its stream before the answer was whole")
+        await events.start()
+        return held
+
+
+def _failed(what: str) -> Refusal:
+    return Refusal(502, f"the model's server {what}", "server_error", "upstream_failed")
+
+
+def _refusal(status: int, body: bytes, retry_after: str | None = None) -> Refusal:
+    """Give an upstream's own error with its status, message and code."""
+    try:
+        data = orjson.loads(body)
+        error = data.get("error", data)  # older vLLM sends the error's fields at the top
+        message, kind, code = error["message"], error.get("type"), error.get("code")
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
+        message, kind, code = body[:500].decode(errors="replace"), None, None
+    headers = {} if retry_after is None else {"retry-after": retry_after}
+    return Refusal(status, str(message), str(kind or "upstream_error"), None if code is None else str(code), headers)
+
+
+def _owned_by_vllm(listed: bytes) -> bool:
+    try:
+        models = orjson.loads(listed).get("data") or []
+        return any(model.get("owned_by") == "vllm" for model in models)
+    except (orjson.JSONDecodeError, AttributeError, TypeError):
+        return False
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise _failed(f"sent no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise _failed("sent no JSON object")
+    if "error" in data and "choices" not in data:
+        raise _refusal(502, body)
+    return data
