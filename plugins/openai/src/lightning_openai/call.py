@@ -53,6 +53,7 @@ class Call:
         self._events: int | None = None  # items of an event stream that the agent took; None: it reads in another way
         self._seen_ns = 0
         self.pending = False  # the body is still to be read
+        self.reading = False  # the next item of an event stream is being read: how that ends says what became of it
         self.span = recorder.start(names.CHAT, facts.get(names.REQUEST_MODEL, "chat"), attributes=attributes)
         self.client, self.options = self._route(client, options)
         if (watch := current_watch()) is not None:
@@ -117,6 +118,7 @@ class Call:
 
     def took(self) -> None:
         """The agent takes one more item of the event stream."""
+        self.reading = False
         self._events = (self._events or 0) + 1
         self._seen_ns = time.time_ns()
 
@@ -127,13 +129,13 @@ class Call:
             self._seen_ns = time.time_ns()
 
     def read_failed(self, error: BaseException) -> None:
-        """Reading raised. From an event stream the agent gets another error of it, so that one is waited for."""
-        if self._events is None:
+        """Reading raised. An event stream makes another error of it for the agent, so that one is waited for."""
+        if not self.reading:
             self.failed(error)
 
     def closed(self) -> None:
         """End the span: nobody reads any further."""
-        if self.span.end_ns is None:
+        if self.span.end_ns is None and not self.reading:
             with self._recorder.guard(PLUGIN, self.span):
                 self._end_stream(None)
 

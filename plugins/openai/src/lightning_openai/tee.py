@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Hashable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol
 
 
@@ -70,7 +70,9 @@ class _Tee:
 
 def tee(response: Any, listener: Listener) -> None:
     """Put a tee into a response whose body has not been read yet."""
-    response.stream = _class_for(type(response.stream))(response.stream, listener)
+    stream: Any = response.stream
+    kind: Any = type(stream)
+    response.stream = _class_for(kind)(stream, listener)
 
 
 def body_of(response: Any) -> str:
@@ -85,7 +87,7 @@ def body_of(response: Any) -> str:
 
 
 @functools.cache
-def _class_for(kind: Hashable) -> type[_Tee]:
+def _class_for(kind: type) -> type[_Tee]:
     """Give a tee that passes as a stream of httpx or httpx2, whichever this client uses."""
-    bases = [base for base in getattr(kind, "__mro__", ()) if base.__name__ in {"SyncByteStream", "AsyncByteStream"}]
+    bases = [base for base in kind.__mro__ if base.__name__ in {"SyncByteStream", "AsyncByteStream"}]
     return type("Tee", (_Tee, *bases), {})

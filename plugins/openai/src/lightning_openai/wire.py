@@ -159,9 +159,11 @@ def _wrap_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
 
 def _watched(items: Iterator[Any], call: Call) -> Iterator[Any]:
     try:
+        call.reading = True
         for item in items:
             call.took()
             yield item
+            call.reading = True
         call.read_to_end()
     except GeneratorExit:
         raise  # the agent reads no further
@@ -169,6 +171,7 @@ def _watched(items: Iterator[Any], call: Call) -> Iterator[Any]:
         call.failed(error)
         raise
     finally:
+        call.reading = False
         call.closed()
 
 
@@ -185,9 +188,11 @@ def _wrap_async_stream(original: Callable[..., AsyncIterator[Any]]) -> Callable[
 
 async def _awatched(items: Any, call: Call) -> AsyncIterator[Any]:
     try:
+        call.reading = True
         async for item in items:
             call.took()
             yield item
+            call.reading = True
         call.read_to_end()
     except GeneratorExit:
         raise
@@ -195,8 +200,8 @@ async def _awatched(items: Any, call: Call) -> AsyncIterator[Any]:
         call.failed(error)
         raise
     finally:
+        call.reading = False
         call.closed()
-        await items.aclose()
 
 
 _PATCHES: Final = (
