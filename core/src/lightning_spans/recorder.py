@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+from opentelemetry import context as otel_context
 from opentelemetry import trace as otel_trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext
@@ -128,6 +129,12 @@ class OpenSpan:
 _SPAN = "lightning-span"
 
 
+def current_span(context: Context | None = None) -> OpenSpan | None:
+    """Give the span of ours that is open in this context; None when there is none."""
+    found = otel_context.get_value(_SPAN, context)
+    return found if isinstance(found, OpenSpan) else None
+
+
 class Recorder:
     """Begins and ends spans for every attached framework of this process."""
 
@@ -176,11 +183,8 @@ class Recorder:
             The open span. Its `context` has the span as current one and its agent at work; enter it (`entered`) around
             what belongs under the span. It has no effect until entered.
         """
-        from opentelemetry import context as otel_context
-
         if parent is None:
-            found = otel_context.get_value(_SPAN, context)
-            parent = found if isinstance(found, OpenSpan) else None
+            parent = current_span(context)
         else:
             context = parent.context
         if agent is _DEFAULT:
