@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import lightning_spans
+from lightning_spans import agent, attach, hookimpl, open_store, plugins, use_attempt
+from lightning_spans import spans as names
+from lightning_spans.attach import attached, live_recorder
+from lightning_spans.context import Attempt, current_agent
+from lightning_spans.errors import AttachError, ConfigError
+
+
+class Toy:
+    """A framework with one function, which a plugin wraps."""
+
+    def __init__(self):
+        self.call = self.original = lambda text: text.upper()
+
+    @hookimpl
+    def lightning_attach(self, framework, recorder):
+        if framework != "toy":
+            return None
+
+        def call(text):
+            span = recorder.start(names.CHAT, "toy")
+            answer = self.original(text)
+            span.end()
+            return answer
+
+        self.call = call
+
+        def undo():
+            self.call = self.original
+
+        return undo
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    toy = Toy()
+    plugins.register(toy, "toy")
+    yield toy
+    plugins.unregister("toy")
+
+
+def stored(path="lightning.db"):
+    store = open_store(str(path))
+    try:
+        return store.spans()
+    finally:
+        store.close()
+
+
+def test_without_options_or_runner_spans_go_to_a_database_in_this_folder(toy, tmp_path):
+    with attach("toy"):
+        assert toy.call("hi") == "HI"
+    (span,) = stored(tmp_path / "lightning.db")
+    assert (span.operation, span.name) == ("chat", "toy")
+
+
+def test_detach_stops_recording_and_restores_what_was_changed(toy):
+    attachment = attach("toy")
+    assert toy.call is not toy.original
+    attachment.detach()
+    attachment.detach()
+    assert toy.call is toy.original
+    assert live_recorder() is None
+    assert not attachment.live
+
+
+def test_attaching_twice_is_attaching_once(toy):
+    first = attach("toy")
+    assert attach("toy") is first
+    toy.call("hi")
+    first.detach()
+    assert toy.call is toy.original
+    assert len(stored()) == 1
+
+
+def test_other_options_while_attached_are_refused(toy):
+    with attach("toy"), pytest.raises(AttachError, match="Detach it first"):
+        attach("toy", tracer="embedded")
+
+
+def test_an_unknown_framework_is_refused_and_leaves_nothing_live(toy):
+    with pytest.raises(AttachError, match="lightning-nothing"):
+        attach("nothing")
+    with pytest.raises(ConfigError, match="tracer"):
+        attach("toy", tracer="paper")
+    assert attached() == []
+    assert live_recorder() is None
+
+
+def test_a_plugin_whose_framework_is_missing_says_what_to_install(toy, monkeypatch):
+    class Lonely:
+        @hookimpl
+        def lightning_attach(self, framework, recorder):
+            if framework == "lonely":
+                raise ModuleNotFoundError("No module named 'lonely'")
+
+    plugins.register(Lonely(), "lonely")
+    try:
+        with pytest.raises(AttachError, match="Is lonely itself installed"):
+            attach("lonely")
+    finally:
+        plugins.unregister("lonely")
+
+
+def test_a_store_that_is_gone_changes_nothing_for_the_agent(toy, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
+    (tmp_path / "not-a-folder").write_text("")
+    with attach("toy", store=str(tmp_path / "not-a-folder" / "x.db")) as attachment:
+        assert toy.call("hi") == "HI"
+        assert attachment.flush()
+    assert len(list((tmp_path / "spool").glob("*.spans"))) == 1
+
+
+def test_plain_code_names_its_agents(toy):
+    with attach("toy"):
+        with agent("writer") as outer:
+            toy.call("a")
+            with agent("checker"):
+                toy.call("b")
+            toy.call("c")
+    spans = stored()
+    assert [s.agent for s in spans if s.operation == "chat"] == ["writer", "checker", "writer"]
+    root, *_ = [s for s in spans if s.operation == "invoke_agent"]
+    assert (root.span_id, root.parent_id) == (outer.span_id, None)
+    assert len({s.trace_id for s in spans}) == 1
+
+
+def test_an_agent_is_named_also_when_nothing_is_attached():
+    with agent("writer") as span:
+        assert span is None
+        assert current_agent() == "writer"
+    assert current_agent() is None
+
+
+def test_an_error_in_an_agents_block_reaches_the_user_and_its_span(toy):
+    with attach("toy"), pytest.raises(ZeroDivisionError), agent("writer"):
+        _ = 1 / 0
+    assert stored()[0].status == "error"
+
+
+def test_the_agent_is_known_in_threads_and_executors(toy):
+    with attach("toy"), use_attempt(Attempt("r", "a")), agent("writer"):
+        thread = threading.Thread(target=toy.call, args=("a",))
+        thread.start()
+        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(toy.call, "b").result()
+    chats = [s for s in stored() if s.operation == "chat"]
+    assert [(s.agent, s.attempt_id) for s in chats] == [("writer", "a")] * 2
+
+
+def test_rewards_given_while_attached_without_a_runner_are_stored(toy):
+    with attach("toy"), use_attempt(Attempt("r", "a")):
+        lightning_spans.emit_reward(0.5, agent="writer")
+    store = open_store("lightning.db")
+    assert [(r.value, r.agent, r.attempt_id) for r in store.rewards()] == [(0.5, "writer", "a")]
+    store.close()
+
+
+def test_the_function_is_not_hidden_by_its_module():
+    code = "import lightning_spans.attach, lightning_spans; assert callable(lightning_spans.attach)"
+    subprocess.run([sys.executable, "-c", code], check=True)
