@@ -1,0 +1,161 @@
+"""The trace: one attempt as a tree, in which every model call is exactly one chat node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_spans.rewards import Reward
+from lightning_spans.spans import CHAT, EXECUTE_TOOL, Json, Span
+from lightning_spans.store import Call
+from lightning_spans.trace_join import (
+    NO_SPAN,
+    NOT_SEEN,
+    join_by_response_id,
+    join_by_traceparent,
+    merge_doubles,
+    node_of_call,
+)
+from lightning_spans.trace_nodes import Node, Unjoined
+from lightning_spans.trace_tree import Key, complete, descend, link, make_nodes, start_of, tidy
+
+if TYPE_CHECKING:
+    from lightning_spans.store import Store
+
+__all__ = ["Node", "Trace", "Unjoined", "traces_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """One attempt as a tree. Iterating gives its nodes in the order of their start.
+
+    Attributes:
+        nodes: in the order of their start; of equal starts the parent first.
+        chats: the model calls among them; a call's place here is its turn.
+        orphans: nodes at the root level whose parent is missing or is below themselves.
+        rewards: of the attempt, in the order of their arrival.
+        rollout_id: None for traces made outside a runner.
+        attempt_id: None for traces made outside a runner.
+        lone_calls: calls that no span tells of, and calls that no node stands for: a client's earlier tries.
+    """
+
+    nodes: tuple[Node, ...]
+    chats: tuple[Node, ...]
+    orphans: tuple[Node, ...]
+    rewards: tuple[Reward, ...]
+    rollout_id: str | None
+    attempt_id: str | None
+    lone_calls: tuple[Unjoined, ...] = ()
+
+    @classmethod
+    def build(
+        cls,
+        spans: Iterable[Span],
+        calls: Iterable[Call] = (),
+        rewards: Iterable[Reward] = (),
+        *,
+        rollout_id: str | None = None,
+        attempt_id: str | None = None,
+    ) -> Trace:
+        """Build the tree of one attempt in linear time; it survives missing parents, cycles and double delivery.
+
+        Args:
+            spans: of one attempt, in any order. Those that lack an agent, rollout or attempt take their ancestors'.
+            calls: of the same attempt.
+            rewards: of the same attempt.
+            rollout_id: by default what spans, calls and rewards say, if they all say the same.
+            attempt_id: likewise.
+        """
+        its_spans, its_calls, its_rewards = list(spans), sorted(calls, key=lambda call: call.start_ns), tuple(rewards)
+        nodes = make_nodes(its_spans)
+        order, orphans = link(nodes)
+        rest, lone = join_by_traceparent(nodes, its_calls)
+        into, doubled = merge_doubles(order)
+        if into:
+            tidy([*into.values(), *(node.parent for node in into if node.parent is not None)], into)
+            order = descend(node for node in order if node.parent is None and node not in into)
+            orphans = [node for node in orphans if node not in into]
+        rest = join_by_response_id(sorted(_chats(order), key=start_of), rest)
+        made = [_hang(call, nodes, into) for call in rest]
+        tidy((node.parent for node in made if node.parent is not None), ())
+        order += made
+        orphans += [node for node in made if node.parent is None and node.span.parent_id is not None]
+        lone += [*doubled, *(Unjoined(NO_SPAN, node=node, call=node.call) for node in made)]
+        records: list[Span | Call | Reward] = [*its_spans, *its_calls, *its_rewards]
+        rollout_id = rollout_id or _only(record.rollout_id for record in records)
+        attempt_id = attempt_id or _only(record.attempt_id for record in records)
+        complete(order, rollout_id, attempt_id)
+        order.sort(key=start_of)
+        return cls(tuple(order), tuple(_chats(order)), tuple(orphans), its_rewards, rollout_id, attempt_id, tuple(lone))
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """Nodes without a parent, orphans among them, in the order of their start."""
+        return tuple(node for node in self.nodes if node.parent is None)
+
+    @property
+    def tools(self) -> tuple[Node, ...]:
+        """Tool calls, in the order of their start."""
+        return tuple(node for node in self.nodes if node.span.operation == EXECUTE_TOOL)
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Names of the agents seen, in the order of their first span."""
+        return tuple(dict.fromkeys(node.span.agent for node in self.nodes if node.span.agent is not None))
+
+    @property
+    def unjoined(self) -> tuple[Unjoined, ...]:
+        """Model calls of which one half is missing, and calls that no node stands for, each with the reason."""
+        unseen = (Unjoined(NOT_SEEN, node=node) for node in self.chats if node.call is None)
+        return (*unseen, *self.lone_calls)
+
+    def to_json_lines(self) -> list[dict[str, Json]]:
+        """Give the objects that ``traces --json`` prints, one for each node, in the order of their start.
+
+        Keys: operation, name, agent, trace_id, span_id, parent_id (None for a root; for an orphan the id of the parent
+        that is missing), rollout_id, attempt_id, start_ns, end_ns, status, attributes; status_message where there is
+        one. On chat spans also response_id, prompt_token_ids, response_token_ids, logprobs, policy_version, None where
+        not recorded; where the call has several choices these are the first one's, and ``choices`` holds all.
+        """
+        return [node.to_json() for node in self.nodes]
+
+
+def _chats(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if node.span.operation == CHAT]
+
+
+def _hang(call: Call, nodes: dict[Key, Node], into: dict[Node, Node]) -> Node:
+    parent = nodes.get((call.trace_id, call.span_id)) if call.trace_id and call.span_id else None
+    while parent in into:
+        parent = into[parent]
+    node = node_of_call(call, parent)
+    if parent is not None:
+        parent.children.append(node)
+    return node
+
+
+def _only(values: Iterable[str | None]) -> str | None:
+    known = {value for value in values if value is not None}
+    return known.pop() if len(known) == 1 else None
+
+
+def traces_of(
+    store: Store, *, rollout_ids: Sequence[str] | None = None, attempt_ids: Sequence[str] | None = None
+) -> list[Trace]:
+    """Read traces, one for each attempt; spans that belong to no attempt give one for each trace_id.
+
+    Args:
+        store: to read from.
+        rollout_ids: only attempts of these rollouts.
+        attempt_ids: only these attempts.
+    """
+    from lightning_spans.trace_read import read_traces
+
+    return read_traces(store, rollout_ids, attempt_ids)
