@@ -126,8 +126,9 @@ def enqueue(store: Store, tasks: list[dict[str, Any]], **options: Any) -> list[s
 @contextmanager
 def running(store: Store, job: Job, folder: Path, **options: Any) -> Iterator[Runner]:
     settings: dict[str, Any] = {"workers": 1, "concurrency": 8, "grace_s": 0.3, **options}
-    runner = Runner(store, job, logs=folder / "logs", **settings)
+    runner = Runner(job, logs=folder / "logs", **settings)
     runner.start()
+    runner.serve(store)
     try:
         yield runner
     finally:

@@ -48,13 +48,15 @@ class TrainConfig(BaseModel):
     """The policy to start from: a local model folder, a hub id, or a name that the backend knows."""
     backend: str = "torch"
     """What generates and updates: `torch` (embedded), or one that a plugin registers."""
-    chat_template: Path | None = None
-    """Jinja file that replaces the tokenizer's chat template."""
+    backend_options: dict[str, Any] = Field(default_factory=dict)
+    """Further options of the backend by name, such as slots or micro_batch_tokens of torch."""
+    chat_template: str | None = None
+    """Jinja file that replaces the tokenizer's chat template, or `hermes` for ours, which knows tools."""
     lora_rank: int = Field(0, ge=0)
     """Rank of LoRA adapters; 0 trains all weights."""
     lora_alpha: float | None = Field(None, gt=0)
     """Scale of the adapters; twice the rank by default."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights that generate; auto takes the model's own."""
     device: str = "auto"
     """Where the backend works: auto, cpu, cuda, cuda:1, ... With verl: cpu, else its GPUs."""

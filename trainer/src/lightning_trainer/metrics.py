@@ -51,9 +51,13 @@ class MetricLog:
             self._board.add_scalar(f"{kind}/{name}", value, step)
         self._board.flush()
 
+    def lines(self, kind: Kind) -> list[Line]:
+        """Give every line of a kind."""
+        return [line for line in self._lines if line["kind"] == kind]
+
     def series(self, kind: Kind, name: str) -> list[tuple[int, float]]:
         """Give (step, value) for every line of a kind that has this number."""
-        return [(line["step"], line[name]) for line in self._lines if line["kind"] == kind and name in line]
+        return [(line["step"], line[name]) for line in self.lines(kind) if name in line]
 
     def draw(self) -> Path:
         """Draw the reward curve; gives the picture's path."""

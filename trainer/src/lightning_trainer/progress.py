@@ -92,7 +92,7 @@ class Shown:
 
     def note(self, text: str) -> None:
         """Tell something worth keeping on the screen."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _panel(self) -> RenderableType:
         from rich.console import Group

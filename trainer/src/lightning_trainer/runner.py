@@ -36,7 +36,6 @@ class Runner:
     """Runs rollouts until it is stopped.
 
     Args:
-        store: where rollouts are claimed and ended.
         job: the agent.
         workers: number of worker processes.
         concurrency: attempts at once in each.
@@ -47,7 +46,6 @@ class Runner:
 
     def __init__(
         self,
-        store: Store,
         job: Job,
         *,
         workers: int,
@@ -57,7 +55,6 @@ class Runner:
         grace_s: float = 5.0,
     ) -> None:
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
-        self._store = store
         self._lease_s = lease_s
         self._fleet = Fleet(
             job, workers=workers, concurrency=concurrency, logs=logs, on_end=self._ended, grace_s=grace_s
@@ -71,7 +68,7 @@ class Runner:
         self._failure: LightningError | None = None
 
     def start(self) -> None:
-        """Start the worker processes and begin to claim.
+        """Start the worker processes. Nothing is claimed before `serve`.
 
         Raises:
             LightningError: the agent can't be imported or called.
@@ -81,6 +78,11 @@ class Runner:
         if self._failure is not None:
             self._thread.join()
             raise self._failure
+
+    def serve(self, store: Store) -> None:
+        """Begin to claim rollouts from this store, which also hears how they end."""
+        self._store = store
+        self._call(lambda: self._given.set())
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Claim no more, let what runs go on for `drain_s` seconds, then end the worker processes."""
@@ -123,6 +125,7 @@ class Runner:
 
     def _stop(self) -> None:
         self._stopping.set()
+        self._given.set()
         self._woken.set()
 
     def _wake(self) -> None:
@@ -142,11 +145,12 @@ class Runner:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="runner-store"))
-        self._stopping, self._woken = asyncio.Event(), asyncio.Event()
+        self._stopping, self._woken, self._given = asyncio.Event(), asyncio.Event(), asyncio.Event()
         await self._fleet.start()
         self._ready.set()
         beating = asyncio.create_task(self._beat())
         try:
+            await self._given.wait()
             await self._claim_all()
             await self._drain()
         finally:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning_spans.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightning_trainer.engine import Engine
@@ -43,3 +46,42 @@ class Backend(Protocol):
     def close(self) -> None:
         """Stop the engine and free memory."""
         ...
+
+
+def open_backend(name: str, model: str, options: Mapping[str, Any]) -> Backend:
+    """Open a backend by name: ``torch``, or one that a plugin registers as a callable (model, **options) -> Backend.
+
+    Args:
+        name: of the backend.
+        model: what `--model` names; each backend finds it in its own way.
+        options: by name; those that the backend does not know are errors.
+
+    Raises:
+        ConfigError: no backend has that name, its packages are missing, or it refuses the model or an option.
+    """
+    from lightning_spans.plugins import registry
+
+    known: dict[str, Callable[..., Backend]] = {"torch": _torch, **registry("lightning_register_backends")}
+    if name not in known:
+        raise ConfigError(f"unknown backend {name!r}. Use one of: {', '.join(sorted(known))}.")
+    return known[name](model, **options)
+
+
+def need_torch() -> None:
+    """Make sure that what the embedded backend needs is installed.
+
+    Raises:
+        ConfigError: it is not; the message says how to install it.
+    """
+    missing = [package for package in ("torch", "transformers", "peft", "safetensors") if find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f'this needs {", ".join(missing)}, not installed here. Run: pip install "lightning-trainer[torch]"'
+        )
+
+
+def _torch(model: str, **options: Any) -> Backend:
+    need_torch()
+    from lightning_trainer.backends.torch import TorchBackend
+
+    return TorchBackend(model, **options)

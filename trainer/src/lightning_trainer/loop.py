@@ -1,0 +1,260 @@
+"""The training loop: validate, roll out, learn, save; each step a function of the seed and what came before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from lightning_spans.agents import check_known, selects
+from lightning_spans.errors import LightningError
+from lightning_spans.store import Rollout
+from lightning_spans.trace import Trace, traces_of
+from lightning_trainer.algorithms.rl import Algorithm, Batch
+from lightning_trainer.backends import Backend
+from lightning_trainer.checkpoints import State, save
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.data import Task, batch_at
+from lightning_trainer.interrupts import Interrupted
+from lightning_trainer.local import Local
+from lightning_trainer.metrics import MetricLog
+from lightning_trainer.progress import Progress
+from lightning_trainer.rollouts import Outcome, plan
+from lightning_trainer.scores import Score, score
+
+PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
+
+
+class NothingLearnedError(LightningError):
+    """The run can't teach anything as it is; the message says why and what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop works with; opened and closed by `train`."""
+
+    config: TrainConfig
+    tasks: Sequence[Task]
+    val: Sequence[Task]
+    local: Local
+    backend: Backend
+    algorithm: Algorithm
+    log: MetricLog
+    progress: Progress
+    check: Callable[[], None]
+    folder: Path
+    name: str  # of the run, unique in the store
+
+
+class Loop:
+    """Takes steps from a state on."""
+
+    def __init__(self, parts: Parts, state: State) -> None:
+        self._ = parts
+        self.state = state
+        self._saved = state.step if state.step else None
+        self._whole = True  # whether weights and state belong together
+        self._began = time.monotonic()
+        self._seconds_before = state.seconds
+
+    def run(self) -> None:
+        """Take all steps, with validation and checkpoints; steps taken are saved when it is stopped or fails, too."""
+        try:
+            self._run_all()
+        except (LightningError, Interrupted):
+            self._save()
+            raise
+        self._save()
+
+    def _run_all(self) -> None:
+        steps = self._.config.step_count(len(self._.tasks))
+        while self.state.step < steps and not self._goal_reached():
+            self._validate_if_due()
+            if self.state.step % self._.config.save_every == 0:
+                self._save()
+            self._step()
+        self._refuse_flat(final=True)
+        self._validate()
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless this state is saved already, nothing was learned yet, or an update was cut."""
+        if self._saved == self.state.step or self.state.flat_steps is not None or not self._whole:
+            return
+        self._.progress.phase("saving")
+        seconds = self._seconds_before + time.monotonic() - self._began
+        state = replace(self.state, seconds=seconds)
+        save(self._.folder, state, self._.backend.save, keep=self._.config.keep)
+        self._saved = self.state.step
+        self._.log.draw()
+
+    def _validate_if_due(self) -> None:
+        every = self._.config.val_every
+        if self.state.step == 0 or (every is not None and self.state.step % every == 0):
+            self._validate()
+
+    def _validate(self) -> None:
+        """Run the held-out tasks, sampled as in training, unless it was done with these weights."""
+        step, config = self.state.step, self._.config
+        if not self._.val or any(at == step for at, _ in self._.log.series("val", "rollouts")):
+            return
+        rollouts = plan(
+            self._.val,
+            name=f"{self._.name}.{step}:v",  # the same seeds in each validation: fewer differences by chance
+            size=config.val_samples,
+            mode="val",
+            max_attempts=config.max_attempts,
+            timeout_s=config.timeout_s,
+        )
+        outcomes = self._run(rollouts, "validation")
+        result = score(outcomes, config.failed)
+        self._.log.add("val", step, result.metrics())
+        self._.progress.note(f"held out after {step} steps: {describe(result)}")
+
+    def _step(self) -> None:
+        config, step, began = self._.config, self.state.step, time.monotonic()
+        places = batch_at(step, len(self._.tasks), config.batch_size, config.seed)
+        rollouts = plan(
+            [self._.tasks[place] for place in places],
+            name=f"{self._.name}:t{step}",
+            size=config.group_size,
+            mode="train",
+            max_attempts=config.max_attempts,
+            timeout_s=config.timeout_s,
+        )
+        outcomes = self._run(rollouts, "rollouts")
+        rolled_s = time.monotonic() - began
+        batch = self._batch(outcomes)
+        self._.check()
+        self._.progress.phase(f"learning from {len(batch.rows)} rows")
+        self._whole = False
+        learned = self._learn(batch)
+        result = score(outcomes, config.failed)
+        metrics = {
+            **result.metrics(),
+            **batch.account.metrics(),
+            **learned,
+            "policy_version": float(self._.backend.engine.version),
+            "rollout_seconds": rolled_s,
+            "seconds": time.monotonic() - began,
+        }
+        self._.log.add("train", step, metrics)
+        self._.progress.step(step, metrics)
+        self._advance(batch, result)
+
+    def _run(self, rollouts: Sequence[Rollout], what: str) -> list[Outcome]:
+        outcomes = self._.local.run(rollouts, self._.progress, what, check=self._.check)
+        if not self.state.step:
+            self._refuse_unknown(outcomes)
+        if all(outcome.attempt is None for outcome in outcomes):
+            raise LightningError(
+                f"all {len(outcomes)} rollouts failed ({what} after {self.state.step} steps). The last error:\n"
+                f"{_end(outcomes[-1].error or '')}\n"
+                "Run the agent by itself on one task, and see the workers' logs in the run's folder."
+            )
+        return outcomes
+
+    def _refuse_unknown(self, outcomes: Sequence[Outcome]) -> None:
+        """Refuse at once a selection that matches nothing: such agents' calls go to the user's own endpoint.
+
+        Failed attempts count too: without an endpoint of their own they all fail, and this is why.
+        """
+        attempts = [attempt.attempt_id for outcome in outcomes for attempt in outcome.attempts]
+        seen = {name for trace in self._traces(attempts) for name in trace.agents}
+        self.state = replace(self.state, agents=tuple(sorted({*self.state.agents, *seen})))
+        chosen = self._.config.agents
+        if chosen is not None and seen and not any(selects(chosen, name) for name in seen):
+            check_known(chosen, seen)
+
+    def _batch(self, outcomes: Sequence[Outcome]) -> Batch:
+        """Make rows, and refuse what can't teach anything and never will."""
+        groups = {outcome.rollout.group_id for outcome in outcomes}
+        consumer = f"{self._.name}/{self.state.step}"
+        fresh = {group for group in groups if self._.local.store.consume_group(group, consumer)}
+        batch = self._.algorithm(
+            [outcome for outcome in outcomes if outcome.rollout.group_id in fresh], self._traces, self.state.agents
+        )
+        if batch.account.seen == 0:
+            raise NothingLearnedError(_no_calls(len(outcomes), self._.local.runner.attached))
+        if batch.account.trained == 0:
+            raise NothingLearnedError(_no_rows(batch))
+        return batch
+
+    def _learn(self, batch: Batch) -> dict[str, float]:
+        """Update the weights. Where no row has a gradient the optimiser is left alone: it would move by momentum."""
+        if not any(row.has_gradient for row in batch.rows) and self._.config.kl_coef == 0:
+            return {"update_seconds": 0.0}
+        began = time.monotonic()
+        learned = self._.backend.update(batch.rows)
+        return {**learned, "update_seconds": time.monotonic() - began}
+
+    def _advance(self, batch: Batch, result: Score) -> None:
+        flat = not any(row.has_gradient for row in batch.rows)
+        count = None if not flat or self.state.flat_steps is None else self.state.flat_steps + 1
+        names = {name for name in batch.agents if name is not None}
+        self.state = replace(
+            self.state,
+            step=self.state.step + 1,
+            agents=tuple(sorted({*self.state.agents, *names})),
+            flat_steps=count,
+            rewards=(*self.state.rewards, result.reward),
+        )
+        self._whole = True
+        if flat:
+            self._.progress.note(f"step {self.state.step} teaches nothing: in each group all rewards are equal")
+        self._refuse_flat(final=False)
+
+    def _refuse_flat(self, *, final: bool) -> None:
+        flat = self.state.flat_steps
+        if flat and (final or flat >= PATIENCE):
+            seen = sorted({reward for reward in self.state.rewards if reward is not None})
+            raise NothingLearnedError(
+                f"in the first {flat} steps the rewards of each group were all equal (mean reward "
+                f"{', '.join(f'{reward:g}' for reward in seen[:5])}), so there is nothing to learn from.\n"
+                "Give tasks that the agent solves sometimes, a reward with more steps between bad and good, a larger "
+                "--group-size, or a higher temperature."
+            )
+
+    def _goal_reached(self) -> bool:
+        goal = self._.config.until
+        newest = self.state.rewards[-2:]
+        return goal is not None and len(newest) == 2 and all(r is not None and r >= goal for r in newest)
+
+    def _traces(self, attempt_ids: Sequence[str]) -> list[Trace]:
+        return traces_of(self._.local.store, attempt_ids=attempt_ids)
+
+
+def describe(result: Score) -> str:
+    """Say a score in a line."""
+    reward = "no rollout succeeded" if result.reward is None else f"reward {result.reward:.3f}"
+    agents = "".join(f", {name} {value:.3f}" for name, value in result.by_agent.items())
+    failed = f", {result.failed} of {result.rollouts} failed" if result.failed else f" ({result.rollouts} rollouts)"
+    return f"{reward}{agents}{failed}"
+
+
+def _end(text: str, lines: int = 15) -> str:
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _no_calls(rollouts: int, attached: Sequence[str]) -> str:
+    if not attached:
+        return (
+            f"no model call was captured in {rollouts} rollouts, and nothing is attached in the agent's process.\n"
+            "Add one line to the module of your agent: import lightning_langchain; lightning_langchain.attach()\n"
+            "(or lightning_openai, for a program that uses the openai client)."
+        )
+    return (
+        f"no model call was captured in {rollouts} rollouts, although {', '.join(attached)} is attached.\n"
+        "Does the agent call its model through the openai client, and does it get as far as that? "
+        "See what it did with: lightning-rl traces"
+    )
+
+
+def _no_rows(batch: Batch) -> str:
+    agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
+    facts = "\n".join(f"  {line}" for line in batch.account.lines())
+    return (
+        f"not one of the model calls can be trained on. Agents seen: {agents}.\n{facts}\n"
+        "Calls without a name need `with lightning_spans.agent(...)`; calls without tokens did not reach the gateway."
+    )

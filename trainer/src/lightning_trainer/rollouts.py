@@ -1,0 +1,158 @@
+"""Rollouts of a batch of tasks: queued in groups, waited for with a bound, and what became of each."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from lightning_spans.errors import LightningError, RewardError
+from lightning_spans.rewards import Reward
+from lightning_spans.store import AttemptRecord, Rollout, RolloutStatus, Store
+
+POLL_S: Final = 0.25
+SLACK_S: Final = 60.0  # a runner notices a time-out, ends the attempt and tells the store well within this
+REWARD_ERROR: Final = "RewardError: "  # how the worker begins the error of an attempt without a usable reward
+
+
+class StalledError(LightningError):
+    """Nothing has moved for longer than any attempt may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one rollout.
+
+    Attributes:
+        rollout: as it ended.
+        attempt: its successful attempt, the last one if there are several; None when none succeeded.
+        attempts: all of its attempts in order.
+        rewards: of `attempt`; empty without one.
+    """
+
+    rollout: Rollout
+    attempt: AttemptRecord | None
+    attempts: tuple[AttemptRecord, ...]
+    rewards: tuple[Reward, ...] = field(default=())
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed; None where it succeeded."""
+        if self.attempt is not None:
+            return None
+        errors = [attempt.error for attempt in self.attempts if attempt.error]
+        return errors[-1] if errors else f"it was {self.rollout.status} before an attempt began"
+
+
+def plan(
+    tasks: Sequence[Mapping[str, Any]], *, name: str, size: int, mode: str, max_attempts: int, timeout_s: float | None
+) -> list[Rollout]:
+    """Make the rollouts of a batch: `size` of each task, in groups.
+
+    Args:
+        tasks: a task may stand in a batch twice; each place is a group.
+        name: of the batch, unique in the store. Ids follow from it, and sampling seeds follow from the part of an id
+            after the colon.
+        size: rollouts in a group.
+        mode: ``train`` or ``val``.
+        max_attempts: tries of each.
+        timeout_s: time limit of each try.
+    """
+    return [
+        Rollout(
+            rollout_id=f"{name}-{place}-{member}",
+            group_id=f"{name}-{place}",
+            task=task,
+            mode=mode,
+            max_attempts=max_attempts,
+            timeout_s=timeout_s,
+        )
+        for place, task in enumerate(tasks)
+        for member in range(size)
+    ]
+
+
+def wait(
+    store: Store,
+    rollouts: Sequence[Rollout],
+    *,
+    check: Callable[[], None],
+    describe: Callable[[], str],
+    on_progress: Callable[[int], None],
+    poll_s: float = POLL_S,
+) -> None:
+    """Wait until all these rollouts have ended.
+
+    Args:
+        store: where they were queued.
+        rollouts: all of a batch.
+        check: raises when nothing will run them any more.
+        describe: says what the workers do.
+        on_progress: told how many have ended, whenever that has changed.
+        poll_s: seconds between looks.
+
+    Raises:
+        RewardError: an attempt gave no usable reward: no retry will.
+        StalledError: nothing has begun or ended for longer than an attempt may take.
+    """
+    ids = [rollout.rollout_id for rollout in rollouts]
+    limit_s = max((rollout.timeout_s or 0.0 for rollout in rollouts), default=0.0) + SLACK_S
+    untimed = any(rollout.timeout_s is None for rollout in rollouts)
+    seen: object = None
+    since = time.monotonic()
+    while True:
+        check()
+        standing: Counter[RolloutStatus] = Counter(rollout.status for rollout in store.rollouts(rollout_ids=ids))
+        attempts = store.attempts(rollout_ids=ids)
+        _refuse_missing_rewards(attempts)
+        moved = (standing, Counter(attempt.status for attempt in attempts))
+        if moved != seen:
+            seen, since = moved, time.monotonic()
+            on_progress(len(ids) - standing["queued"] - standing["running"])
+        if not standing["queued"] and not standing["running"]:
+            return
+        if time.monotonic() - since > limit_s and not untimed:
+            raise StalledError(_stalled(attempts, standing, limit_s, describe()))
+        time.sleep(poll_s)
+
+
+def outcomes(store: Store, rollouts: Sequence[Rollout]) -> list[Outcome]:
+    """Say what became of rollouts that have ended, in their order."""
+    ids = [rollout.rollout_id for rollout in rollouts]
+    ended = {rollout.rollout_id: rollout for rollout in store.rollouts(rollout_ids=ids)}
+    attempts: dict[str, list[AttemptRecord]] = defaultdict(list)
+    for attempt in store.attempts(rollout_ids=ids):
+        attempts[attempt.rollout.rollout_id].append(attempt)
+    rewards: dict[str, list[Reward]] = defaultdict(list)
+    for reward in store.rewards(rollout_ids=ids):
+        rewards[reward.attempt_id].append(reward)
+    return [_outcome(ended[i], sorted(attempts[i], key=lambda a: a.number), rewards) for i in ids]
+
+
+def _outcome(rollout: Rollout, attempts: list[AttemptRecord], rewards: Mapping[str, list[Reward]]) -> Outcome:
+    good = [attempt for attempt in attempts if attempt.status == "succeeded"]
+    attempt = good[-1] if good else None
+    earned = tuple(rewards.get(attempt.attempt_id, ())) if attempt is not None else ()
+    return Outcome(rollout=rollout, attempt=attempt, attempts=tuple(attempts), rewards=earned)
+
+
+def _refuse_missing_rewards(attempts: Sequence[AttemptRecord]) -> None:
+    for attempt in attempts:
+        if attempt.status == "failed" and (attempt.error or "").startswith(REWARD_ERROR):
+            problem = (attempt.error or "").removeprefix(REWARD_ERROR)
+            raise RewardError(f"{problem}\nIt came from the task {str(dict(attempt.rollout.task))[:300]}.")
+
+
+def _stalled(
+    attempts: Sequence[AttemptRecord], standing: Mapping[RolloutStatus, int], limit_s: float, workers: str
+) -> str:
+    running = [attempt for attempt in attempts if attempt.status == "running"]
+    oldest = min(running, key=lambda a: a.started_ns, default=None)
+    what = f"{standing['queued']} rollouts wait and {standing['running']} run"
+    which = f" The oldest is attempt {oldest.attempt_id}, claimed by {oldest.worker}." if oldest else ""
+    return (
+        f"nothing has begun or ended for {limit_s:.0f} s, longer than an attempt may take: {what}.{which}\n"
+        f"{workers}\nLook into the workers' logs; is the agent waiting for something that never comes?"
+    )

@@ -1,0 +1,244 @@
+"""`train()`: opens what a run needs, runs the loop, closes everything again."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_spans import plugins
+from lightning_spans.errors import ConfigError
+from lightning_trainer.algorithms import algorithm_by_name
+from lightning_trainer.backends import Backend, open_backend
+from lightning_trainer.checkpoints import NEWEST, State, check_identity, find, read_state
+from lightning_trainer.config import TrainConfig, to_json
+from lightning_trainer.data import digest, load_tasks
+from lightning_trainer.folders import CONFIG_NAME, STORE_NAME, make_folder
+from lightning_trainer.interrupts import Interrupted, deferred
+from lightning_trainer.local import Local, opened, serving
+from lightning_trainer.loop import Loop, Parts
+from lightning_trainer.metrics import MetricLog, write_atomically
+from lightning_trainer.progress import Progress, Silent
+from lightning_trainer.runner import Runner
+from lightning_trainer.scores import Score
+from lightning_trainer.target import Job
+
+UNNAMED = "agent"  # name of the one agent of a command that names none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        before: held-out score before training; None without held-out tasks.
+        after: held-out score after it.
+        curve: mean training reward of each step; None where no rollout counted.
+        steps: steps taken.
+        checkpoint: the newest checkpoint, which `lightning-rl serve` takes; None where nothing was learned.
+        folder: the run's.
+        seconds: time that the run took, earlier parts of a resumed run included.
+    """
+
+    before: Score | None
+    after: Score | None
+    curve: tuple[float | None, ...]
+    steps: int
+    checkpoint: Path | None
+    folder: Path
+    seconds: float
+
+    @property
+    def reward_before(self) -> float | None:
+        """Mean held-out reward before training; without held-out tasks, of the first step's rollouts."""
+        return self.before.reward if self.before else self.curve[0] if self.curve else None
+
+    @property
+    def reward_after(self) -> float | None:
+        """Mean held-out reward after training; without held-out tasks, of the last step's rollouts."""
+        return self.after.reward if self.after else self.curve[-1] if self.curve else None
+
+
+def train(config: TrainConfig, progress: Progress | None = None) -> Result:
+    """Train the agents that a configuration names.
+
+    Ctrl-C or SIGTERM ends the step that is under way, saves, and raises `KeyboardInterrupt`; a second one ends the
+    program at once.
+
+    Args:
+        config: what, on what, and how.
+        progress: told what happens; by default nobody is.
+
+    Returns:
+        Rewards before and after, the curve, and where the checkpoint is.
+
+    Raises:
+        LightningError: an option, a file or the agent is wrong, or there is nothing to learn. What was learned until
+            then is saved.
+    """
+    began, progress = time.monotonic(), progress or Silent()
+    tasks, val = load_tasks(config.data), load_tasks(config.val) if config.val else []
+    plugins.load_all()
+    algorithm = algorithm_by_name(config)
+    identity = {
+        "data": digest(tasks),
+        "batch_size": config.batch_size,
+        "group_size": config.group_size,
+        "seed": config.seed,
+    }
+    checkpoint, state = _starting_point(config, identity)
+    with ExitStack() as stack:
+        check = stack.enter_context(deferred())
+        folder = stack.enter_context(_run_folder(config, checkpoint))
+        runner = stack.enter_context(_runner(config, folder, progress))
+        check()
+        backend = stack.enter_context(_backend(config, checkpoint, progress))
+        check()
+        local = stack.enter_context(_local(config, folder, runner, backend))
+        log = stack.enter_context(closing(MetricLog(folder, from_step=state.step)))
+        write_atomically(folder / CONFIG_NAME, to_json(config.model_copy(update={"out": folder})).encode())
+        parts = Parts(
+            config=config,
+            tasks=tasks,
+            val=val,
+            local=local,
+            backend=backend,
+            algorithm=algorithm,
+            log=log,
+            progress=progress,
+            check=check,
+            folder=folder,
+            name=f"{folder.name}-{uuid.uuid4().hex[:8]}",
+        )
+        loop = Loop(parts, state)
+        try:
+            loop.run()
+        except Interrupted:
+            raise Interrupted(_stopped(loop.state, folder)) from None
+        seconds = state.seconds + time.monotonic() - began
+        log.draw()
+        return _result(loop.state, log, folder, seconds)
+
+
+def _starting_point(config: TrainConfig, identity: dict[str, Any]) -> tuple[Path | None, State]:
+    if config.resume is None:
+        return None, State(step=0, identity=identity)
+    run, checkpoint = find(config.resume)
+    if config.out is not None and config.out.resolve() != run:
+        raise ConfigError(f"a run goes on in its own folder, {run}, not in {config.out}. Leave --out away.")
+    state = read_state(checkpoint)
+    check_identity(state, identity, checkpoint)
+    return checkpoint, state
+
+
+@contextmanager
+def _run_folder(config: TrainConfig, checkpoint: Path | None) -> Iterator[Path]:
+    """Give the run's folder; a new one goes again when the run fails before its first rollout."""
+    if checkpoint is not None:
+        yield checkpoint.parent.parent
+        return
+    existed = config.out is not None and config.out.exists()
+    folder = make_folder(config.out)
+    try:
+        yield folder
+    except BaseException:
+        if not (folder / CONFIG_NAME).exists():  # written when everything has been opened
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if not existed:
+                folder.rmdir()
+        raise
+
+
+@contextmanager
+def _runner(config: TrainConfig, folder: Path, progress: Progress) -> Iterator[Runner]:
+    progress.phase("importing the agent")
+    job = Job(target=config.target, command=config.command, reward=config.reward)
+    runner = Runner(job, workers=config.worker_count(), concurrency=config.concurrency, logs=folder / "logs")
+    runner.start()
+    try:
+        yield runner
+    finally:
+        runner.stop()
+
+
+@contextmanager
+def _backend(config: TrainConfig, checkpoint: Path | None, progress: Progress) -> Iterator[Backend]:
+    progress.phase(f"loading {config.model}")
+    backend = open_backend(config.backend, config.model, backend_options(config))
+    try:
+        if checkpoint is not None:
+            backend.load(checkpoint)
+        yield backend
+    finally:
+        backend.close()
+
+
+def backend_options(config: TrainConfig) -> dict[str, Any]:
+    """Give the options of the backend: those that every run has, and those named for it alone.
+
+    Raises:
+        ConfigError: an option is given twice.
+    """
+    shared = (
+        "chat_template", "clip_high", "clip_low", "device", "dtype", "kl_coef", "learning_rate", "lora_alpha",
+        "lora_rank", "loss_aggregation", "max_grad_norm", "max_model_len", "seed",
+    )  # fmt: skip
+    options = {name: getattr(config, name) for name in shared}
+    for name in config.backend_options:
+        if name in options:
+            raise ConfigError(f"backend_options: {name} is an option of its own. Write it outside backend_options.")
+    return {**options, **config.backend_options}
+
+
+@contextmanager
+def _local(config: TrainConfig, folder: Path, runner: Runner, backend: Backend) -> Iterator[Local]:
+    from lightning_trainer.server.settings import Routing
+
+    routing = Routing(
+        agents=config.agents if config.agents is not None else ("*",),
+        model=backend.engine.model,
+        seed=config.seed,
+        temperature=config.temperature,
+        max_tokens=config.max_tokens,
+        unnamed=_unnamed(config),
+    )
+    with (
+        opened(config.store or str(folder / STORE_NAME)) as store,
+        serving(store, runner, routing=routing, engine=backend.engine, port=config.port) as local,
+    ):
+        yield local
+
+
+def _unnamed(config: TrainConfig) -> str | None:
+    """Name the agent of a command's calls that nothing names: the only one selected, or `agent`."""
+    if config.command is None:
+        return None
+    if config.agents is None:
+        return UNNAMED
+    return config.agents[0] if len(config.agents) == 1 and not set("*?[") & set(config.agents[0]) else None
+
+
+def _stopped(state: State, folder: Path) -> str:
+    if not (folder / NEWEST).exists():
+        return f"stopped after {state.step} steps, before anything was learned"
+    return f"stopped after {state.step} steps. Go on with: lightning-rl train --resume {folder}"
+
+
+def _result(state: State, log: MetricLog, folder: Path, seconds: float) -> Result:
+    scores = {line["step"]: Score.from_metrics(line) for line in log.lines("val")}
+    newest = folder / NEWEST
+    return Result(
+        before=scores.get(0),
+        after=scores.get(state.step),
+        curve=state.rewards,
+        steps=state.step,
+        checkpoint=newest if newest.exists() else None,
+        folder=folder,
+        seconds=seconds,
+    )
