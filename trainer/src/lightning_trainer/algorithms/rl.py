@@ -24,7 +24,7 @@ from lightning_spans.rewards import Reward
 from lightning_spans.transitions import Transition
 from lightning_trainer import account as reasons
 from lightning_trainer.account import Account
-from lightning_trainer.advantages import transition_advantages
+from lightning_trainer.advantages import FloatArray, transition_advantages
 from lightning_trainer.rollouts import Outcome
 from lightning_trainer.rows import Row, make_rows
 
@@ -43,6 +43,7 @@ class Settings:
         normalise: divide advantages by the deviation of their group.
         eps: added to that deviation.
         failed: the reward of a rollout that never succeeded; ``exclude`` leaves it out.
+        compare: turns values into advantages, with the arguments of `advantages.transition_advantages`.
     """
 
     agents: tuple[str, ...] | None = None
@@ -50,6 +51,7 @@ class Settings:
     normalise: bool = True
     eps: float = 1e-4
     failed: Literal["exclude"] | float = "exclude"
+    compare: Callable[..., FloatArray] = transition_advantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,7 @@ def _why_left_out(transition: Transition, value: float, patterns: Sequence[str],
 def _rows(chosen: Sequence[tuple[Transition, str, float]], settings: Settings) -> tuple[list[Row], Account]:
     transitions = [transition for transition, _, _ in chosen]
     groups = {transition.rollout_id: group_id for transition, group_id, _ in chosen}
-    advantages_M = transition_advantages(
+    advantages_M = settings.compare(
         np.array([value for _, _, value in chosen], dtype=np.float64),
         [transition.attempt_id for transition in transitions],
         [group_id for _, group_id, _ in chosen],
