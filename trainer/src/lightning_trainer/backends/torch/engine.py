@@ -1,0 +1,149 @@
+"""The embedded engine: `Engine` over one or more lanes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from lightning_trainer.backends.torch.lane import Lane
+from lightning_trainer.backends.torch.model import LoadedModel
+from lightning_trainer.backends.torch.options import TorchOptions
+from lightning_trainer.backends.torch.packing import PackedLinears, can_pack
+from lightning_trainer.backends.torch.request import Request
+from lightning_trainer.backends.torch.text import TextStream
+from lightning_trainer.engine import Sampled, Sampling
+
+
+class TorchEngine:
+    """Generates with a model in this process. It owns its threads; `close` ends them."""
+
+    def __init__(self, model: LoadedModel, options: TorchOptions, *, version: int = 0) -> None:
+        self._model = model
+        self._name = options.name or model.source.resolve().name
+        self.random = random.Random(options.seed)
+        self._version = version
+        packable = can_pack(model.shape.dtype, model.shape.device)
+        self._packed = PackedLinears(model.causal) if packable else None
+        count, threads = _lanes(options, model.shape.device.type)
+        sizes = [options.slots // count + (number < options.slots % count) for number in range(count)]
+        self._lanes = [Lane(model, size, threads, f"lightning-lane-{n}") for n, size in enumerate(sizes)]
+
+    @property
+    def model(self) -> str:
+        """Name under which the policy is served."""
+        return self._name
+
+    @property
+    def version(self) -> int:
+        """Number of the weights."""
+        return self._version
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer, chat template included."""
+        return self._model.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._model.max_model_len
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        """Draw one answer: `Engine.generate`.
+
+        Raises:
+            ValueError: the prompt is empty, leaves no room or has an unknown token, or a sampling option is out of
+                range. Raised here, not at the first piece.
+            RuntimeError: the engine is closed.
+        """
+        _check(sampling)
+        ids = np.asarray(prompt, np.int32)
+        room = self.max_model_len - len(ids)
+        if not len(ids):
+            raise ValueError("the prompt is empty")
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens; with the answer there is room for {self.max_model_len}"
+            )
+        if ids.min() < 0 or ids.max() >= self._model.causal.config.get_text_config().vocab_size:
+            raise ValueError("the prompt has a token that the model does not know")
+        limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        seed = self.random.getrandbits(64) if sampling.seed is None else sampling.seed
+        return self._pieces(ids, sampling, limit, seed)
+
+    async def _pieces(self, ids: Any, sampling: Sampling, limit: int, seed: int) -> AsyncIterator[Sampled]:
+        text = TextStream(self.tokenizer, sampling.stop)
+        loop = asyncio.get_running_loop()
+        request = Request(ids, sampling, limit, random.Random(seed), text, loop)
+        self._lane_for(request).submit(request)
+        try:
+            while True:
+                piece = await request.pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            request.cancelled = True
+
+    def _lane_for(self, request: Request) -> Lane:
+        """Choose the least busy lane, and of those the one that has computed most of the prompt."""
+        least = min(lane.load for lane in self._lanes)
+        return max((lane for lane in self._lanes if lane.load == least), key=lambda lane: lane.shares(request))
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Let running requests end and hold back the others, so that weights can change."""
+        with ExitStack() as held:
+            for lane in self._lanes:
+                held.enter_context(lane.held())
+            yield
+
+    def weights_changed(self, version: int) -> None:
+        """Take new weights, which are already in place. Call it inside `still`."""
+        if self._packed is not None:
+            self._packed.refresh()
+        for lane in self._lanes:
+            lane.forget()
+        self._version = version
+
+    def close(self) -> None:
+        """End the threads; requests that are not done get an error."""
+        for lane in self._lanes:
+            lane.close()
+        if self._packed is not None:
+            self._packed.undo()
+
+
+def _check(sampling: Sampling) -> None:
+    checks = {
+        "max_tokens must be at least 1": sampling.max_tokens is None or sampling.max_tokens >= 1,
+        "temperature must be 0 or more": 0 <= sampling.temperature < float("inf"),
+        "top_p must lie in (0, 1]": 0 < sampling.top_p <= 1,
+        "top_k must be 0 (all) or more": sampling.top_k >= 0,
+    }
+    for message, fine in checks.items():
+        if not fine:
+            raise ValueError(message)
+
+
+def _lanes(options: TorchOptions, device: str) -> tuple[int, int]:
+    """Number of lanes and of threads in each."""
+    cores = options.threads or available_cores()
+    if device != "cpu":
+        return options.lanes or 1, cores
+    # One core for each lane as long as there are few; more lanes than four would make batches small.
+    count = options.lanes or min(cores, 4, options.slots)
+    return count, max(1, cores // count)
+
+
+def available_cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,253 @@
+"""A thread that generates: continuous batching over the slots of one cache.
+
+Each step computes one token for every request that decodes and some prompt tokens of those that begin, all packed into
+one forward pass. On two small cores two lanes of one thread each are faster than one lane of two threads: a step's
+matrices are too small for threads to meet in the middle of each.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from lightning_trainer.backends.torch.cache import Chunk, SlotCache, StepPlan
+from lightning_trainer.backends.torch.model import LoadedModel
+from lightning_trainer.backends.torch.request import Request
+from lightning_trainer.backends.torch.sampling import draw
+from lightning_trainer.engine import Sampled
+
+_log = logging.getLogger(__name__)
+
+_STEP_TOKENS = 512  # most prompt tokens in a step, so that those who decode never wait long
+_WORTH_WAITING = 16  # shared tokens for which a request waits until another has computed them
+
+
+class Lane:
+    """One generating thread with its slots, its waiting requests and its cache."""
+
+    def __init__(self, model: LoadedModel, slots: int, threads: int, name: str) -> None:
+        self._model, self._threads = model, threads
+        self._cache = SlotCache(model.shape, slots, model.max_model_len)
+        self._running: dict[int, Request] = {}  # by slot
+        self._last_used = np.zeros(slots, np.int64)
+        self._steps = 0
+        self._waiting: deque[Request] = deque()
+        self._changed = threading.Condition()  # guards what follows, and _waiting
+        self._held = 0
+        self._busy = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def load(self) -> int:
+        """Number of requests here, running or waiting."""
+        return len(self._running) + len(self._waiting)
+
+    def shares(self, request: Request) -> int:
+        """Give the longest prefix that this lane holds of the request's prompt; a hint, read without the lock."""
+        return int(self._cache.shared(request.prompt).max())
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._waiting.append(request)
+            self._changed.notify_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let running requests end, start no others, and keep the lane still until the block is left."""
+        with self._changed:
+            self._held += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._busy and (not self._running or self._closed))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= 1
+                self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Drop the prefix cache. Call it while the lane is held."""
+        self._cache.clear()
+
+    def close(self) -> None:
+        """End the thread after the step it is in; requests that are not done get an error."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while self._next():
+                try:
+                    self._step()
+                except Exception as error:  # noqa: BLE001  a step that fails must not leave callers waiting for ever
+                    _log.exception("generation failed")
+                    self._fail(list(self._running.values()), error)
+                    self._cache.clear()
+        with self._changed:
+            self._busy = False
+            left = [*self._running.values(), *self._waiting]
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._fail(left, RuntimeError("the engine was closed"))
+
+    def _next(self) -> bool:
+        """Sleep until there is a step to take; False when the lane is closed."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or self._running or (self._waiting and not self._held))
+            self._busy = True
+            return not self._closed
+
+    def _fail(self, requests: list[Request], error: Exception) -> None:
+        for request in requests:
+            self._running.pop(request.slot, None)
+        _deliver([(request, error) for request in requests])
+
+    # One step.
+
+    def _step(self) -> None:
+        self._steps += 1
+        self._drop_cancelled()
+        self._admit()
+        if not self._running:
+            return
+        self._compact()
+        decoding, chunks = self._divide()
+        plan = StepPlan(self._cache, decoding, chunks)
+        hidden = self._model.hidden(plan.tokens_N, plan.positions_N, plan)
+        ready, rows = list(decoding), list(range(len(decoding)))
+        end = len(decoding)
+        for slot in decoding:
+            self._cache.computed_S[slot] += 1
+        for chunk in chunks:
+            end += chunk.length
+            self._cache.computed_S[chunk.slot] += chunk.length
+            if self._cache.computed_S[chunk.slot] == self._cache.planned_S[chunk.slot]:
+                ready.append(chunk.slot)
+                rows.append(end - 1)
+        if ready:
+            logits = self._model.head(hidden if len(rows) == len(hidden) else hidden[rows])
+            requests = [self._running[slot] for slot in ready]
+            tokens, logprobs = draw(logits, [request.next_draw() for request in requests])
+            self._take(requests, tokens, logprobs)
+
+    def _drop_cancelled(self) -> None:
+        for request in [request for request in self._running.values() if request.cancelled]:
+            self._release(request)
+        with self._changed:
+            if any(request.cancelled for request in self._waiting):
+                self._waiting = deque(request for request in self._waiting if not request.cancelled)
+
+    def _release(self, request: Request) -> None:
+        del self._running[request.slot]
+        self._cache.keep_computed(request.slot)
+        self._last_used[request.slot] = self._steps
+
+    def _admit(self) -> None:
+        """Give free slots to waiting requests, in order, but let one wait for a prefix that another is computing."""
+        with self._changed:
+            if self._held:
+                return
+            kept: deque[Request] = deque()
+            while self._waiting and len(self._running) < self._cache.slots:
+                request = self._waiting.popleft()
+                if not self._place(request):
+                    kept.append(request)
+            self._waiting.extendleft(reversed(kept))
+
+    def _place(self, request: Request) -> bool:
+        """Put a request into a slot; False when it should wait."""
+        cache, last = self._cache, len(request.prompt) - 1  # the last token is always computed: it gives the logits
+        planned_S = np.minimum(cache.shared(request.prompt), last)
+        there_S = np.minimum(planned_S, cache.computed_S)
+        source = int(there_S.argmax())
+        shared = int(there_S[source])
+        if int(planned_S.max()) - shared >= _WORTH_WAITING:
+            return False
+        continues = source not in self._running and shared >= cache.computed_S[source] - 1
+        slot = source if continues and shared else self._free_slot()
+        cache.begin(slot, request.prompt, source, shared)
+        request.slot = slot
+        self._running[slot] = request
+        return True
+
+    def _free_slot(self) -> int:
+        """Give the free slot that has been unused for longest, the lowest of several."""
+        free = [slot for slot in range(self._cache.slots) if slot not in self._running]
+        return min(free, key=lambda slot: (self._last_used[slot], slot))
+
+    def _compact(self) -> None:
+        """Move the topmost requests into free slots below while more than a quarter of the span is free."""
+        while True:
+            top = max(self._running)
+            hole = next(slot for slot in range(self._cache.slots) if slot not in self._running or slot == top)
+            if hole == top or len(self._running) > 0.75 * (top + 1):
+                return
+            self._cache.swap(top, hole)
+            self._last_used[top] = self._last_used[hole]
+            request = self._running.pop(top)
+            request.slot = hole
+            self._running[hole] = request
+
+    def _divide(self) -> tuple[list[int], list[Chunk]]:
+        """Say which slots decode, and which prompt tokens are computed, first come first served."""
+        decoding, chunks, left = [], [], _STEP_TOKENS
+        for slot, request in self._running.items():
+            start = int(self._cache.computed_S[slot])
+            missing = int(self._cache.planned_S[slot]) - start
+            if request.drawn:
+                decoding.append(slot)
+            elif left:
+                chunks.append(Chunk(slot, start, min(missing, left)))
+                left -= chunks[-1].length
+        return sorted(decoding), chunks
+
+    def _take(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> None:
+        """Hand drawn tokens to their requests, and end those that are done."""
+        pieces: list[tuple[Request, Sampled | Exception]] = []
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            piece = request.take(token, logprob, ends=token in self._model.end_tokens)
+            pieces.append((request, piece))
+            if piece.finish_reason is None:
+                self._cache.append(request.slot, token)
+            else:
+                self._release(request)
+        _deliver(pieces)
+
+
+def _deliver(pieces: list[tuple[Request, Sampled | Exception]]) -> None:
+    """Hand pieces to the event loops that wait for them, one wake-up for each loop."""
+    by_loop: dict[AbstractEventLoop, list[tuple[Request, Sampled | Exception]]] = {}
+    for request, piece in pieces:
+        by_loop.setdefault(request.loop, []).append((request, piece))
+    for loop, batch in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_put, batch)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            for request, _ in batch:
+                request.cancelled = True
+
+
+def _put(batch: list[tuple[Request, Sampled | Exception]]) -> None:
+    for request, piece in batch:
+        request.pieces.put_nowait(piece)

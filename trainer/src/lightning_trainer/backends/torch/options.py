@@ -1,0 +1,117 @@
+"""Options of the embedded backend, checked when they are made. No torch here: a wrong option is told at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.rows import Aggregation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchOptions:
+    """How the embedded backend holds, generates with and updates one policy.
+
+    Attributes:
+        model: folder of the model to start from.
+        name: name under which the policy is served; the folder's by default.
+        dtype: number format of the weights that generate and go forward; ``auto`` takes the model's own, with float16
+            turned into bfloat16. Master weights and moments are always float32.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ...
+        chat_template: Jinja text or file that replaces the tokenizer's template, or ``hermes`` for ours.
+        seed: of everything that is drawn: samples without a seed of their own, and the start of LoRA adapters.
+        slots: most requests that generate at once; more wait.
+        max_model_len: most tokens of prompt and answer; None: the model's own limit.
+        lanes: threads that generate, each with its share of the slots; None: as many as suit the machine.
+        threads: cores to use; None: all.
+        lora_rank: rank of LoRA adapters; 0 trains all weights.
+        lora_alpha: scale of the adapters; None: twice the rank.
+        lora_targets: names of the modules that get adapters; None: all linear ones but the head.
+        learning_rate: step size of AdamW.
+        betas: decay of AdamW's moments.
+        weight_decay: AdamW's decoupled decay.
+        max_grad_norm: gradients are scaled down to this norm.
+        clip_low, clip_high, clip_dual: of `losses.policy_loss`.
+        loss_aggregation: of `rows.token_weights`.
+        kl_coef: weight of the divergence from the starting policy; above 0 loads a frozen copy of it (none with LoRA,
+            where the adapters are switched off instead).
+        old_logprobs: what ratios compare with: what the engine recorded, or the trainer's own before the update.
+        micro_batch_tokens: most tokens in one forward pass of the update, shared prefixes counted once; a longer row
+            goes alone.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: Path
+    name: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    device: str = "auto"
+    chat_template: str | Path | None = None
+    seed: int = 0
+    slots: int = 64
+    max_model_len: int | None = None
+    lanes: int | None = None
+    threads: int | None = None
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+    lora_targets: tuple[str, ...] | None = None
+    learning_rate: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    clip_dual: float | None = None
+    loss_aggregation: Aggregation = "token-mean"
+    kl_coef: float = 0.0
+    old_logprobs: Literal["engine", "recompute"] = "engine"
+    micro_batch_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        checks = {
+            "dtype must be auto, float32 or bfloat16; float16 has too little range for gradients": self.dtype
+            in ("auto", "float32", "bfloat16"),
+            "slots must be at least 1": self.slots >= 1,
+            "max_model_len must be at least 2": self.max_model_len is None or self.max_model_len >= 2,
+            "lanes must be at least 1 and at most slots": self.lanes is None or 1 <= self.lanes <= self.slots,
+            "threads must be at least 1": self.threads is None or self.threads >= 1,
+            "lora_rank must be 0 (all weights) or more": self.lora_rank >= 0,
+            "lora_alpha needs lora_rank, and must be above 0": self.lora_alpha is None
+            or (self.lora_rank > 0 and self.lora_alpha > 0),
+            "lora_targets needs lora_rank": self.lora_targets is None or self.lora_rank > 0,
+            "learning_rate must be above 0": 0 < self.learning_rate < math.inf,
+            "betas must lie in [0, 1)": all(0 <= beta < 1 for beta in self.betas),
+            "weight_decay must be 0 or more": 0 <= self.weight_decay < math.inf,
+            "max_grad_norm must be above 0": self.max_grad_norm > 0,
+            "clip_low must lie in (0, 1)": 0 < self.clip_low < 1,
+            "clip_high must be above 0": self.clip_high > 0,
+            "clip_dual must be above 1": self.clip_dual is None or self.clip_dual > 1,
+            "loss_aggregation must be token-mean, sequence-mean or sequence-sum": self.loss_aggregation
+            in ("token-mean", "sequence-mean", "sequence-sum"),
+            "kl_coef must be 0 or more": 0 <= self.kl_coef < math.inf,
+            "old_logprobs must be engine or recompute": self.old_logprobs in ("engine", "recompute"),
+            "micro_batch_tokens must be at least 1": self.micro_batch_tokens >= 1,
+        }
+        for message, fine in checks.items():
+            if not fine:
+                raise ConfigError(f"{message}.")
+
+
+def make_options(model: Path | str, values: Mapping[str, Any]) -> TorchOptions:
+    """Make options from keyword arguments.
+
+    Raises:
+        ConfigError: a name is unknown or a value out of range.
+    """
+    known = {field.name for field in fields(TorchOptions)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(
+            f"unknown option of the torch backend: {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
+        )
+    return TorchOptions(model=Path(model), **values)

@@ -1,0 +1,177 @@
+"""The weights that are trained: a float32 master copy, AdamW, and LoRA adapters.
+
+The working copy is what generates and goes forward. Each step changes the masters and rounds them into the working
+copy, so steps smaller than bfloat16's resolution are not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch.model import LoadedModel
+from lightning_trainer.backends.torch.options import TorchOptions
+
+ADAPTER = "default"
+
+
+def add_adapters(model: LoadedModel, options: TorchOptions) -> None:
+    """Add the LoRA adapters that were asked for, which start as no change; a folder that has some keeps its own.
+
+    Raises:
+        ConfigError: the folder's adapters have another rank, or no module has one of the names.
+    """
+    causal = model.causal
+    if has_adapters(model):
+        rank = causal.peft_config[ADAPTER].r
+        if options.lora_rank not in (0, rank):
+            raise ConfigError(
+                f"{model.source} has LoRA adapters of rank {rank}. Set lora_rank to that, or leave it out."
+            )
+        if options.kl_coef > 0:
+            raise ConfigError(
+                f"{model.source} has LoRA adapters, so kl_coef would compare with its base model. Leave it out."
+            )
+        return
+    if not options.lora_rank:
+        return
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha or 2 * options.lora_rank,  # type: ignore[arg-type]  # peft only divides it
+        target_modules=list(options.lora_targets) if options.lora_targets else _linear_names(causal),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(model.source.resolve()),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        try:
+            causal.add_adapter(config, adapter_name=ADAPTER)
+        except ValueError as error:
+            raise ConfigError(f"lora_targets: {error}") from None
+
+
+def has_adapters(model: LoadedModel) -> bool:
+    """Whether the model has LoRA adapters; then only they are trained."""
+    return bool(getattr(model.causal, "peft_config", None))
+
+
+def _linear_names(causal: Any) -> list[str]:
+    """Names of all linear layers but the head; peft's own `all-linear` needs a wrapped model."""
+    head = causal.get_output_embeddings()
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in causal.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        }
+    )
+
+
+class Policy:
+    """Masters, gradients and optimiser of the trained parameters."""
+
+    def __init__(self, model: LoadedModel, options: TorchOptions) -> None:
+        self._options = options
+        wanted = "lora_" if has_adapters(model) else ""
+        self.working: dict[str, Tensor] = {n: p for n, p in model.causal.named_parameters() if wanted in n}
+        self.masters: dict[str, Tensor] = {}
+        for name, parameter in self.working.items():
+            parameter.requires_grad_()
+            same = parameter.dtype is torch.float32
+            self.masters[name] = parameter if same else parameter.detach().float()
+            if not same:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _into(self.masters[name])
+                )
+        self.optimiser = torch.optim.AdamW(
+            self.masters.values(),
+            lr=options.learning_rate,
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+
+    def step(self) -> tuple[float, bool]:
+        """Take an optimiser step with the gradients that have come in, and round the masters into the working copy.
+
+        Returns:
+            The norm of the gradients before clipping, and whether the step was taken: with a gradient that is not
+            finite nothing changes.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self._options.max_grad_norm)
+        taken = bool(torch.isfinite(norm))
+        if taken:
+            self.optimiser.step()
+            self.publish()
+        self.optimiser.zero_grad(set_to_none=True)
+        return float(norm), taken
+
+    def state(self) -> dict[str, Tensor]:
+        """Give masters and moments by name: what `set_state` needs to go on exactly from here."""
+        tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        for name, master in self.masters.items():
+            tensors |= {f"{key}.{name}": value for key, value in self.optimiser.state.get(master, {}).items()}
+        return tensors
+
+    @torch.no_grad()
+    def set_state(self, tensors: dict[str, Tensor]) -> None:
+        """Take masters and moments, and publish the weights.
+
+        Raises:
+            KeyError: a master is missing.
+            ValueError: one has another shape.
+        """
+        for name, master in self.masters.items():
+            if tensors[f"master.{name}"].shape != master.shape:
+                raise ValueError(f"{name} is {tuple(tensors[f'master.{name}'].shape)}, here {tuple(master.shape)}")
+        for name, master in self.masters.items():
+            master.copy_(tensors[f"master.{name}"])
+            moments = {key: tensors.get(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            self.optimiser.state.pop(master, None)
+            if moments["step"] is not None:
+                self.optimiser.state[master] = {
+                    key: value.to(master.device, copy=True) for key, value in moments.items() if value is not None
+                }
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the working copy, in place: whoever holds a parameter has the new weights."""
+        for name, parameter in self.working.items():
+            if parameter is not self.masters[name]:
+                parameter.copy_(self.masters[name])
+
+
+def _into(master: Tensor) -> Any:
+    """Give a hook that adds a working copy's gradient to its master's, in float32, and frees it."""
+
+    def add(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        parameter.grad = None
+        if gradient is not None:
+            if master.grad is None:
+                master.grad = gradient.float()
+            else:
+                master.grad.add_(gradient)
+
+    return add
+
+
+@contextmanager
+def reference(model: LoadedModel, frozen: LoadedModel | None) -> Iterator[LoadedModel]:
+    """Give the model that the policy started from: the frozen copy, or the model with its adapters switched off."""
+    if frozen is not None:
+        yield frozen
+        return
+    model.causal.disable_adapters()
+    try:
+        yield model
+    finally:
+        model.causal.enable_adapters()

@@ -1,0 +1,61 @@
+"""One request as the engine holds it, from `generate` to its last token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_trainer.backends.torch.sampling import Draw
+from lightning_trainer.backends.torch.text import TextStream
+from lightning_trainer.engine import FinishReason, Sampled, Sampling
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What is asked, where the answer goes, and how far it is.
+
+    Attributes:
+        prompt: (T,) token ids.
+        sampling: how tokens are drawn.
+        limit: most tokens to draw: what was asked for and what the context leaves.
+        random: where draws come from.
+        text: turns tokens into text.
+        loop: event loop that takes the answer.
+        pieces: the answer, piece by piece, or the error that ended it.
+        cancelled: nobody waits for the answer any more. Set by the event loop's thread, read by the lane's.
+        drawn: number of tokens drawn.
+        slot: where its keys and values are; -1 while it waits.
+    """
+
+    prompt: NDArray[np.int32]
+    sampling: Sampling
+    limit: int
+    random: random.Random
+    text: TextStream
+    loop: asyncio.AbstractEventLoop
+    pieces: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
+    drawn: int = 0
+    slot: int = -1
+
+    def next_draw(self) -> Draw:
+        """Say how the next token is drawn."""
+        sampling = self.sampling
+        return Draw(sampling.temperature, sampling.top_p, sampling.top_k, self.random.random())
+
+    def take(self, token: int, logprob: float, *, ends: bool) -> Sampled:
+        """Take a drawn token, and give the piece of the answer that it makes."""
+        self.drawn += 1
+        text, stopped = self.text.push(token)
+        reason: FinishReason | None = None
+        if ends or stopped:
+            reason = "stop"
+        elif self.drawn >= self.limit:
+            reason = "length"
+        if reason is not None and not stopped:
+            text += self.text.finish()
+        return Sampled((token,), (logprob,), text, reason)
