@@ -210,17 +210,18 @@ def read_toml(path: Path) -> dict[str, Any]:
     return values
 
 
-def merge(file: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
+def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:
     """Make the configuration from a TOML file and command-line flags; a flag goes before the file's key.
 
     Args:
         file: TOML file; None for none.
         flags: options by field name; those that are None were not given.
+        base: options that both go before.
 
     Raises:
         ConfigError: see `TrainConfig`.
     """
-    values = read_toml(file) if file is not None else {}
+    values = {**(base or {}), **(read_toml(file) if file is not None else {})}
     given = {name: value for name, value in flags.items() if value is not None}
     for one, other in (("steps", "epochs"), ("epochs", "steps"), ("target", "command"), ("command", "target")):
         if one in given and other not in given:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import shutil
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.checkpoints import FOLDER, NEWEST
+from lightning_trainer.checkpoints import FOLDER, NEWEST, find
 from lightning_trainer.metrics import LOG_NAME, read
 
 CONFIG_NAME: Final = "config.json"
@@ -54,3 +55,17 @@ def _came_to_nothing(folder: Path) -> bool:
     ours = (folder / CONFIG_NAME).is_file() and (folder / LOG_NAME).is_file()
     steps = ours and any(line["kind"] == "train" for line in read(folder / LOG_NAME))
     return ours and not steps and not (folder / NEWEST).exists() and not (folder / FOLDER).exists()
+
+
+def read_config(resume: Path) -> dict[str, Any]:
+    """Read the options of a run that goes on, from its folder; those that were not set are left out.
+
+    Raises:
+        ConfigError: there is no run to go on from, or its options can't be read.
+    """
+    run, _ = find(resume)
+    try:
+        values: dict[str, Any] = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run / CONFIG_NAME} can't be read: {error}. Give all options again.") from None
+    return {name: value for name, value in values.items() if value is not None and name != "out"}

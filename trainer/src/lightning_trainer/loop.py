@@ -70,6 +70,7 @@ class Loop:
 
     def _run_all(self) -> None:
         steps = self._.config.step_count(len(self._.tasks))
+        self._.progress.begin(self.state.step, steps)
         while self.state.step < steps and not self._goal_reached():
             self._validate_if_due()
             if self.state.step % self._.config.save_every == 0:

@@ -21,6 +21,10 @@ class Progress(Protocol):
         """Say what happens now, and how far it is."""
         ...
 
+    def begin(self, step: int, steps: int) -> None:
+        """Say which of how many steps comes first, once that is known."""
+        ...
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tell the numbers of a step that is done."""
         ...
@@ -36,6 +40,9 @@ class Silent:
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
         """Show nothing."""
 
+    def begin(self, step: int, steps: int) -> None:
+        """Show nothing."""
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show nothing."""
 
@@ -47,15 +54,14 @@ class Shown:
     """Shows progress on stderr while its ``with`` block runs.
 
     Args:
-        steps: of the whole run.
         title: the first line: what is trained on what.
     """
 
-    def __init__(self, steps: int, title: str) -> None:
+    def __init__(self, title: str) -> None:
         from rich.console import Console
 
         self._console: Console = Console(stderr=True)
-        self._steps = steps
+        self._step = self._steps = 0
         self._title = title
         self._began = time.monotonic()
         self._rewards: list[float] = []
@@ -83,8 +89,14 @@ class Shown:
         """Say what happens now, and how far it is."""
         self._phase = (name, done, total)
 
+    def begin(self, step: int, steps: int) -> None:
+        """Say which of how many steps comes first, once that is known."""
+        self._step, self._steps = step, steps
+        self._began = time.monotonic()
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tell the numbers of a step that is done."""
+        self._step = step + 1
         self._rewards.append(metrics.get("reward", 0.0))
         self._metrics = metrics
         if self._live is None:
@@ -103,9 +115,11 @@ class Shown:
         name, done, total = self._phase
         elapsed = time.monotonic() - self._began
         taken = len(self._rewards)
-        left = f", about {duration(elapsed / taken * (self._steps - taken))} left" if 0 < taken < self._steps else ""
+        to_go = self._steps - self._step
+        left = f", about {duration(elapsed / taken * to_go)} left" if taken and to_go > 0 else ""
+        place = f"step {min(self._step + 1, self._steps)} of {self._steps}   " if self._steps else ""
         lines: list[RenderableType] = [
-            Text(f"step {min(taken + 1, self._steps)} of {self._steps}   {duration(elapsed)}{left}"),
+            Text(f"{place}{duration(elapsed)}{left}"),
             Text(f"{name}{f' {done} of {total}' if total else ''}"),
             ProgressBar(total=total or 1, completed=done, width=60),
         ]

@@ -1,0 +1,65 @@
+"""`lightning-rl train`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lightning_trainer.cli.options import config_options, given, print_json
+from lightning_trainer.config import TrainConfig, merge
+
+# A progress bar of another library would be drawn through ours.
+_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@click.command(name="train")
+@click.argument("target", required=False)
+@click.option(
+    "--config", "file", type=click.Path(path_type=Path), help="TOML file with these options as keys, _ for -. Flags go first."
+)
+@config_options(leave_out=frozenset({"target"}))
+def command(target: str | None, file: Path | None, **flags: Any) -> None:
+    """Train the agents that you name in the program TARGET (module:function), which is called as run(task).
+
+    It returns the reward: a number, or numbers by agent name. The last line on stdout is JSON with the rewards before
+    and after, the run's folder and its checkpoint.
+    """
+    from lightning_trainer.progress import Shown
+    from lightning_trainer.training import train
+
+    config = _config(file, {**given(flags), **({"target": target} if target else {})})
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    with Shown(_title(config)) as progress:
+        result = train(config, progress)
+    rewards = {"reward_before": result.reward_before, "reward_after": result.reward_after}
+    if result.checkpoint is not None:
+        click.echo(f"curve: {result.folder / 'curve.png'}\nserve it: lightning-rl serve {result.checkpoint}", err=True)
+    print_json(
+        {
+            **rewards,
+            "by_agent_before": dict(result.before.by_agent) if result.before else {},
+            "by_agent_after": dict(result.after.by_agent) if result.after else {},
+            "steps": result.steps,
+            "folder": str(result.folder),
+            "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+            "seconds": round(result.seconds, 1),
+        }
+    )
+
+
+def _config(file: Path | None, flags: dict[str, Any]) -> TrainConfig:
+    """Put the options together: a run that goes on has those it began with, then the file's, then the flags."""
+    if flags.get("resume"):
+        from lightning_trainer.folders import read_config
+
+        return merge(file, flags, base=read_config(Path(flags["resume"])))
+    return merge(file, flags)
+
+
+def _title(config: TrainConfig) -> str:
+    agents = "all agents" if config.agents is None else ", ".join(config.agents)
+    return f"training {agents} of {config.target or config.command} from {config.model}"
