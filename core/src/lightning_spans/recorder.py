@@ -196,8 +196,8 @@ class Recorder:
         span.attempt = parent.attempt if parent is not None else current_attempt(context)
         span.start_ns = time.time_ns() if start_ns is None else start_ns
         span.span_context = self.tracer.start(span, parent.context if parent is not None else context)
-        base = otel_trace.set_span_in_context(_carrier(span), context)
-        span.context = otel_context.set_value(_SPAN, span, with_agent(agent, base))
+        # Not OTel's own current span: the user's traces would get a parent that is in no backend of his.
+        span.context = otel_context.set_value(_SPAN, span, with_agent(agent, context))
         if span.attempt is not None:
             span.context = with_attempt(span.attempt, span.context)
         return span
@@ -250,10 +250,6 @@ class Recorder:
             return call  # type: ignore[return-value]
 
         return decorate
-
-
-def _carrier(span: OpenSpan) -> otel_trace.Span:
-    return span.handle if isinstance(span.handle, otel_trace.Span) else otel_trace.NonRecordingSpan(span.span_context)
 
 
 @contextmanager

@@ -43,7 +43,13 @@ class Call:
         body = _body(options)
         facts = request_facts(body)
         provider = "azure.ai.openai" if "Azure" in type(client).__name__ else "openai"
-        attributes = {names.PROVIDER: provider, names.ENDPOINT: endpoint, names.STREAMED: streamed, **facts}
+        attributes = {
+            names.FRAMEWORK: "openai",
+            names.PROVIDER: provider,
+            names.ENDPOINT: endpoint,
+            names.STREAMED: streamed,
+            **facts,
+        }
         self._recorder = recorder
         self._endpoint = endpoint
         self._streamed = streamed
@@ -54,9 +60,12 @@ class Call:
         self._seen_ns = 0
         self.pending = False  # the body is still to be read
         self.reading = False  # the next item of an event stream is being read: how that ends says what became of it
-        self.span = recorder.start(names.CHAT, facts.get(names.REQUEST_MODEL, "chat"), attributes=attributes)
+        watch = current_watch()
+        context = watch.outside() if watch is not None else None
+        name = facts.get(names.REQUEST_MODEL, "chat")
+        self.span = recorder.start(names.CHAT, name, context=context, attributes=attributes)
         self.client, self.options = self._route(client, options)
-        if (watch := current_watch()) is not None:
+        if watch is not None:
             watch.called()
 
     def _route(self, client: Any, options: Any) -> tuple[Any, Any]:

@@ -20,6 +20,13 @@ class Watch(Protocol):
     def called(self) -> None:
         """A chat span began."""
 
+    def outside(self) -> Context | None:
+        """Give the context to go back to when what was watched is over; None while it lasts.
+
+        Callbacks that end things run in contexts of their own (asyncio shields them), so a context may outlive what it
+        stands for.
+        """
+
 
 def watched(watch: Watch, context: Context | None = None) -> Context:
     """Give a context in which this watch is told."""
