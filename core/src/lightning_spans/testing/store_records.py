@@ -1,0 +1,164 @@
+"""What every store promises about spans, calls and rewards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from lightning_spans.errors import RewardError, StoreError
+from lightning_spans.rewards import Reward
+from lightning_spans.spans import Span
+from lightning_spans.store import Call, Choice, Store
+from lightning_spans.testing import samples
+from lightning_spans.testing.samples import a_call, a_reward, a_span, an_id
+
+_ANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class RecordPromises:
+    """Kept once, given back exactly, found by any list of ids."""
+
+    def test_is_a_store(self, store: Store) -> None:
+        """If it fails: a method of `lightning_spans.store.Store` is missing; add it."""
+        assert isinstance(store, Store)
+
+    @_ANY
+    @given(span=samples.spans())
+    def test_spans_come_back_as_they_went_in(self, store: Store, span: Span) -> None:
+        """If it fails: find the field whose column or JSON form loses something, and widen it."""
+        assert store.add_spans([span]) == 1
+        assert store.spans(trace_ids=[span.trace_id]) == [span]
+
+    @_ANY
+    @given(call=samples.calls())
+    def test_calls_come_back_as_they_went_in(self, store: Store, call: Call) -> None:
+        """If it fails: find the lossy field. Choices keep their order; None and an empty tuple are different."""
+        assert store.add_calls([call]) == 1
+        assert store.calls(trace_ids=[call.trace_id or ""]) == [call]
+
+    @_ANY
+    @given(reward=samples.rewards())
+    def test_rewards_come_back_as_they_went_in(self, store: Store, reward: Reward) -> None:
+        """If it fails: rewards are float64 until the loss; keep them in eight bytes or in JSON's shortest digits."""
+        assert store.add_rewards([reward]) == 1
+        assert store.rewards(attempt_ids=[reward.attempt_id]) == [reward]
+
+    def test_long_token_arrays_come_back_exactly(self, store: Store) -> None:
+        """If it fails: look for a size limit of columns or bodies, and for log-probabilities made shorter."""
+        tokens, logprobs = tuple(range(100_000)), tuple(-1 / (1 + place) for place in range(100_000))
+        call = a_call(trace_id=an_id(), prompt_token_ids=tokens, choices=(Choice(0, tokens, logprobs, "stop"),))
+        store.add_calls([call])
+        assert store.calls(trace_ids=[call.trace_id or ""]) == [call]
+
+    def test_text_that_is_no_unicode_harms_no_other_field(self, store: Store) -> None:
+        """If it fails: half an emoji in a tool's output must cost neither the span nor its neighbours in the batch."""
+        odd = a_span(name="half \ud83d", attributes={"half": "\ud83d", "big": 2**70, "kept": "é"})
+        assert store.add_spans([odd, a_span(trace_id=odd.trace_id)]) == 2
+        found = next(span for span in store.spans(trace_ids=[odd.trace_id]) if span.span_id == odd.span_id)
+        assert found.attributes == odd.attributes
+
+    def test_a_span_delivered_twice_is_stored_once(self, store: Store) -> None:
+        """If it fails: (trace_id, span_id) must be unique, and an insert that meets it must do nothing."""
+        first = a_span(name="first")
+        again = a_span(trace_id=first.trace_id, span_id=first.span_id, name="again")
+        assert store.add_spans([first, again]) == 1
+        assert store.add_spans([again, first]) == 0
+        assert store.spans(trace_ids=[first.trace_id]) == [first]
+
+    def test_one_span_id_in_two_traces_is_two_spans(self, store: Store) -> None:
+        """If it fails: a span id alone does not identify a span; the key is (trace_id, span_id)."""
+        one, other = a_span(span_id="a" * 16), a_span(span_id="a" * 16)
+        assert store.add_spans([one, other]) == 2
+        assert len(store.spans(trace_ids=[one.trace_id, other.trace_id])) == 2
+
+    def test_a_call_delivered_twice_is_stored_once_with_its_choices(self, store: Store) -> None:
+        """If it fails: check the call's id before its choices are written, or they are doubled or mixed."""
+        first = a_call(trace_id=an_id())
+        more = (*first.choices, Choice(1, (5,), (-0.3,), "stop"))
+        again = a_call(call_id=first.call_id, trace_id=first.trace_id, choices=more)
+        assert store.add_calls([first, again]) == 1
+        assert store.add_calls([again]) == 0
+        assert store.calls(trace_ids=[first.trace_id or ""]) == [first]
+
+    def test_a_reward_delivered_twice_counts_once(self, store: Store) -> None:
+        """If it fails: reward_id must be unique."""
+        reward = a_reward()
+        assert store.add_rewards([reward, reward]) == 1
+        assert store.add_rewards([reward]) == 0
+        assert store.rewards(attempt_ids=[reward.attempt_id]) == [reward]
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, None, "1"])
+    def test_a_reward_that_is_no_finite_number_is_refused(self, store: Store, value: Any) -> None:
+        """If it fails: check with `rewards.as_reward` before anything is written or sent, the whole list first."""
+        good = a_reward()
+        with pytest.raises(RewardError):
+            store.add_rewards([good, a_reward(value=value)])
+        assert store.rewards(attempt_ids=[good.attempt_id]) == []
+
+    def test_adding_nothing_is_nothing(self, store: Store) -> None:
+        """If it fails: answer empty lists before a statement or request is made of them."""
+        assert store.add_spans([]) == store.add_calls([]) == store.add_rewards([]) == store.enqueue([]) == 0
+
+    def test_records_come_in_the_order_of_their_start(self, store: Store) -> None:
+        """If it fails: sort by start; of equal starts, and for rewards, by arrival."""
+        trace, attempt = an_id(), an_id()
+        starts = (30, 10, 20, 10)
+        spans = [a_span(trace_id=trace, span_id=f"{place:016x}", start_ns=t) for place, t in enumerate(starts)]
+        calls = [a_call(trace_id=trace, response_id=f"{place}", start_ns=t) for place, t in enumerate(starts)]
+        rewards = [a_reward(attempt_id=attempt, value=value) for value in (3.0, 1.0, 2.0)]
+        store.add_spans(spans)
+        store.add_calls(calls)
+        store.add_rewards(rewards)
+        assert store.spans(trace_ids=[trace]) == [spans[1], spans[3], spans[2], spans[0]]
+        assert store.calls(trace_ids=[trace]) == [calls[1], calls[3], calls[2], calls[0]]
+        assert store.rewards(attempt_ids=[attempt]) == rewards
+
+    def test_filters_combine_with_and(self, store: Store) -> None:
+        """If it fails: a record must be in every list that is given; None filters nothing, an empty list all."""
+        rollout, trace = an_id(), an_id()
+        both = a_span(rollout_id=rollout, attempt_id="1", trace_id=trace)
+        store.add_spans([both, a_span(rollout_id=rollout, attempt_id="2"), a_span(attempt_id="1", trace_id=trace)])
+        assert store.spans(rollout_ids=[rollout], attempt_ids=["1"], trace_ids=[trace]) == [both]
+        assert store.spans(rollout_ids=[rollout], trace_ids=[an_id()]) == []
+        assert store.spans(rollout_ids=[rollout], attempt_ids=[]) == []
+        assert not store.calls(trace_ids=[])
+        assert not store.rewards(rollout_ids=[])
+        assert both in store.spans()
+
+    def test_thousands_of_ids_can_be_asked_for(self, store: Store) -> None:
+        """If it fails: cut long lists into several statements, or send them in a body; and don't count twice."""
+        spans = [a_span(attempt_id=f"many-{place}") for place in range(3000)]
+        store.add_spans(spans)
+        ids = [span.attempt_id or "" for span in spans]
+        assert len(store.spans(attempt_ids=ids + ids)) == 3000
+        assert len(store.spans(attempt_ids=ids, trace_ids=[span.trace_id for span in spans[:2000]])) == 2000
+        assert not store.calls(attempt_ids=ids)
+        assert not store.rewards(attempt_ids=ids)
+        assert not store.rollouts(group_ids=ids)
+
+    def test_what_was_acknowledged_is_there_after_reopening(self, store: Store, reopen: Callable[[], Store]) -> None:
+        """If it fails: answer only after the commit."""
+        span, call, reward = a_span(), a_call(trace_id=an_id()), a_reward()
+        store.add_spans([span])
+        store.add_calls([call])
+        store.add_rewards([reward])
+        store.close()
+        again = reopen()
+        assert again.spans(trace_ids=[span.trace_id]) == [span]
+        assert again.calls(trace_ids=[call.trace_id or ""]) == [call]
+        assert again.rewards(attempt_ids=[reward.attempt_id]) == [reward]
+
+    def test_a_closed_store_says_so(self, store: Store) -> None:
+        """If it fails: raise StoreError from every method once closed; a second close is no error."""
+        store.close()
+        store.close()
+        with pytest.raises(StoreError, match="closed"):
+            store.add_spans([a_span()])
+        with pytest.raises(StoreError, match="closed"):
+            store.spans()
+        with pytest.raises(StoreError, match="closed"):
+            store.claim("worker")
