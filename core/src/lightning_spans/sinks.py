@@ -233,6 +233,11 @@ class Delivery:
     """
 
     def __init__(self, store: Callable[[], Store]) -> None:
+        # Here, in the thread that attaches, and not in the one that delivers: openai 3.52 looks into
+        # sys.modules["httpx"] at each answer, and raises into the agent while the module is half imported.
+        import httpx
+
+        self._httpx = httpx
         self._open_store = store
         self._store: Store | None = None
         self._client: httpx.Client | None = None
@@ -261,10 +266,8 @@ class Delivery:
         self.store.add_rewards(rewards)
 
     def _post(self, url: str, key: str | None, spans: Sequence[Span]) -> None:
-        import httpx
-
         if self._client is None:
-            self._client = httpx.Client(timeout=10.0, trust_env=False)
+            self._client = self._httpx.Client(timeout=10.0, trust_env=False)
         headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}
         answer = self._client.post(url, content=encode(spans), headers=headers)
         if 400 <= answer.status_code < 500 and answer.status_code not in {408, 429}:
