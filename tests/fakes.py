@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 
@@ -21,16 +21,18 @@ from lightning_trainer.server.keys import Keys
 from lightning_trainer.server.serving import ServerThread
 
 HERMES_TEMPLATE = (
-    "{%- if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
+    "{%- if tools %}<|im_start|>system\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}"
     "# Tools\n<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools><|im_end|>\n{% endif %}"
     "{%- for m in messages %}"
     "{%- if m.role == 'user' or (m.role == 'system' and not (loop.first and tools)) %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{%- elif m.role == 'assistant' %}{{ '<|im_start|>assistant\n' + m.content }}"
     "{%- for call in m.tool_calls or [] %}{% if not loop.first or m.content %}{{ '\n' }}{% endif %}"
-    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments | tojson }}'
-    "{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
-    "{%- elif m.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
+    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{%- elif m.role == 'tool' %}"
+    "{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}"
     "{%- endif %}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -46,7 +48,7 @@ class ByteTokenizer:
     Token 258 is "an" as one token: the same text has two tokenizations, as with real ones, and `encode` never gives it.
     """
 
-    specials = {"<|im_start|>": 256, "<|im_end|>": 257}
+    specials: ClassVar = {"<|im_start|>": 256, "<|im_end|>": 257}
     eos_token_id = 257
     merged = 258
 
@@ -140,7 +142,7 @@ class FakeEngine:
             for piece in self._pieces(ids, text, finish):
                 await asyncio.sleep(self._delay_s)
                 yield piece
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             self.cancelled += 1
             raise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.resources import files
+from itertools import pairwise
 
 import pytest
 from fakes import PLAIN_TEMPLATE, ByteTokenizer
@@ -82,7 +83,7 @@ _TEXTS = st.lists(
 def test_a_streamed_answer_is_the_one_sent_whole(text, cuts, tools):
     parser, sent = StreamParser(tools=tools), ""
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         sent += parser.feed(text[start:end])
     rest, answer = parser.close()
     whole = parse(text) if tools else None

@@ -73,8 +73,14 @@ def _request(given: Mapping[str, Json]) -> dict[str, Json]:
         messages.extend(_messages(one))
     request["messages"] = messages
     if tools := _objects(given.get(_TOOLS)):
-        request["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+        request["tools"] = [_tool(tool) for tool in tools]
     return request
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Json]:
+    if "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _response(given: Mapping[str, Json]) -> dict[str, Json]:

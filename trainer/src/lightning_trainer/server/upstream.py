@@ -115,12 +115,12 @@ class UpstreamPolicy:
         return self._session
 
     async def _asks_for_tokens(self) -> bool:
-        """Whether the server sends token ids when asked; found out once, from who it says owns its models."""
+        """Whether the server sends token ids when asked: vLLM and servers like this one do, and say who they are."""
         async with self._asking:
             if self._sends_tokens is None:
                 async with self._client().get(f"{self._upstream.url}/models") as response:
                     listed = await response.read() if response.status == 200 else b"{}"
-                self._sends_tokens = _owned_by_vllm(listed)
+                self._sends_tokens = _speaks_vllm(listed)
             return self._sends_tokens
 
     def _body(self, draft: Draft, routing: Routing, *, tokens: bool) -> bytes:
@@ -167,10 +167,10 @@ def _refusal(status: int, body: bytes, retry_after: str | None = None) -> Refusa
     return Refusal(status, str(message), str(kind or "upstream_error"), None if code is None else str(code), headers)
 
 
-def _owned_by_vllm(listed: bytes) -> bool:
+def _speaks_vllm(listed: bytes) -> bool:
     try:
         models = orjson.loads(listed).get("data") or []
-        return any(model.get("owned_by") == "vllm" for model in models)
+        return any(model.get("owned_by") in {"vllm", "lightning"} for model in models)
     except (orjson.JSONDecodeError, AttributeError, TypeError):
         return False
 

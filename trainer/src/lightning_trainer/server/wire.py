@@ -143,8 +143,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             raise ClientGoneError
         return task.result()  # it was finished, or failed, in the same moment
     finally:
-        task.cancel()
         watch.cancel()
+        if not task.done():  # the server itself stops: what was drawn must be in the record before it is written
+            task.cancel()
+            await asyncio.wait({task})
 
 
 async def _gone(receive: Receive) -> None:
