@@ -1,0 +1,222 @@
+"""The callback handler: LangChain's events become agent and tool spans, and tell the wire who is at work.
+
+The chat span is the wire's. Only where a model was reached without the openai client is it made here, at its end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.tracers.context import _configure_hooks, register_configure_hook
+
+from lightning_langchain.asked import remember, who_asked
+from lightning_langchain.elsewhere import Elsewhere
+from lightning_langchain.runs import Runs
+from lightning_langchain.words import to_json, tool_result
+from lightning_spans import spans as names
+from lightning_spans.context import current_agent
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from langchain_core.messages import BaseMessage
+    from langchain_core.outputs import LLMResult
+
+    from lightning_spans.recorder import Recorder
+
+PLUGIN: Final = "lightning_langchain"
+
+
+def bind(recorder: Recorder) -> Callable[[], None]:
+    """Have every callback manager of the process call a handler, until the callable that is given back is called."""
+    handler = Handler(recorder)
+    variable: ContextVar[BaseCallbackHandler | None] = ContextVar(PLUGIN, default=handler)
+    before = len(_configure_hooks)
+    register_configure_hook(variable, inheritable=True)
+    hook = _configure_hooks[before]
+
+    def undo() -> None:
+        if hook in _configure_hooks:
+            _configure_hooks.remove(hook)
+        handler.stop()
+
+    return undo
+
+
+def _event(method: Callable[..., None]) -> Any:
+    """Guard an event, and ignore it when recording has stopped: graphs that run keep their handlers."""
+
+    @functools.wraps(method)
+    def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
+        if self.live:
+            with self.recorder.guard(PLUGIN):
+                method(self, *args, **kwargs)
+
+    return handle
+
+
+class Handler(BaseCallbackHandler):
+    """Called in the thread and the context of what it reports, so that the wire finds what it enters."""
+
+    run_inline = True  # else async events run in a thread of their own, and their context is lost
+    ignore_retriever = True
+    ignore_retry = True
+    ignore_custom_event = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.live = True
+        self._runs = Runs(recorder)
+        self._elsewhere = Elsewhere(recorder)
+
+    def stop(self) -> None:
+        """End what is open, and hear no more."""
+        self.live = False
+        with self.recorder.guard(PLUGIN):
+            self._runs.end_all()
+
+    # Chains
+
+    @_event
+    def on_chain_start(  # noqa: D102
+        self,
+        serialized: Mapping[str, Any] | None,
+        inputs: Any,  # noqa: ARG002
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        **_: Any,
+    ) -> None:
+        run = self._runs.begin(run_id, parent_run_id, "chain", name or _name_of(serialized, "chain"), metadata or {})
+        if self._runs.is_node(run):
+            self._runs.begin_node(run)
+
+    @_event
+    def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002, D102
+        run = self._runs.end(run_id)
+        if run is not None and run.span is not None:
+            run.span.end()
+
+    @_event
+    def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
+        run = self._runs.end(run_id)
+        if run is None or run.span is None:
+            return
+        if isinstance(error, GeneratorExit):
+            run.span.end(attributes={names.ABANDONED: True})
+        else:
+            run.span.end(error=None if _is_control_flow(error) else error)
+
+    # Tools
+
+    @_event
+    def on_tool_start(  # noqa: D102
+        self,
+        serialized: Mapping[str, Any] | None,
+        input_str: str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        tool_call_id: str | None = None,
+        **_: Any,
+    ) -> None:
+        run = self._runs.begin(run_id, parent_run_id, "tool", _name_of(serialized, "tool"), metadata or {})
+        arguments: Any = input_str if inputs is None else inputs
+        context = self._runs.place(run.parent)
+        asked = who_asked(run, tool_call_id, inputs)
+        run.agent = asked.agent if asked is not None else current_agent(context)
+        run.span = self.recorder.start(
+            names.EXECUTE_TOOL,
+            run.name,
+            agent=run.agent,
+            context=context,
+            attributes={
+                names.FRAMEWORK: "langchain",
+                names.TOOL_NAME: run.name,
+                names.TOOL_CALL_ID: tool_call_id or (asked.call_id if asked is not None else None),
+                names.TOOL_ARGUMENTS: to_json(arguments),
+            },
+        )
+        self._runs.enter(run, run.span.context)
+
+    @_event
+    def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
+        run = self._runs.end(run_id)
+        if run is None or run.span is None:
+            return
+        text, message = tool_result(output)
+        if message is not None and names.TOOL_CALL_ID not in run.span.attributes:
+            run.span.set(**{names.TOOL_CALL_ID: message.tool_call_id})
+        failed = message is not None and message.status == "error"
+        run.span.end(error=text if failed else None, attributes={names.TOOL_RESULT: text})
+
+    @_event
+    def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
+        run = self._runs.end(run_id)
+        if run is not None and run.span is not None:
+            run.span.end(error=None if _is_control_flow(error) else error)
+
+    # Models
+
+    @_event
+    def on_chat_model_start(  # noqa: D102
+        self,
+        serialized: Mapping[str, Any] | None,
+        messages: Sequence[Sequence[BaseMessage]],
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **details: Any,
+    ) -> None:
+        run = self._runs.begin(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
+        run.context = self._runs.place(run.parent)
+        self._elsewhere.begin(run, serialized, messages[0], details.get("invocation_params") or {})
+        self._runs.enter(run, run.context)
+
+    @_event
+    def on_llm_start(  # noqa: D102
+        self,
+        serialized: Mapping[str, Any] | None,
+        prompts: Sequence[str],
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **details: Any,
+    ) -> None:
+        run = self._runs.begin(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
+        run.context = self._runs.place(run.parent)
+        self._elsewhere.begin(run, serialized, prompts[0], details.get("invocation_params") or {})
+        self._runs.enter(run, run.context)
+
+    @_event
+    def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
+        run = self._runs.end(run_id)
+        if run is not None:
+            self._elsewhere.end(run, response, None)
+            remember(run, response)
+
+    @_event
+    def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
+        run = self._runs.end(run_id)
+        if run is not None:
+            self._elsewhere.end(run, None, error)
+
+
+def _name_of(serialized: Mapping[str, Any] | None, otherwise: str) -> str:
+    known = serialized or {}
+    return str(known.get("name") or (known.get("id") or [otherwise])[-1])
+
+
+def _is_control_flow(error: BaseException) -> bool:
+    """Whether it is LangGraph's way to pause or to go elsewhere, and no failure."""
+    return any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)

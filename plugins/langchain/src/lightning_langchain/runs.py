@@ -1,0 +1,256 @@
+"""LangChain's runs as a tree: which agent is at work in each, and which of them are spans.
+
+LangChain reports a run for every step; most are plumbing. An agent is a named graph (`create_agent(name=)`,
+`compile(name=)`) or a node of a graph, but not the inner nodes of an agent's own loop (``model``, ``tools``). That a
+run is a graph shows when its first node starts, so its span is begun then, with the time at which the run began.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+
+from lightning_openai.watch import current_watch, watched
+from lightning_spans import spans as names
+from lightning_spans.context import current_agent
+from lightning_spans.recorder import current_span
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from lightning_langchain.asked import Asked
+    from lightning_spans.recorder import OpenSpan, Recorder
+
+INVOKE_WORKFLOW: Final = "invoke_workflow"  # the outermost run, where it is no agent itself
+UNNAMED: Final = "LangGraph"  # what LangGraph calls a graph that has no name
+_LOOP: Final = frozenset(
+    {"model", "agent", "tools", "pre_model_hook", "post_model_hook", "generate_structured_response"}
+)
+_MIDDLEWARE: Final = (".before_agent", ".before_model", ".after_model", ".after_agent")
+
+
+class Run:
+    """One run of LangChain. It is also the wire's watch: a chat run learns whether the wire saw its call."""
+
+    __slots__ = (
+        "agent", "asked", "closed", "context", "entered", "graph", "inner", "kind", "lc_agent", "metadata", "model",
+        "name", "namespace", "outer", "parent", "previous", "request", "root", "seen", "span", "start_ns",
+    )  # fmt: skip
+
+    def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
+        self.parent = parent
+        self.root: Run = parent.root if parent is not None else self
+        self.inner: dict[UUID, Run] = {}  # of a root: every open run of its tree
+        self.asked: dict[str, Asked] = {}  # of a root: the tool calls that models asked for, until they are made
+        self.kind = kind  # chain, tool or chat
+        self.name = name
+        self.metadata = metadata
+        self.namespace: str | None = metadata.get("langgraph_checkpoint_ns")
+        self.lc_agent: str | None = metadata.get("lc_agent_name")
+        self.agent: str | None = parent.agent if parent is not None else None
+        self.context: Context = otel_context.get_current()
+        self.start_ns = time.time_ns()
+        self.graph = False
+        self.span: OpenSpan | None = None
+        self.entered: Context | None = None
+        self.previous: Context | None = None
+        self.outer = current_watch(self.context)
+        self.seen = False  # the wire made a chat span under it
+        self.closed = False
+        self.model = ""  # of a chat run: the class of its model
+        self.request: str | None = None  # of a chat run: what was asked, where the wire may not see it
+
+    def called(self) -> None:
+        """The wire began a chat span in here; models that wrap other models are told too."""
+        self.seen = True
+        if isinstance(self.outer, Run) and not self.outer.seen:
+            self.outer.called()
+
+    def outside(self) -> Context | None:
+        """Give the context around this run, if the current one outlived it."""
+        context = otel_context.get_current()
+        return settled(context) if self.closed and context is self.entered else None
+
+
+def settled(context: Context) -> Context:
+    """Give the innermost context whose run is not over."""
+    while isinstance(run := current_watch(context), Run) and run.closed and context is run.entered:
+        if run.previous is None:
+            break
+        context = run.previous
+    return context
+
+
+class Runs:
+    """The runs that are open, and the spans of those that are agents or tools."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._open: dict[UUID, Run] = {}
+        self._lock = threading.RLock()  # branches of one graph that start at once begin its span once
+
+    def begin(self, run_id: UUID, parent_id: UUID | None, kind: str, name: str, metadata: Mapping[str, Any]) -> Run:
+        """Take a run that starts."""
+        run = Run(self._open.get(parent_id) if parent_id is not None else None, kind, name, metadata)
+        self._open[run_id] = run
+        run.root.inner[run_id] = run
+        return run
+
+    def end(self, run_id: UUID) -> Run | None:
+        """Take a run that ends; the context that it was entered with is left, its span is still the caller's to end."""
+        run = self._open.pop(run_id, None)
+        if run is None:
+            return None
+        run.closed = True
+        run.root.inner.pop(run_id, None)
+        if run.entered is not None and otel_context.get_current() is run.entered:
+            otel_context.attach(settled(run.entered))
+        if run.parent is None:
+            self._end_each(run.inner)  # what was cancelled without a word: nothing in a tree outlives its root
+        return run
+
+    def end_all(self) -> None:
+        """End every span that is open: recording stops."""
+        self._end_each(self._open)
+
+    def _end_each(self, runs: Mapping[UUID, Run]) -> None:
+        for run_id, run in reversed(list(runs.items())):
+            self.end(run_id)
+            if run.span is not None:
+                run.span.end()
+
+    def enter(self, run: Run, context: Context) -> None:
+        """Make what follows in this execution context part of the run, until it ends."""
+        run.previous = otel_context.get_current()
+        run.entered = watched(run, context)
+        otel_context.attach(run.entered)
+
+    def is_node(self, run: Run) -> bool:
+        """Whether a chain is a node of a graph: its checkpoint namespace is its own."""
+        return run.namespace is not None and (run.parent is None or run.namespace != run.parent.namespace)
+
+    def begin_node(self, run: Run) -> None:
+        """Find the agent of a node, begin its span if it is an agent of its own, and enter it."""
+        node = str(run.metadata.get("langgraph_node") or run.name)
+        graph = run.parent
+        with self._lock:
+            if graph is not None and not graph.graph:
+                self._begin_graph(graph)
+        if _is_of_loop(node, run, graph):
+            self._name_loop(run, graph)
+        else:
+            self._begin_agent(run, node)
+        self.enter(run, self.place(run))
+
+    def _begin_graph(self, graph: Run) -> None:
+        graph.graph = True
+        above = graph.parent.lc_agent if graph.parent is not None else None
+        own = graph.lc_agent if graph.lc_agent and (graph.lc_agent != above or graph.name == above) else graph.name
+        if own != UNNAMED:
+            self._begin_agent(graph, own)
+
+    def _name_loop(self, run: Run, graph: Run | None) -> None:
+        """Find the agent whose loop a node is part of: the named graph, else what is around it, else the graph."""
+        if graph is None:  # recording began inside it
+            if run.lc_agent:
+                self._begin_agent(run, run.lc_agent)
+            return
+        if graph.agent is None and _made_by_langchain(run) and current_agent(graph.context) is None:
+            with self._lock:
+                if graph.agent is None:
+                    self._begin_agent(graph, UNNAMED)
+        run.agent = graph.agent
+
+    def _begin_agent(self, run: Run, name: str) -> None:
+        """Begin an agent's span, unless the same agent is at work right around it (a node that holds a named graph)."""
+        around = run.parent
+        while around is not None and around.span is None:
+            around = around.parent
+        run.agent = name
+        if around is not None and around.kind == "chain" and around.agent == name:
+            return
+        context = self.place(run.parent, run.context)
+        run.span = self._recorder.start(
+            names.INVOKE_AGENT,
+            name,
+            agent=name,
+            context=context,
+            start_ns=run.start_ns,
+            attributes={
+                names.FRAMEWORK: "langchain",
+                names.AGENT_PATH: _path(current_span(context), name),
+                names.CONVERSATION_ID: run.metadata.get("thread_id"),
+            },
+        )
+
+    def home(self, run: Run | None) -> OpenSpan | None:
+        """Give the span that what happens in a run belongs under; None for what stands alone."""
+        while run is not None:
+            if run.span is not None:
+                return run.span
+            if run.parent is None and run.kind == "chain":
+                return self._begin_workflow(run)
+            run = run.parent
+        return None
+
+    def _begin_workflow(self, root: Run) -> OpenSpan | None:
+        with self._lock:
+            if root.span is None:
+                context = settled(root.context)
+                if (around := current_span(context)) is not None:
+                    return around
+                root.span = self._recorder.start(
+                    INVOKE_WORKFLOW,
+                    root.name,
+                    context=context,
+                    start_ns=root.start_ns,
+                    attributes={
+                        names.FRAMEWORK: "langchain",
+                        names.CONVERSATION_ID: root.metadata.get("thread_id"),
+                    },
+                )
+            return root.span
+
+    def place(self, run: Run | None, context: Context | None = None) -> Context:
+        """Give the context for what begins in a run: the current one if it is inside the run's span, else the span's.
+
+        A context may be inside through a `with agent(...)` of the user's, and outside where it was not handed on.
+        """
+        context = settled(otel_context.get_current() if context is None else context)
+        home = self.home(run)
+        inside = current_span(context)
+        while inside is not None and inside is not home:
+            inside = inside.parent
+        return context if home is inside else home.context if home is not None else context
+
+
+def _is_of_loop(node: str, run: Run, graph: Run | None) -> bool:
+    """Whether a node is a part of an agent's loop rather than an agent: `create_agent` and `create_react_agent`."""
+    if node.endswith(_MIDDLEWARE) or node == "tools":
+        return True
+    if node not in _LOOP:
+        return False
+    return _made_by_langchain(run) or graph is None or graph.name != UNNAMED or graph.agent is not None
+
+
+def _made_by_langchain(run: Run) -> bool:
+    return run.metadata.get("ls_integration") == "langchain_create_agent"
+
+
+def _path(around: OpenSpan | None, name: str) -> str:
+    """Tell where an agent stands, outermost first; a slash inside a name is doubled."""
+    while around is not None and around.operation != names.INVOKE_AGENT:
+        around = around.parent
+    if around is None:
+        return _escaped(name)
+    above = around.attributes.get(names.AGENT_PATH) or _escaped(around.name)
+    return f"{above}/{_escaped(name)}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("/", "//")
