@@ -87,6 +87,7 @@ class Trace:
         attempt_id = attempt_id or _only(record.attempt_id for record in records)
         complete(order, rollout_id, attempt_id)
         order.sort(key=start_of)
+        orphans.sort(key=start_of)
         return cls(tuple(order), tuple(_chats(order)), tuple(orphans), its_rewards, rollout_id, attempt_id, tuple(lone))
 
     def __iter__(self) -> Iterator[Node]:

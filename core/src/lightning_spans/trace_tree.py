@@ -35,11 +35,13 @@ def link(nodes: Mapping[Key, Node]) -> tuple[list[Node], list[Node]]:
     """
     roots: list[Node] = []
     orphans: list[Node] = []
-    for (trace_id, span_id), node in nodes.items():
+    for (trace_id, _), node in nodes.items():
         parent_id = node.span.parent_id
-        parent = nodes.get((trace_id, parent_id)) if parent_id and parent_id != span_id else None
-        if parent is None:
+        parent = nodes.get((trace_id, parent_id)) if parent_id else None
+        if parent is None or parent is node:
             roots.append(node)
+            if parent is node:
+                node.span = replace(node.span, parent_id=None)
             if parent_id:
                 orphans.append(node)
         else:
