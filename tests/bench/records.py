@@ -6,6 +6,7 @@ import json
 
 from lightning_spans import spans as names
 from lightning_spans.spans import Span
+from lightning_spans.store import Call, Choice
 
 SYSTEM = "You are a careful assistant. Use the tools you are given, then answer in one line. " * 4
 START_NS = 1_790_000_000_000_000_000
@@ -42,4 +43,43 @@ def chat_span(number: int, trace: int = 1, parent_id: str | None = None, attempt
             names.REQUEST: json.dumps(request),
             names.RESPONSE: json.dumps(reply),
         },
+    )
+
+
+def agent_span(number: int, trace: int = 1, parent_id: str | None = None) -> Span:
+    """An agent at work: the parent of what it calls."""
+    return Span(
+        operation=names.INVOKE_AGENT,
+        name=f"agent-{number % 3}",
+        trace_id=f"{trace:032x}",
+        span_id=f"{(1 << 40) + number:016x}",
+        parent_id=parent_id,
+        start_ns=START_NS + number * 1_000_000 - 1,
+        end_ns=START_NS + 10_000_000_000_000,
+        status="ok",
+        agent=f"agent-{number % 3}",
+        rollout_id="r",
+        attempt_id="a",
+    )
+
+
+def call_of(span: Span, prompt: int = 120, response: int = 12) -> Call:
+    """What the gateway recorded of the same model call."""
+    number = int(span.span_id, 16) - 1
+    choice = Choice(0, tuple(range(response)), (-0.5,) * response, "stop", {"role": "assistant", "content": "19"})
+    return Call(
+        call_id=f"call-{number}",
+        response_id=f"chatcmpl-{number}",
+        start_ns=span.start_ns + 1,
+        end_ns=span.end_ns - 1,
+        policy="policy",
+        policy_version=3,
+        trace_id=span.trace_id,
+        span_id=span.span_id,
+        rollout_id="r",
+        attempt_id="a",
+        prompt_token_ids=tuple(range(prompt)),
+        choices=(choice,),
+        request=json.loads(span.attributes[names.REQUEST]),
+        sampling={"temperature": 1.0},
     )

@@ -1,0 +1,226 @@
+"""CPU that the gateway spends on a request, beside a bare relay with the same server and the same client.
+
+Three processes: a scripted model server, the one measured, and a client. The replies are 10 KB and 51 KB of JSON with
+the message's tokens and their log-probabilities, as vLLM sends them when asked; each call is on disk before its reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from figures import Figure
+
+REQUESTS = 400
+ROUNDS = 3
+AT_ONCE = 8
+SIZES = {"10 KB": (60, 0.5), "51 KB": (330, 1.0)}  # tokens in a reply, and the goal in ms
+OTHERS = {
+    "10 KB": "2.1-3.6 ms (agent-lightning 1.0); 3.0-4.3 ms (rLLM)",
+    "51 KB": "4.7-5.3 ms (agent-lightning 1.0); 4.0-7.9 ms (rLLM)",
+}
+
+
+def measure() -> list[Figure]:
+    figures = []
+    for size, (tokens, goal) in SIZES.items():
+        body = reply(tokens)
+        with _Process("upstream", str(tokens)) as upstream:
+            best: dict[str, list[float]] = {"relay": [], "gateway": []}
+            grown: list[float] = []
+            for _ in range(ROUNDS):
+                for kind, times in best.items():
+                    cpu_ms, grown_mib = run(kind, upstream.url)
+                    times.append(cpu_ms)
+                    if kind == "gateway":
+                        grown.append(grown_mib)
+        relay, gateway = min(best["relay"]), min(best["gateway"])
+        how = f"{REQUESTS} calls, {AT_ONCE} at once, {len(body) / 1000:.0f} KB from upstream, recorded on disk"
+        figures += [
+            Figure(what=f"gateway, {size}", value=gateway, unit="ms", goal=goal, others=OTHERS[size], note=how),
+            Figure(what=f"bare relay, {size}", value=relay, unit="ms", note="uvicorn and aiohttp, nothing read"),
+            Figure(what=f"above the relay, {size}", value=gateway - relay, unit="ms", note="the difference"),
+            Figure(what=f"memory grown, {size}", value=min(grown), unit="MiB", note=f"over {REQUESTS} calls"),
+        ]
+    return figures
+
+
+def run(kind: str, upstream: str) -> tuple[float, float]:
+    """Give the milliseconds of CPU for each request, and the MiB of memory grown, of one kind of server."""
+    with _Process(kind, upstream) as server:
+        _client(server.url, server.key, 50)
+        before = server.usage()
+        _client(server.url, server.key, REQUESTS)
+        after = server.usage()
+    return (after["cpu_s"] - before["cpu_s"]) / REQUESTS * 1000, after["rss_mib"] - before["rss_mib"]
+
+
+def reply(tokens: int) -> bytes:
+    """A chat completion as vLLM sends it with token ids and log-probabilities."""
+    words = [f" word{number:03d}" for number in range(tokens)]
+    content = [
+        {"token": word, "logprob": -0.123456789 * (number % 9), "bytes": list(word.encode()), "top_logprobs": []}
+        for number, word in enumerate(words)
+    ]
+    message = {"role": "assistant", "content": "".join(words), "refusal": None, "tool_calls": []}
+    choice = {"index": 0, "message": message, "logprobs": {"content": content}, "finish_reason": "stop"}
+    choice["token_ids"] = list(range(1000, 1000 + tokens))
+    usage = {"prompt_tokens": 200, "completion_tokens": tokens, "total_tokens": 200 + tokens}
+    head = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m", "usage": usage}
+    return json.dumps({**head, "choices": [choice], "prompt_token_ids": list(range(200))}).encode()
+
+
+REQUEST = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": "You are a careful assistant. " * 20},
+        {"role": "user", "content": "What is the answer to this question? " * 20},
+    ],
+    "temperature": 1.0,
+}
+
+
+def _client(url: str, key: str, number: int) -> None:
+    command = [sys.executable, __file__, "client", url, key, str(number)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+class _Process:
+    """A server of this file in a process of its own."""
+
+    def __init__(self, kind: str, argument: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        command = [sys.executable, __file__, kind, argument, self._folder.name]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        told = self._ask(None)
+        self.url, self.key = told["url"], told["key"]
+
+    def usage(self) -> dict[str, float]:
+        return self._ask("usage")
+
+    def _ask(self, line: str | None) -> dict[str, Any]:
+        if line is not None:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the {self._process.args} did not start")
+        return json.loads(answer)
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+
+def serve(kind: str, argument: str, folder: str) -> None:
+    """A child's part: serve until the input ends; tell the CPU and memory used for each line read."""
+    from lightning_trainer.server.serving import ServerThread
+
+    key = "none"
+    if kind == "upstream":
+        app: Any = scripted(reply(int(argument)))
+    elif kind == "relay":
+        app = relay(argument)
+    else:
+        app, key = gateway(argument, Path(folder))
+    with_thread = ServerThread(app)
+    print(json.dumps({"url": with_thread.start(), "key": key}), flush=True)
+    for _ in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        rss_kib = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1024
+        print(json.dumps({"cpu_s": used.ru_utime + used.ru_stime, "rss_mib": rss_kib / 1024}), flush=True)
+    with_thread.stop()
+
+
+def scripted(body: bytes) -> Any:
+    models = b'{"object": "list", "data": [{"id": "m", "owned_by": "vllm"}]}'
+    return _asgi(lambda scope, sent: body if scope["method"] == "POST" else models)
+
+
+def relay(upstream: str) -> Any:
+    import aiohttp
+
+    session: list[aiohttp.ClientSession] = []
+
+    async def forward(scope: Any, sent: bytes) -> bytes:
+        if not session:
+            session.append(aiohttp.ClientSession(headers={"content-type": "application/json"}))
+        async with session[0].post(f"{upstream}/v1/chat/completions", data=sent) as response:
+            return await response.read()
+
+    return _asgi(forward)
+
+
+def gateway(upstream: str, folder: Path) -> tuple[Any, str]:
+    from lightning_spans.store import open_store
+    from lightning_trainer.server.app import create_app
+    from lightning_trainer.server.keys import Keys
+    from lightning_trainer.server.upstream import Upstream
+
+    keys = Keys.fresh()
+    store = open_store(str(folder / "bench.db"))
+    app = create_app(store, keys=keys, upstreams=[Upstream("m", f"{upstream}/v1")])
+    return app, keys.issue("attempt", rollout_id="r", attempt_id="a")
+
+
+def _asgi(answer: Any) -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await receive()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        sent = b""
+        while (message := await receive()).get("more_body"):
+            sent += message["body"]
+        body = answer(scope, sent + message["body"])
+        body = await body if asyncio.iscoroutine(body) else body
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    return app
+
+
+def ask(url: str, key: str, number: int) -> None:
+    """The client's part: so many requests, some at once."""
+    import httpx
+
+    async def main() -> None:
+        limits = httpx.Limits(max_connections=AT_ONCE)
+        headers = {"authorization": f"Bearer {key}", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+        async with httpx.AsyncClient(headers=headers, limits=limits, trust_env=False, timeout=60) as client:
+            gate = asyncio.Semaphore(AT_ONCE)
+
+            async def one() -> None:
+                async with gate:
+                    (await client.post(f"{url}/v1/chat/completions", json=REQUEST)).raise_for_status()
+
+            await asyncio.gather(*(one() for _ in range(number)))
+
+    asyncio.run(main())
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "client":
+        ask(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    elif sys.argv[1] in {"upstream", "relay", "gateway"}:
+        serve(*sys.argv[1:4])
+    else:
+        begin = time.monotonic()
+        for figure in measure():
+            print(f"{figure.what:28} {figure.value:8.3f} {figure.unit}")
+        print(f"{time.monotonic() - begin:.0f} s")
