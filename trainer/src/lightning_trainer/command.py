@@ -26,8 +26,8 @@ class CommandError(Exception):
 async def run_command(words: Sequence[str], task: dict[str, Any], attempt: Attempt) -> Any:
     """Run the command on a task.
 
-    It gets the task as JSON on stdin and, up to 100 kB, in ``LIGHTNING_TASK``. ``OPENAI_BASE_URL`` and
-    ``OPENAI_API_KEY`` lead its model calls to the gateway; the ``LIGHTNING_*`` variables tell `attach()` the attempt.
+    It gets the task as JSON on stdin and, up to 100 kB, in ``LIGHTNING_TASK``. Where agents are trained,
+    ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` lead its model calls to the gateway; the ``LIGHTNING_*`` variables tell `attach()` the attempt.
 
     Returns:
         The last line of its standard output read as JSON, where it is JSON; else all of the output as text, None when
@@ -62,7 +62,7 @@ def environment(attempt: Attempt, body: bytes) -> dict[str, str]:
     values = attempt.environment()
     if len(body) <= ENVIRONMENT_LIMIT:
         values["LIGHTNING_TASK"] = body.decode()
-    if attempt.endpoint:
+    if attempt.endpoint and attempt.agents:
         # OPENAI_API_BASE, the older name, goes before OPENAI_BASE_URL in LangChain.
         values["OPENAI_BASE_URL"] = values["OPENAI_API_BASE"] = f"{attempt.endpoint}/v1"
         values["OPENAI_API_KEY"] = attempt.key or "none"

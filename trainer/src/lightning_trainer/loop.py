@@ -20,6 +20,7 @@ from lightning_trainer.data import Task, batch_at
 from lightning_trainer.interrupts import Interrupted
 from lightning_trainer.local import Local
 from lightning_trainer.metrics import MetricLog
+from lightning_trainer.overview import nothing_captured
 from lightning_trainer.progress import Progress
 from lightning_trainer.rollouts import Outcome, plan
 from lightning_trainer.scores import Score, score
@@ -177,7 +178,7 @@ class Loop:
             [outcome for outcome in outcomes if outcome.rollout.group_id in fresh], self._traces, self.state.agents
         )
         if batch.account.seen == 0:
-            raise NothingLearnedError(_no_calls(len(outcomes), self._.local.runner.attached))
+            raise NothingLearnedError(nothing_captured(len(outcomes), self._.local.runner.attached))
         if batch.account.trained == 0:
             raise NothingLearnedError(_no_rows(batch))
         return batch
@@ -236,20 +237,6 @@ def describe(result: Score) -> str:
 
 def _end(text: str, lines: int = 15) -> str:
     return "\n".join(text.splitlines()[-lines:])
-
-
-def _no_calls(rollouts: int, attached: Sequence[str]) -> str:
-    if not attached:
-        return (
-            f"no model call was captured in {rollouts} rollouts, and nothing is attached in the agent's process.\n"
-            "Add one line to the module of your agent: import lightning_langchain; lightning_langchain.attach()\n"
-            "(or lightning_openai, for a program that uses the openai client)."
-        )
-    return (
-        f"no model call was captured in {rollouts} rollouts, although {', '.join(attached)} is attached.\n"
-        "Does the agent call its model through the openai client, and does it get as far as that? "
-        "See what it did with: lightning-rl traces"
-    )
 
 
 def _no_rows(batch: Batch) -> str:

@@ -63,7 +63,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="lightning-trainer")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def cli(debug: bool) -> None:  # noqa: FBT001, ARG001 - click passes flags by name; parse_args has taken it
+def cli(debug: bool) -> None:  # noqa: ARG001 - click passes flags by name; parse_args has taken it
     """Train the agents of a program you already have, by reinforcement learning, agent by agent, by name."""
     _log_to_stderr()
 

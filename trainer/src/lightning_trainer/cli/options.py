@@ -17,6 +17,7 @@ from lightning_spans.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
+    from rich.console import Console
 
     from lightning_spans.store import Store
 
@@ -25,7 +26,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_STORE: Final = "lightning.db"  # where attach() writes outside a runner
 
 store_option = click.option(
-    "--store", default=DEFAULT_STORE, show_default=True, metavar="URL", help="A path, sqlite:///, postgresql:// or http://."
+    "--store",
+    default=DEFAULT_STORE,
+    show_default=True,
+    metavar="URL",
+    help="A path, sqlite:///, postgresql:// or http://.",
 )
 key_file_option = click.option(
     "--key-file", type=click.Path(path_type=Path), help="File with the server's key; else LIGHTNING_KEY."
@@ -131,6 +136,14 @@ def _pair(option: str, text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def screen() -> Console:
+    """Give stdout for tables and trees: as wide as the terminal, wide where there is none."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 def print_json(value: Any) -> None:

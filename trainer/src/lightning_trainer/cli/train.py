@@ -18,10 +18,13 @@ _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"
 @click.command(name="train")
 @click.argument("target", required=False)
 @click.option(
-    "--config", "file", type=click.Path(path_type=Path), help="TOML file with these options as keys, _ for -. Flags go first."
+    "--config",
+    "file",
+    type=click.Path(path_type=Path),
+    help="TOML file with these options as keys, _ for -. Flags go first.",
 )
 @config_options(leave_out=frozenset({"target"}))
-def command(target: str | None, file: Path | None, **flags: Any) -> None:
+def command(*, target: str | None, file: Path | None, **flags: Any) -> None:
     """Train the agents that you name in the program TARGET (module:function), which is called as run(task).
 
     It returns the reward: a number, or numbers by agent name. The last line on stdout is JSON with the rewards before

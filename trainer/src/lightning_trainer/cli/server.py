@@ -1,0 +1,74 @@
+"""`lightning-rl server`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from lightning_trainer.cli.options import DEFAULT_STORE
+
+
+@click.command(name="server")
+@click.option(
+    "--store", default=DEFAULT_STORE, show_default=True, metavar="URL", help="A path, sqlite:/// or postgresql://."
+)
+@click.option(
+    "--upstream",
+    "upstreams",
+    multiple=True,
+    metavar="MODEL=URL",
+    help="An OpenAI-compatible server that answers for MODEL. May be repeated.",
+)
+@click.option(
+    "--agents", "names", metavar="NAME,...", help="Agents whose calls runners send to the gateway; none by default."
+)
+@click.option("--model", help="The upstream model that these calls go to; the first one by default.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for other machines."
+)
+@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--endpoint", help="Base URL given to agents, where it is not the one that runners use.")
+@click.option(
+    "--key-file",
+    default="lightning.key",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Where the admin key is written; the runners' lies beside it.",
+)
+def command(
+    *,
+    store: str,
+    upstreams: Sequence[str],
+    names: str | None,
+    model: str | None,
+    host: str,
+    port: int,
+    endpoint: str | None,
+    key_file: Path,
+) -> None:
+    """Run the store, a gateway to the upstreams named, and a receiver of traces (OTLP), for several machines.
+
+    When it is ready, one line of JSON on stdout names the URL and the files with the keys: key_file for everything,
+    runner_key_file for runners. LIGHTNING_UPSTREAM_KEY is sent to upstreams that want a key.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.cli.serving import key_files, serve_until_stopped
+    from lightning_trainer.local import opened
+    from lightning_trainer.server.app import create_app
+    from lightning_trainer.server.settings import Routing
+    from lightning_trainer.server.upstream import parse_upstream
+
+    forwarded = [parse_upstream(text, key=os.environ.get("LIGHTNING_UPSTREAM_KEY")) for text in upstreams]
+    agents = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
+    models = [upstream.model for upstream in forwarded]
+    if (agents or model) and not models:
+        raise ConfigError("agents can't be sent to a model that is not there. Name one with --upstream MODEL=URL.")
+    if model is not None and model not in models:
+        raise ConfigError(f"--model {model} is none of the upstreams: {', '.join(models)}.")
+    routing = Routing(agents=agents, model=model or (models[0] if models else "policy"), endpoint=endpoint)
+    with opened(store) as kept, key_files(key_file, "runner") as (keys, files):
+        app = create_app(kept, keys=keys, upstreams=forwarded, routing=routing)
+        serve_until_stopped(app, host, port, files)

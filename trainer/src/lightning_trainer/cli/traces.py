@@ -1,0 +1,111 @@
+"""`lightning-rl traces`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lightning_spans.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
+from lightning_trainer.cli.options import key_file_option, print_json, reading, screen, store_option
+
+if TYPE_CHECKING:
+    from rich.text import Text
+    from rich.tree import Tree
+
+    from lightning_spans.store import AttemptRecord
+    from lightning_spans.trace import Node, Trace
+
+SHORT = 100  # characters of a text that a line of the tree shows
+
+
+@click.command(name="traces")
+@click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print one span a line, as JSON.")
+@click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Newest traces shown as trees.")
+@store_option
+@key_file_option
+def command(*, rollouts: Sequence[str], as_json: bool, limit: int, store: str, key_file: Path | None) -> None:
+    """Show what happened: agents, model calls with their tokens, tools, rewards.
+
+    With --json each line is a span with operation, agent, trace_id, span_id, parent_id, rollout_id, attempt_id,
+    start_ns, end_ns, status, attributes, and for model calls response_id, prompt_token_ids, response_token_ids,
+    logprobs, policy_version.
+    """
+    from lightning_spans.trace import traces_of
+
+    with reading(store, key_file) as source:
+        traces = traces_of(source, rollout_ids=list(rollouts) or None)
+        attempts = {} if as_json else {a.attempt_id: a for a in source.attempts(rollout_ids=list(rollouts) or None)}
+    if as_json:
+        for trace in traces:
+            for line in trace.to_json_lines():
+                print_json(line)
+        return
+    _print_trees(traces[-limit:], attempts)
+    if len(traces) > limit:
+        click.echo(f"{len(traces) - limit} earlier traces are not shown; --limit shows more.", err=True)
+    if not traces:
+        click.echo("no traces in this store.", err=True)
+
+
+def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord]) -> None:
+    from rich.tree import Tree
+
+    for trace in traces:
+        tree = Tree(_title(trace, attempts.get(trace.attempt_id or "")))
+        _grow(tree, trace)
+        for lost in trace.unjoined:
+            tree.add(f"[yellow]{lost.reason}[/yellow]")
+        screen().print(tree)
+
+
+def _grow(tree: Tree, trace: Trace) -> None:
+    """Hang every node under its parent; a stack, not recursion, because agents nest deeply."""
+    stack: list[tuple[Tree, Node]] = [(tree, node) for node in reversed(trace.roots)]
+    while stack:
+        parent, node = stack.pop()
+        branch = parent.add(_line(node))
+        stack += [(branch, child) for child in reversed(node.children)]
+
+
+def _title(trace: Trace, attempt: AttemptRecord | None) -> Text:
+    from rich.text import Text
+
+    title = Text(f"attempt {trace.attempt_id}" if trace.attempt_id else "outside a runner", style="bold")
+    if attempt is not None:
+        title.append(f"  {attempt.status}", style="green" if attempt.status == "succeeded" else "red")
+    for reward in trace.rewards:
+        title.append(f"  {reward.agent or 'reward'} {reward.value:g}", style="cyan")
+    if attempt is not None and attempt.error:
+        title.append(f"\n{attempt.error.splitlines()[-1][:SHORT]}", style="red")
+    return title
+
+
+def _line(node: Node) -> Text:
+    from rich.text import Text
+
+    span = node.span
+    line = Text(f"{span.operation} ", style="dim").append(span.name, style="bold")
+    if span.agent and span.agent != span.name:
+        line.append(f"  {span.agent}", style="magenta")
+    line.append(f"  {(span.end_ns - span.start_ns) / 1e6:.0f} ms", style="dim")
+    if span.operation == CHAT:
+        line.append(_tokens(node), style="cyan")
+    if span.operation == EXECUTE_TOOL:
+        given, got = span.attributes.get(TOOL_ARGUMENTS, ""), span.attributes.get(TOOL_RESULT, "")
+        line.append(f"  {str(given)[:SHORT]} -> {str(got)[:SHORT]}")
+    if node.error is not None:
+        line.append(f"  {node.error.splitlines()[0][:SHORT] if node.error else 'error'}", style="red")
+    return line
+
+
+def _tokens(node: Node) -> str:
+    answer = node.answer
+    if answer.prompt_token_ids is None or not answer.choices:
+        return "  no tokens recorded"
+    drawn = " + ".join(str(len(choice.token_ids or ())) for choice in answer.choices)
+    version = "" if node.policy_version is None else f", weights {node.policy_version}"
+    return f"  {len(answer.prompt_token_ids)} -> {drawn} tokens{version}"

@@ -1,0 +1,151 @@
+"""Which agents were seen, what each did, and whether training would reach it: for `lightning-rl agents`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lightning_spans.agents import selects
+from lightning_spans.spans import INPUT_TOKENS, OUTPUT_TOKENS
+
+if TYPE_CHECKING:
+    from lightning_spans.trace import Node, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRow:
+    """What one agent did.
+
+    Attributes:
+        agent: its name; None for calls that nothing names.
+        calls: model calls, failed ones among them.
+        failed_calls: model calls that failed.
+        prompt_tokens: tokens of all prompts, as the engine or the model server counted them.
+        response_tokens: likewise of all answers.
+        tool_calls: tools that ran.
+        tool_errors: tools that failed.
+        reward: mean, over the attempts in which it spoke and got one, of what it earned; None without any.
+        trained: whether training would reach it.
+        why: the reason, and what to do where it would not.
+    """
+
+    agent: str | None
+    calls: int
+    failed_calls: int
+    prompt_tokens: int
+    response_tokens: int
+    tool_calls: int
+    tool_errors: int
+    reward: float | None
+    trained: bool
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Give the row as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Count:
+    calls: int = 0
+    failed: int = 0
+    prompt: int = 0
+    response: int = 0
+    tools: int = 0
+    tool_errors: int = 0
+    earned: list[float] = field(default_factory=list)
+    last_error: str = ""
+
+
+def overview(traces: Iterable[Trace], chosen: Sequence[str] | None) -> list[AgentRow]:
+    """Count what each agent did, in the order of their names; calls without a name come last.
+
+    Args:
+        traces: of any attempts.
+        chosen: names or globs of the agents to train; None: all that have a name.
+    """
+    counts: dict[str | None, _Count] = defaultdict(_Count)
+    for trace in traces:
+        for node in trace.chats:
+            _count_call(counts[node.span.agent], node)
+        for node in trace.tools:
+            count = counts[node.span.agent]
+            count.tools += 1
+            count.tool_errors += node.span.status == "error"
+        for agent in {node.span.agent for node in trace.chats}:
+            counts[agent].earned += _earned(trace, agent)
+    names = sorted(counts, key=lambda name: (name is None, name or ""))
+    return [_row(name, counts[name], chosen) for name in names]
+
+
+def _count_call(count: _Count, node: Node) -> None:
+    count.calls += 1
+    if node.error is not None:
+        count.failed += 1
+        count.last_error = node.error
+    answer, attributes = node.answer, node.span.attributes
+    exact = [len(choice.token_ids) for choice in answer.choices if choice.token_ids is not None]
+    count.prompt += len(answer.prompt_token_ids or ()) or _number(attributes.get(INPUT_TOKENS))
+    count.response += sum(exact) or _number(attributes.get(OUTPUT_TOKENS))
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _earned(trace: Trace, agent: str | None) -> list[float]:
+    """Give what an agent earned in an attempt, as a list of one number, or of none."""
+    concerns = [reward.value for reward in trace.rewards if reward.agent is None or reward.agent == agent]
+    return [sum(concerns)] if concerns else []
+
+
+def _row(name: str | None, count: _Count, chosen: Sequence[str] | None) -> AgentRow:
+    problem = _problem(name, count, chosen)
+    return AgentRow(
+        agent=name,
+        calls=count.calls,
+        failed_calls=count.failed,
+        prompt_tokens=count.prompt,
+        response_tokens=count.response,
+        tool_calls=count.tools,
+        tool_errors=count.tool_errors,
+        reward=sum(count.earned) / len(count.earned) if count.earned else None,
+        trained=problem is None,
+        why=problem or "its calls go to the policy while training",
+    )
+
+
+def _problem(name: str | None, count: _Count, chosen: Sequence[str] | None) -> str | None:
+    if name is None:
+        return "these calls have no agent's name: make them inside `with lightning_spans.agent(...)`"
+    if chosen is not None and not selects(chosen, name):
+        return "not among --agents"
+    if not count.calls:
+        return "it made no model call"
+    if count.failed == count.calls:
+        return f"every call failed: {count.last_error[:200]}"
+    if not count.earned:
+        return "no reward: return one from run(), or give --reward"
+    return None
+
+
+def nothing_captured(rollouts: int, attached: Sequence[str]) -> str:
+    """Say what to do when rollouts made no model call that was seen.
+
+    Args:
+        rollouts: how many ran.
+        attached: frameworks that were attached in the agent's process.
+    """
+    if not attached:
+        return (
+            f"no model call was captured in {rollouts} rollouts, and nothing is attached in the agent's process.\n"
+            "Add one line to the module of your agent: import lightning_langchain; lightning_langchain.attach()\n"
+            "(or lightning_openai, for a program that uses the openai client)."
+        )
+    return (
+        f"no model call was captured in {rollouts} rollouts, although {', '.join(attached)} is attached.\n"
+        "Does the agent call its model through the openai client, and does it get as far as that? "
+        "See what it did with: lightning-rl traces"
+    )
