@@ -84,7 +84,7 @@ def _rewards_by_span(trace: Trace) -> dict[str, list[Reward]]:
 
 
 def _earned(node: Node, rewards: Mapping[str, list[Reward]]) -> tuple[Reward, ...]:
-    return tuple(reward for span_id in node.span_ids for reward in rewards.get(span_id, ()))
+    return tuple(reward for span_id in (node.span.span_id, *node.merged) for reward in rewards.get(span_id, ()))
 
 
 @hookimpl(trylast=True)

@@ -136,10 +136,7 @@ def _hang(call: Call, nodes: dict[Key, Node], into: dict[Node, Node]) -> Node:
     parent = nodes.get((call.trace_id, call.span_id)) if call.trace_id and call.span_id else None
     while parent in into:
         parent = into[parent]
-    node = node_of_call(call, parent)
-    if parent is not None:
-        parent.children.append(node)
-    return node
+    return node_of_call(call, parent)
 
 
 def _only(values: Iterable[str | None]) -> str | None:

@@ -179,11 +179,10 @@ def _absorb(outer: Node, inner: Node) -> None:
         attributes={**other.attributes, **kept.attributes},
     )
     outer.call = outer.call or inner.call
-    outer.span_ids += inner.span_ids
+    outer.merged += (inner.span.span_id, *inner.merged)
     for child in inner.children:
-        child.parent = outer
-    outer.children += inner.children
-    inner.children = []
+        outer.add(child)
+    inner.children = ()
 
 
 def join_by_response_id(chats: Iterable[Node], calls: Iterable[Call]) -> list[Call]:
@@ -227,5 +226,6 @@ def node_of_call(call: Call, parent: Node | None) -> Node:
         attributes={FRAMEWORK: GATEWAY, names.REQUEST_MODEL: call.policy, RESPONSE_ID: call.response_id},
     )
     node = Node(span, call)
-    node.parent = parent
+    if parent is not None:
+        parent.add(node)
     return node

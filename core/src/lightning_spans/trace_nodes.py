@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_spans.answers import NO_ANSWER, Answer, read_answer
@@ -17,17 +18,17 @@ class Node:
         call: what the gateway recorded of this model call; None for other spans, and where it saw nothing.
         children: in the order of their start.
         parent: None for a root, an orphan, and where a cycle was cut.
-        span_ids: of the span and of those merged into it.
+        merged: ids of the spans merged into this one.
     """
 
-    __slots__ = ("_answer", "call", "children", "parent", "span", "span_ids")
+    __slots__ = ("_answer", "call", "children", "merged", "parent", "span")
 
     def __init__(self, span: Span, call: Call | None = None) -> None:
         self.span = span
         self.call = call
-        self.children: list[Node] = []
+        self.children: Sequence[Node] = ()  # most nodes are leaves: a list for each would keep the collector busy
         self.parent: Node | None = None
-        self.span_ids: tuple[str, ...] = (span.span_id,)
+        self.merged: tuple[str, ...] = ()
         self._answer: Answer | None = None
 
     def __repr__(self) -> str:
@@ -35,6 +36,14 @@ class Node:
         return (
             f"Node({span.operation} {span.name!r} {span.span_id}, agent={span.agent!r}, {len(self.children)} children)"
         )
+
+    def add(self, child: Node) -> None:
+        """Put a node below this one, after the others."""
+        child.parent = self
+        if isinstance(self.children, list):
+            self.children.append(child)
+        else:
+            self.children = [child]
 
     @property
     def is_chat(self) -> bool:

@@ -45,8 +45,7 @@ def link(nodes: Mapping[Key, Node]) -> tuple[list[Node], list[Node]]:
             if parent_id:
                 orphans.append(node)
         else:
-            node.parent = parent
-            parent.children.append(node)
+            parent.add(node)
     order = descend(roots)
     if len(order) < len(nodes):
         order += _cut_cycles(nodes.values(), order, orphans)
@@ -81,7 +80,7 @@ def _cut_cycles(nodes: Iterable[Node], reached: Iterable[Node], orphans: list[No
         cycle = path[path.index(at) :] if at is not None else path
         first = min(cycle, key=start_of)
         if first.parent is not None:
-            first.parent.children.remove(first)
+            first.parent.children = [child for child in first.parent.children if child is not first]
             first.parent = None
         first.span = replace(first.span, parent_id=None)
         orphans.append(first)
