@@ -15,7 +15,7 @@ from lightning_trainer.cli.options import given
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--name", help="Name of the model; the folder's by default.")
+@click.option("--name", default="policy", show_default=True, help="Name of the model.")
 @click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
 @click.option("--device", help="auto, cpu, cuda, ...")
 @click.option("--dtype", help="auto, float32 or bfloat16.")
@@ -29,7 +29,7 @@ def command(
     checkpoint: Path,
     host: str,
     port: int,
-    name: str | None,
+    name: str,
     key_file: Path | None,
     store: str | None,
     **options: Any,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import click
 
 from lightning_trainer.cli.options import config_options, given, print_json
 from lightning_trainer.config import TrainConfig, merge
-
-# A progress bar of another library would be drawn through ours.
-_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @click.command(name="train")
@@ -34,8 +30,6 @@ def command(*, target: str | None, file: Path | None, **flags: Any) -> None:
     from lightning_trainer.training import train
 
     config = _config(file, {**given(flags), **({"target": target} if target else {})})
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
     with Shown(_title(config)) as progress:
         result = train(config, progress)
     rewards = {"reward_before": result.reward_before, "reward_after": result.reward_after}
