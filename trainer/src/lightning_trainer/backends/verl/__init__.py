@@ -1,0 +1,8 @@
+"""The verl backend: the same program trained on verl's trainer and vLLM, on one accelerator or on a cluster.
+
+The only code that imports verl and Ray; this package's own import brings neither.
+"""
+
+from lightning_trainer.backends.verl.describe import describe
+
+__all__ = ["describe"]

@@ -1,0 +1,201 @@
+"""verl's prompts to our rollouts, and back: the `agent_loop_manager_class`.
+
+verl hands over prompts and reads rows from TransferQueue. Between the two, the user's agents run wherever the runners
+are; each group of rollouts becomes rows as on the torch backend, by `algorithms.rl`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import transfer_queue as tq
+from tensordict import NonTensorData, NonTensorStack
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from lightning_spans import plugins
+from lightning_spans.credit import credit_by_name
+from lightning_spans.errors import LightningError
+from lightning_spans.store import Rollout, open_store
+from lightning_spans.trace import traces_of
+from lightning_trainer.account import Account
+from lightning_trainer.algorithms.rl import Batch, Settings, make_batch
+from lightning_trainer.backends.verl.comparisons import COMPARISONS
+from lightning_trainer.backends.verl.control import Control
+from lightning_trainer.backends.verl.groups import Groups
+from lightning_trainer.backends.verl.trajectories import Prompt, Trajectory, trajectories
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.rollouts import Outcome
+from lightning_trainer.rows import Row
+from lightning_trainer.scores import Score, score, total
+
+PARTITION: Final = "train"
+
+
+class NothingCollectedError(LightningError):
+    """A whole batch of groups gave no row; the message says why."""
+
+
+class RolloutCollector:
+    """Runs verl's prompts as rollouts of the user's agents. Made by verl's task runner, in the trainer's process."""
+
+    def __init__(self, config: Any) -> None:
+        lightning = config.lightning
+        self._run = TrainConfig(**json.loads(Path(lightning.config).read_text(encoding="utf-8")))
+        control = Control.of(lightning)
+        plugins.load_all()
+        self._store = open_store(control.url, key=control.key)
+        self._groups = Groups(self._store)
+        self._settings = settings_of(self._run)
+        self._name = uuid.uuid4().hex[:8]  # of this start: rollouts of a run that was killed are not taken again
+        self._lock = threading.Lock()
+        self._account = Account()
+        self._outcomes: list[Outcome] = []
+        self._agents: set[str] = set()
+        self._barren = 0  # groups without a row, since the last one with
+
+    @classmethod
+    def create(cls, *, config: Any, **_: Any) -> RolloutCollector:
+        """Make it; verl offers clients and reward workers, which the run's own server stands for."""
+        return cls(config)
+
+    def check(self) -> None:
+        """See that rollouts are still collected.
+
+        Raises:
+            LightningError: why they are not.
+        """
+        self._groups.check()
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """Queue the rollouts of these prompts and return at once."""
+        for row in as_dicts(prompts):
+            prompt = Prompt(
+                uid=str(row["uid"]), step=int(row["global_steps"]), values_as_rewards=self._run.algorithm == "ppo"
+            )
+            step, place = divmod(int(row["index"]), self._run.batch_size)
+            rollouts = self._plan(row["task"], f"{self._name}:t{step}-{place}", self._run.group_size, "train")
+            tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
+            self._groups.add(rollouts, functools.partial(self._ended, prompt))
+
+    def validate(self, tasks: Sequence[Mapping[str, Any]], step: int) -> Score:
+        """Run held-out tasks, sampled as in training, and wait for all of them.
+
+        Raises:
+            LightningError: rollouts are not collected any more.
+        """
+        ended: list[Outcome] = []
+        done = threading.Semaphore(0)
+
+        def keep(outcomes: list[Outcome]) -> None:
+            ended.extend(outcomes)
+            done.release()
+
+        for place, task in enumerate(tasks):
+            name = f"{self._name}.{step}:v-{place}"  # the same seeds in each validation: fewer differences by chance
+            self._groups.add(self._plan(task, name, self._run.val_samples, "val"), keep)
+        for _ in tasks:
+            while not done.acquire(timeout=1.0):
+                self.check()
+        return score(ended, self._run.failed)
+
+    def taken(self) -> tuple[Score, Account]:
+        """Give the score of the training rollouts that ended since the last time, and the account of their calls."""
+        with self._lock:
+            outcomes, account = self._outcomes, self._account
+            self._outcomes, self._account = [], Account()
+        return score(outcomes, self._run.failed), account
+
+    def _plan(self, task: Mapping[str, Any], name: str, size: int, mode: str) -> list[Rollout]:
+        return [
+            Rollout(
+                rollout_id=f"{name}-{member}",
+                group_id=name,
+                task=task,
+                mode=mode,
+                max_attempts=self._run.max_attempts,
+                timeout_s=self._run.timeout_s,
+            )
+            for member in range(size)
+        ]
+
+    def _ended(self, prompt: Prompt, ended: list[Outcome]) -> None:
+        """Write the rows of one group."""
+        batch = make_batch(self._settings, ended, functools.partial(_traces, self._store), self._agents)
+        self._agents |= {name for name in batch.agents if name is not None}
+        self._refuse_barren(batch, ended)
+        rows: dict[str, list[Row]] = defaultdict(list)
+        for row in batch.rows:
+            rows[row.rollout_id].append(row)
+        rewards = [total(outcome.rewards) if outcome.attempt else self._failed for outcome in ended]
+        write(prompt, trajectories(prompt, [rows[o.rollout.rollout_id] for o in ended], rewards))
+        with self._lock:
+            self._outcomes += ended
+            self._account += batch.account
+
+    @property
+    def _failed(self) -> float:
+        return 0.0 if self._run.failed == "exclude" else self._run.failed
+
+    def _refuse_barren(self, batch: Batch, ended: Sequence[Outcome]) -> None:
+        """Refuse to go on when as many groups as a batch has, one after the other, gave no row."""
+        self._barren = 0 if batch.rows else self._barren + 1
+        if self._barren < self._run.batch_size:
+            return
+        errors = [outcome.error for outcome in ended if outcome.error]
+        agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
+        facts = "\n".join(f"  {line}" for line in batch.account.lines())
+        raise NothingCollectedError(
+            f"the last {self._barren} groups of rollouts gave nothing to train on.\n"
+            + (f"The last error:\n{errors[-1][-2000:]}\n" if errors else "")
+            + f"Agents seen in the last group: {agents or 'none'}.\n{facts}\n"
+            "Run the agent by itself on one task; is attach() called in its module, and does each call have an agent?"
+        )
+
+
+def settings_of(run: TrainConfig) -> Settings:
+    """Say how groups become rows."""
+    options = {} if run.gamma is None else {"gamma": run.gamma}
+    return Settings(
+        agents=run.agents,
+        credit=credit_by_name(run.credit, **options),
+        normalise=run.normalise_std,
+        eps=run.advantage_eps,
+        failed=run.failed,
+        compare=COMPARISONS[run.algorithm],
+    )
+
+
+def write(prompt: Prompt, laid: Sequence[Trajectory]) -> None:
+    """Put rows into TransferQueue, then tell that the prompt is done: a group without rows is one that failed."""
+    if laid:
+        tq.kv_batch_put(
+            keys=[trajectory.key for trajectory in laid],
+            fields=list_of_dict_to_tensordict([dict(trajectory.fields) for trajectory in laid]),
+            tags=[dict(trajectory.tag) for trajectory in laid],
+            partition_id=PARTITION,
+        )
+    tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "finished" if laid else "failure"})
+
+
+def as_dicts(batch: Any) -> list[dict[str, Any]]:
+    """Take verl's batch of prompts apart, one dictionary a prompt."""
+
+    def value(column: Any, place: int) -> Any:
+        if isinstance(column, NonTensorStack):
+            return column[place].data
+        if isinstance(column, NonTensorData):
+            return column.data
+        return column[place]
+
+    return [{key: value(column, place) for key, column in batch.items()} for place in range(len(batch))]
+
+
+def _traces(store: Any, attempt_ids: Sequence[str]) -> Any:
+    return traces_of(store, attempt_ids=attempt_ids)

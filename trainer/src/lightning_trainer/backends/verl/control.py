@@ -1,0 +1,109 @@
+"""How the trainer's process tells the run's own server where the policy is: two routes, and the client's side of them.
+
+verl's trainer runs in a process that Ray starts somewhere; gateway, store and runner stay in the user's own process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from lightning_spans.errors import LightningError
+from lightning_trainer.backends.verl.engine import VllmEngine
+
+_ANSWER_S = 60.0
+
+
+class PolicyBody(BaseModel):
+    """Where the policy is: its replicas and the number of their weights; without replicas, it learns."""
+
+    addresses: list[str] = []
+    version: int = 0
+    ended: bool = False
+
+
+class StepBody(BaseModel):
+    """The numbers of a step, as verl logs them."""
+
+    step: int
+    values: dict[str, float]
+
+
+def add_routes(app: Any, engine: VllmEngine, on_step: Callable[[int, Mapping[str, float]], None]) -> None:
+    """Give the run's app the routes that the trainer's process calls with the admin key."""
+
+    async def policy(request: Request, body: PolicyBody) -> dict[str, int]:
+        await request.app.state.door.admit(request.scope, "admin")
+        if body.addresses:
+            await engine.serve(body.addresses, body.version)
+            return {"version": engine.version}
+        cut = engine.pause()
+        if body.ended:
+            await engine.close()
+        return {"cut": cut}
+
+    async def step(request: Request, body: StepBody) -> dict[str, int]:
+        await request.app.state.door.admit(request.scope, "admin")
+        on_step(body.step, body.values)
+        return {"step": body.step}
+
+    # FastAPI reads the signatures: under `from __future__ import annotations` it needs the types themselves.
+    for endpoint, body in ((policy, PolicyBody), (step, StepBody)):
+        endpoint.__annotations__ |= {"request": Request, "body": body, "return": dict[str, int]}
+        app.add_api_route(f"/api/verl/{endpoint.__name__}", endpoint, methods=["POST"], include_in_schema=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """The trainer's side.
+
+    Attributes:
+        url: of the run's server.
+        key: its admin key.
+    """
+
+    url: str
+    key: str
+
+    @classmethod
+    def of(cls, lightning: Mapping[str, Any]) -> Control:
+        """Read the part `lightning` of verl's configuration."""
+        return cls(lightning["url"], Path(lightning["key_file"]).read_text(encoding="ascii").strip())
+
+    def serve(self, addresses: Sequence[str], version: int) -> None:
+        """Let calls go to these replicas."""
+        self._post("policy", {"addresses": list(addresses), "version": version})
+
+    def pause(self) -> int:
+        """Hold calls, cut those under way; gives their number."""
+        return int(self._post("policy", {}).get("cut", 0))
+
+    def end(self) -> None:
+        """Close the connections to replicas: the run is over."""
+        self._post("policy", {"ended": True})
+
+    def step(self, step: int, values: Mapping[str, Any]) -> None:
+        """Tell the numbers of a step; what is no finite number is left out."""
+        numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
+        self._post("step", {"step": step, "values": numbers})
+
+    def _post(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        headers = {"authorization": f"Bearer {self.key}"}
+        try:
+            response = httpx.post(f"{self.url}/api/verl/{name}", json=body, headers=headers, timeout=_ANSWER_S)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise LightningError(f"the run's server at {self.url} does not answer: {error}. Was it stopped?") from error
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, str) and math.isfinite(float(value))

@@ -1,0 +1,180 @@
+"""verl's vLLM replicas as the gateway's engine: token ids in, token ids out.
+
+While the trainer learns, replicas sleep and their weights change. An answer that is cut by that is not lost: what was
+drawn stays, and the rest is drawn by the new weights once they are there (partial rollouts). Each token keeps the
+log-probability of the weights that drew it.
+
+Everything here belongs to one event loop, the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from lightning_spans.errors import LightningError
+from lightning_trainer.engine import FinishReason, Sampled, Sampling
+from lightning_trainer.server.sse import events_in
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_FINISHED: Final[Mapping[str, FinishReason]] = {"stop": "stop", "length": "length"}
+_QUIET_S: Final = 300.0  # longest silence of a replica within an answer
+
+
+class ReplicaError(LightningError):
+    """A vLLM replica refused a request or broke off."""
+
+
+class VllmEngine:
+    """Draws answers from whichever replica has the least to do.
+
+    Args:
+        tokenizer: of the model.
+        max_model_len: most tokens of prompt and answer together.
+        model: name under which the policy is served.
+    """
+
+    def __init__(self, tokenizer: Any, max_model_len: int, *, model: str = "policy") -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.version = 0
+        self._loads: dict[str, int] = {}  # requests under way by replica
+        self._names: dict[str, str] = {}  # what each replica calls the model
+        self._serving = asyncio.Event()
+        self._streams: set[aiohttp.ClientResponse] = set()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def serve(self, addresses: Sequence[str], version: int) -> None:
+        """Draw from these replicas (``host:port``), which have the weights of this version."""
+        self._loads = {address: self._loads.get(address, 0) for address in addresses}
+        self._names = {address: await self._name_at(address) for address in addresses}
+        self.version = version
+        self._serving.set()
+
+    def pause(self) -> int:
+        """Cut what is being drawn and hold requests until `serve`. Gives the number of answers cut."""
+        self._serving.clear()
+        for stream in self._streams:
+            stream.close()
+        return len(self._streams)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        self.pause()
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        """Draw one answer; see `Engine.generate`. A stop string that spans a pause is not found.
+
+        Raises:
+            ValueError: the prompt is empty or leaves no room in the context.
+            ReplicaError: the replica failed.
+        """
+        room = self.max_model_len - len(prompt)
+        if not prompt or room < 1:
+            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_model_len}")
+        left = min(room, sampling.max_tokens or room)
+        ids = list(prompt)
+        while True:
+            await self._serving.wait()
+            async with aclosing(self._stream(ids, left, sampling)) as pieces:
+                async for piece in pieces:
+                    ids += piece.token_ids
+                    left -= len(piece.token_ids)
+                    yield piece
+                    if piece.finish_reason is not None:
+                        return
+            if left < 1:  # the pause came between the last token and the word that it was the last
+                yield Sampled((), (), "", "length")
+                return
+
+    async def _stream(self, ids: list[int], left: int, sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+        """Draw from one replica until it is finished or a pause cuts it."""
+        import aiohttp
+
+        address = min(self._loads, key=lambda name: self._loads[name])
+        self._loads[address] += 1
+        response: aiohttp.ClientResponse | None = None
+        try:
+            response = await self._connection().post(
+                f"http://{address}/v1/completions", data=orjson.dumps(self._body(address, ids, left, sampling))
+            )
+            if response.status != 200:
+                raise ReplicaError(f"vLLM at {address} answered {response.status}: {(await response.text())[:500]}")
+            self._streams.add(response)
+            async for data in events_in(response.content.iter_any()):
+                if data == b"[DONE]" or not self._serving.is_set():
+                    return
+                piece = _piece(orjson.loads(data), address)
+                if piece is not None:
+                    yield piece
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            if self._serving.is_set():
+                raise ReplicaError(f"vLLM at {address} broke off: {type(error).__name__}: {error}") from error
+        finally:
+            if address in self._loads:
+                self._loads[address] -= 1
+            if response is not None:
+                self._streams.discard(response)
+                response.close()
+
+    def _body(self, address: str, ids: list[int], left: int, sampling: Sampling) -> dict[str, Any]:
+        body = {
+            "model": self._names[address],
+            "prompt": ids,
+            "max_tokens": left,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop": list(sampling.stop),
+            "logprobs": 0,  # those of the tokens drawn, and no others
+            "return_token_ids": True,
+            "stream": True,
+        }
+        # Another seed for each continuation: the same one would draw the same tokens again.
+        return body if sampling.seed is None else {**body, "seed": (sampling.seed + len(ids)) % 2**31}
+
+    def _connection(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=_QUIET_S)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=timeout,
+                headers={"content-type": "application/json"},
+            )
+        return self._session
+
+    async def _name_at(self, address: str) -> str:
+        async with self._connection().get(f"http://{address}/v1/models") as response:
+            models = orjson.loads(await response.read())["data"]
+        return str(models[0]["id"])
+
+
+def _piece(chunk: Mapping[str, Any], address: str) -> Sampled | None:
+    """Read one chunk of a completion; None for one without a choice, such as the usage at the end."""
+    if "error" in chunk:
+        raise ReplicaError(f"vLLM at {address} failed: {chunk['error']}")
+    if not chunk.get("choices"):
+        return None
+    choice = chunk["choices"][0]
+    ids = tuple(choice.get("token_ids") or ())
+    logprobs = tuple((choice.get("logprobs") or {}).get("token_logprobs") or ())
+    if len(ids) != len(logprobs):
+        raise ReplicaError(f"vLLM at {address} gave {len(ids)} tokens and {len(logprobs)} log-probabilities")
+    return Sampled(ids, logprobs, choice.get("text") or "", _finish(choice.get("finish_reason")))
+
+
+def _finish(reason: str | None) -> FinishReason | None:
+    with suppress(KeyError):
+        return _FINISHED[reason or ""]
+    return None  # "abort": what vLLM says of a request that a pause cut; the stream ends, and is taken up again

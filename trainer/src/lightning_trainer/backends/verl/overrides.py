@@ -1,0 +1,349 @@
+"""From what the user means to verl's options: one function, without importing verl.
+
+Three kinds of keys. Those that follow from an option of `TrainConfig` can only be changed there. Those that connect
+verl with this trainer can't be changed. All others are defaults, and the table `verl` of the configuration goes before
+them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.verl.needs import tensor_parallel
+from lightning_trainer.backends.verl.shape import Shape
+from lightning_trainer.config import TrainConfig
+
+Values = dict[str, Any]
+
+HERE: Final = "lightning_trainer.backends.verl"
+# Our name of an algorithm, and verl's name of the advantage estimator: ours are registered by `estimators`.
+ESTIMATORS: Final[Mapping[str, str]] = {
+    "grpo": "lightning",
+    "rloo": "lightning",
+    "reinforce++": "lightning_whitened",
+    "ppo": "gae",
+}
+PER_RESPONSE: Final = "_per_response"  # ends the estimator's name where every response weighs the same
+CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration, for the trainer's process
+TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
+DEFAULT_CONTEXT: Final = 4096  # where neither the configuration nor the model says how long a conversation gets
+_ROWS_OF_TOKENS: Final = 16384  # tokens of one accelerator's micro-batch, verl's own default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the run is, which verl's processes must know.
+
+    Attributes:
+        folder: the run's folder, on storage that all nodes share.
+        url: of the run's own server.
+        key_file: file with its admin key.
+        steps: optimiser steps of the whole run.
+        resume: verl's checkpoint folder to go on from; None: from the start.
+    """
+
+    folder: Path
+    url: str = "http://127.0.0.1:0"
+    key_file: Path = Path("admin.key")
+    steps: int = 1
+    resume: Path | None = None
+
+
+def overrides(config: TrainConfig, place: Place, shape: Shape | None, *, flash_attention: bool) -> Values:
+    """Give verl's options, by dotted key, over its `ppo_trainer` configuration.
+
+    Args:
+        config: of the run.
+        place: where it is.
+        shape: of the model; None where it can't be read.
+        flash_attention: whether the package flash_attn is installed, without which rows can't be packed.
+
+    Raises:
+        ConfigError: an option is not for verl, or the table `verl` sets a key that is not its own.
+    """
+    check(config)
+    context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
+    derived = _derived(config, place, context)
+    connecting = _connecting(config, place)
+    defaults = _defaults(config, shape, context, flash_attention=flash_attention)
+    if config.device == "cpu":
+        defaults |= _on_cpu(config)
+    passed = dict(_flatten(config.verl))
+    _refuse(passed, derived, connecting)
+    known = {key.lstrip("+"): key for key in defaults}
+    for key, value in passed.items():
+        bare = key.lstrip("+")
+        defaults[known.get(bare, key)] = value
+    return {**{key: value for key, (value, _) in derived.items()}, **defaults, **connecting}
+
+
+def as_hydra(values: Mapping[str, Any]) -> list[str]:
+    """Write options as Hydra reads them on a command line."""
+    return [f"{key}={_literal(value)}" for key, value in values.items()]
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse options that mean something else, or nothing, on verl.
+
+    Raises:
+        ConfigError: says which, and what to do.
+    """
+    problems = {
+        f"verl knows no algorithm {config.algorithm!r}. Use one of: {', '.join(ESTIMATORS)}.": config.algorithm
+        not in ESTIMATORS,
+        "verl trains with one temperature for all calls, above 0. Set temperature, or leave it out for 1.": (
+            config.temperature is not None and config.temperature <= 0
+        ),
+        "with kl_coef, verl averages the divergence over tokens. Set loss_aggregation = token-mean, or kl_coef = 0.": (
+            config.kl_coef > 0 and config.loss_aggregation != "token-mean"
+        ),
+        "algorithm = ppo weighs tokens by the critic. Set loss_aggregation = token-mean.": (
+            config.algorithm == "ppo" and config.loss_aggregation != "token-mean"
+        ),
+        f"device = {config.device!r} names one device. With verl, say cpu, or give the number of gpus.": (
+            config.device not in {"auto", "cpu", "cuda"}
+        ),
+        "until stops a run early; verl's trainer runs a number of steps. Leave until out, and set steps.": (
+            config.until is not None
+        ),
+        f"batch_size = {config.batch_size} tasks of {config.group_size} rollouts are fewer than the accelerators.": (
+            config.batch_size * config.group_size < config.gpus * config.nodes
+        ),
+    }
+    for message, wrong in problems.items():
+        if wrong:
+            raise ConfigError(message)
+
+
+def _derived(config: TrainConfig, place: Place, context: int) -> dict[str, tuple[Any, str]]:
+    """Options that follow from the user's, each with the name under which the user sets it."""
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    answer = min(config.max_tokens or context // 2, context - 1)
+    validates = config.val is not None
+    return {
+        "algorithm.adv_estimator": (_estimator(config), "algorithm and loss_aggregation"),
+        "algorithm.norm_adv_by_std_in_grpo": (config.normalise_std, "normalise_std"),
+        "critic.enable": (config.algorithm == "ppo", "algorithm"),
+        "data.train_batch_size": (config.batch_size, "batch_size"),
+        "data.max_prompt_length": (context - answer, "max_model_len"),
+        "data.max_response_length": (answer, "max_tokens"),
+        "actor_rollout_ref.model.path": (_model(config), "model"),
+        "actor_rollout_ref.model.lora_rank": (config.lora_rank, "lora_rank"),
+        "actor_rollout_ref.model.lora_alpha": (_alpha(config), "lora_alpha"),
+        f"{actor}.optim.lr": (config.learning_rate, "learning_rate"),
+        f"{actor}.grad_clip": (config.max_grad_norm, "max_grad_norm"),
+        f"{actor}.optim.clip_grad": (config.max_grad_norm, "max_grad_norm"),
+        f"{actor}.clip_ratio": (config.clip_low, "clip_low"),
+        f"{actor}.clip_ratio_low": (config.clip_low, "clip_low"),
+        f"{actor}.clip_ratio_high": (config.clip_high, "clip_high"),
+        f"{actor}.loss_agg_mode": ("token-mean", "loss_aggregation"),
+        f"{actor}.use_kl_loss": (config.kl_coef > 0, "kl_coef"),
+        f"{actor}.kl_loss_coef": (config.kl_coef, "kl_coef"),
+        f"{actor}.ppo_mini_batch_size": (config.batch_size, "batch_size"),
+        f"{rollout}.n": (config.group_size, "group_size"),
+        f"{rollout}.temperature": (config.temperature or 1.0, "temperature"),
+        f"{rollout}.dtype": (_rollout_dtype(config), "dtype"),
+        f"{rollout}.max_model_len": (context, "max_model_len"),
+        f"{rollout}.seed": (config.seed, "seed"),
+        f"{rollout}.val_kwargs.n": (config.val_samples, "val_samples"),
+        f"{rollout}.val_kwargs.temperature": (config.temperature or 1.0, "temperature"),
+        f"{rollout}.val_kwargs.do_sample": (True, "val_samples"),
+        "trainer.device": ("cpu" if config.device == "cpu" else "cuda", "device"),
+        "trainer.n_gpus_per_node": (config.gpus, "gpus"),
+        "trainer.nnodes": (config.nodes, "nodes"),
+        "trainer.total_training_steps": (place.steps, "steps"),
+        "trainer.save_freq": (config.save_every, "save_every"),
+        "trainer.max_actor_ckpt_to_keep": (config.keep, "keep"),
+        "trainer.max_critic_ckpt_to_keep": (config.keep, "keep"),
+        "trainer.val_before_train": (validates and place.resume is None, "val"),
+        "trainer.test_freq": ((config.val_every or place.steps) if validates else -1, "val_every"),
+        "trainer.default_local_dir": (str(place.folder / "checkpoints"), "out"),
+        "trainer.resume_mode": ("disable" if place.resume is None else "resume_path", "resume"),
+        "trainer.resume_from_path": (None if place.resume is None else str(place.resume), "resume"),
+    }
+
+
+def _connecting(config: TrainConfig, place: Place) -> Values:
+    """Options through which verl meets this trainer."""
+    validation = config.val or config.data
+    return {
+        "trainer.use_v1": True,
+        "trainer.v1.trainer_mode": "lightning_async" if config.staleness else "lightning_sync",
+        "trainer.v1.sampler.custom_sampler.path": f"pkg://{HERE}.replay",
+        "trainer.v1.sampler.custom_sampler.name": "AsyncReplay" if config.staleness else "SyncReplay",
+        "trainer.v1.sampler.max_off_policy_threshold": config.staleness + 1 if config.staleness else None,
+        "trainer.checkpoint_callback_class": f"{HERE}.checkpoints.RegisterCheckpoint",
+        "actor_rollout_ref.model.external_lib": f"{HERE}.registrations",
+        "critic.model.external_lib": f"{HERE}.registrations",
+        "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": f"{HERE}.collect.RolloutCollector",
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.mode": "async",
+        "data.custom_cls.path": f"pkg://{HERE}.dataset",
+        "data.custom_cls.name": "TaskDataset",
+        "data.train_files": f"train:{config.data.absolute()}",
+        "data.val_files": f"val:{validation.absolute()}",
+        "data.shuffle": False,  # the data set is in the order of the run already
+        "data.validation_shuffle": False,
+        "trainer.total_epochs": 1,  # one pass over the run's own order of tasks, whatever the number of epochs
+        "+data.lightning": {"steps": place.steps, "seed": config.seed},
+        "+lightning.url": place.url,
+        "+lightning.key_file": str(place.key_file),
+        "+lightning.config": str(place.folder / CONFIG_NAME),
+    }
+
+
+def _defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_attention: bool) -> Values:
+    """Options for which the user has no word of ours: the table `verl` changes them."""
+    actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+    values: Values = {
+        f"{model}.use_remove_padding": flash_attention,
+        f"{model}.enable_gradient_checkpointing": True,
+        f"{actor}.strategy": "fsdp2",
+        f"{actor}.use_dynamic_bsz": True,
+        f"{actor}.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS),
+        f"{actor}.clip_ratio_c": 1e9,  # the bound of dual-clip PPO, out of reach: the torch backend has none
+        f"{actor}.entropy_coeff": 0,
+        f"{actor}.kl_loss_type": "low_var_kl",
+        f"{actor}.optim.weight_decay": 0.0,
+        f"{actor}.optim.betas": [0.9, 0.999],
+        f"{actor}.fsdp_config.seed": config.seed,
+        f"{actor}.data_loader_seed": config.seed,
+        f"{actor}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+        f"{actor}.checkpoint.load_contents": ["model", "optimizer", "extra"],
+        f"{rollout}.tensor_model_parallel_size": tensor_parallel(shape, config.gpus),
+        f"{rollout}.gpu_memory_utilization": 0.5,
+        f"{rollout}.enable_chunked_prefill": True,
+        f"{rollout}.load_format": "dummy",  # the trainer's weights come before the first call
+        # Log-probabilities before top-p and top-k, over the whole vocabulary, as the trainer computes them.
+        f"{rollout}.logprobs_mode": "raw_logprobs" if config.temperature in {None, 1.0} else "processed_logprobs",
+        "data.dataloader_num_workers": 0,
+        "reward.num_workers": 1,
+        f"{rollout}.agent.num_workers": 1,
+        "+lightning.transfer_s": TRANSFER_S,
+        "trainer.logger": ["console"],
+        "trainer.project_name": "lightning",
+        "trainer.experiment_name": "run",
+    }
+    if config.nodes > 1:
+        values["+ray_kwargs.ray_init.address"] = "auto"  # the cluster that was started before
+    else:
+        values["+ray_kwargs.ray_init.include_dashboard"] = False
+    if not flash_attention:
+        values[f"+{model}.override_config.attn_implementation"] = "sdpa"
+        values["+critic.model.override_config.attn_implementation"] = "sdpa"
+        values["critic.model.use_remove_padding"] = False
+    if config.lora_rank:
+        values[f"{model}.lora.merge"] = True  # the gateway asks vLLM for the policy, not for an adapter beside it
+    if config.algorithm == "ppo":
+        values |= {
+            "critic.strategy": "fsdp2",
+            "critic.model.path": _model(config),
+            "critic.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS),
+            "critic.optim.weight_decay": 0.0,
+        }
+    if config.staleness:
+        values |= {
+            "trainer.v1.sampler.max_off_policy_strategy": "drop",
+            "trainer.v1.colocate_async.num_warmup_batches": config.staleness,
+            "algorithm.rollout_correction.rollout_is": "token",
+            "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+        }
+    return values
+
+
+def _on_cpu(config: TrainConfig) -> Values:
+    """Options for a machine without an accelerator: logical devices, float32 throughout, vLLM never asleep."""
+    actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+    full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    values: Values = {
+        f"{model}.use_remove_padding": False,
+        f"{model}.enable_gradient_checkpointing": False,
+        f"+{model}.override_config.attn_implementation": "sdpa",
+        f"{actor}.use_torch_compile": False,
+        f"{actor}.fsdp_config.use_torch_compile": False,
+        f"+{actor}.fsdp_config.mixed_precision": full,
+        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.enforce_eager": True,
+        f"{rollout}.free_cache_engine": False,
+        f"+{rollout}.enable_sleep_mode": False,
+        f"{rollout}.gpu_memory_utilization": 0.1,
+        f"{rollout}.max_num_seqs": 32,
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 512,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "+ray_kwargs.ray_init.runtime_env.env_vars": {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    if config.nodes == 1:
+        values |= {
+            "ray_kwargs.ray_init.num_cpus": 16,  # logical: placement groups ask for several
+            "+ray_kwargs.ray_init.num_gpus": config.gpus,  # logical: verl's workers ask for them
+        }
+    if config.algorithm == "ppo":
+        values |= {
+            "critic.model.enable_gradient_checkpointing": False,
+            "critic.fsdp.use_torch_compile": False,
+            "+critic.fsdp.mixed_precision": full,
+        }
+    return values
+
+
+def _model(config: TrainConfig) -> str:
+    """A local folder by its absolute path, for processes elsewhere; a hub id as it is."""
+    folder = Path(config.model)
+    return str(folder.absolute()) if folder.is_dir() else config.model
+
+
+def _estimator(config: TrainConfig) -> str:
+    return ESTIMATORS[config.algorithm] + (PER_RESPONSE if config.loss_aggregation == "sequence-mean" else "")
+
+
+def _alpha(config: TrainConfig) -> int:
+    alpha = config.lora_alpha or 2.0 * (config.lora_rank or 8)
+    if alpha != int(alpha):
+        raise ConfigError(f"lora_alpha = {alpha}: verl takes whole numbers.")
+    return int(alpha)
+
+
+def _rollout_dtype(config: TrainConfig) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if config.device == "cpu" else "bfloat16"
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _refuse(passed: Mapping[str, Any], derived: Mapping[str, tuple[Any, str]], connecting: Mapping[str, Any]) -> None:
+    held = {key.lstrip("+") for key in connecting}
+    for key in passed:
+        bare = key.lstrip("+~")
+        if bare in derived:
+            raise ConfigError(f"verl's option {bare} follows from {derived[bare][1]}. Set that, and not verl's.")
+        if any(bare == other or bare.startswith(f"{other}.") for other in held):
+            raise ConfigError(f"verl's option {bare} connects verl with this trainer. It can't be changed.")
+
+
+def _literal(value: Any) -> str:
+    """Write a value in the grammar of Hydra's overrides."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # A backslash stands for itself unless it comes before a quote.
+        return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), value) + '"'
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_literal(item) for item in value) + "]"
+    return str(value)

@@ -1,0 +1,73 @@
+"""What verl tells of its steps, in the run's own log and on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from lightning_trainer.metrics import MetricLog
+from lightning_trainer.progress import Progress
+from lightning_trainer.scores import Score
+
+# verl's name of a number, and the name that the torch backend gives it.
+_NAMES: Final = {
+    "actor/pg_loss": "loss",
+    "actor/grad_norm": "grad_norm",
+    "actor/pg_clipfrac": "clip_fraction",
+    "actor/kl_loss": "kl",
+    "actor/entropy": "entropy",
+    "timing_s/step": "seconds",
+    "timing_s/gen": "rollout_seconds",
+    "timing_s/old_log_prob": "logprob_seconds",
+    "timing_s/update_actor": "update_seconds",
+    "timing_s/update_weights": "weights_seconds",
+    "timing_s/save_checkpoint": "save_seconds",
+}
+_OURS: Final = "lightning/"
+_HELD_OUT: Final = "val/"
+
+
+class Reporter:
+    """Keeps the numbers of steps.
+
+    Args:
+        log: of the run.
+        progress: shown to people.
+    """
+
+    def __init__(self, log: MetricLog, progress: Progress) -> None:
+        self._log = log
+        self._progress = progress
+
+    def told(self, step: int, values: Mapping[str, float]) -> None:
+        """Hear the numbers of a step, or of a validation.
+
+        Args:
+            step: verl's number: of the step, from 1, or of the steps taken before a validation.
+            values: by verl's names.
+        """
+        if any(name.startswith(_HELD_OUT) for name in values):
+            numbers = {name.removeprefix(_HELD_OUT): value for name, value in values.items()}
+            self._log.add("val", step, numbers)
+            self._progress.note(f"held out after {step} steps: reward {numbers.get('reward', float('nan')):.3f}")
+            return
+        numbers = ours(values)
+        self._log.add("train", step - 1, numbers)
+        self._progress.step(step - 1, numbers)
+
+    def score_at(self, step: int) -> Score | None:
+        """Give the held-out score after so many steps; None where none was made."""
+        return next((Score.from_metrics(line) for line in self._log.lines("val") if line["step"] == step), None)
+
+    def curve(self, steps: int) -> tuple[float | None, ...]:
+        """Give the mean training reward of each step."""
+        rewards = dict(self._log.series("train", "reward"))
+        return tuple(rewards.get(step) for step in range(steps))
+
+
+def ours(values: Mapping[str, float]) -> dict[str, float]:
+    """Give numbers by our names: those that both backends have, our own, and verl's others under ``verl/``."""
+    return {
+        _NAMES.get(name, name.removeprefix(_OURS) if name.startswith(_OURS) else f"verl/{name}"): value
+        for name, value in values.items()
+    }

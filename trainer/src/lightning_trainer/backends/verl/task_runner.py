@@ -1,0 +1,21 @@
+"""verl's task runner, after our trainers are registered: `run_ppo` takes the class as an argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.trainer.main_ppo import TaskRunnerV1
+
+_VERLS: Any = TaskRunnerV1.__ray_metadata__.modified_class  # what ray.remote made an actor of
+
+
+@ray.remote
+class TaskRunner:
+    """Runs the training loop, in a process that Ray starts."""
+
+    def run(self, config: Any) -> None:
+        """Train."""
+        from lightning_trainer.backends.verl import registrations, trainers  # noqa: F401 - they register themselves
+
+        _VERLS().run(config)
