@@ -109,7 +109,7 @@ def _packaged_weights() -> Path:
 
 def _convert(weights: Path, folder: Path, template: str) -> None:
     try:
-        from lightning_trainer.backends.torch.gguf import convert
+        from lightning_trainer.backends.torch.from_gguf import convert
     except ImportError as error:
         raise ConfigError(f'{error}. Install what models need: pip install "lightning-trainer[torch]"') from error
     convert(weights, folder, template)

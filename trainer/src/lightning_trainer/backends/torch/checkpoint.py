@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lightning_spans.errors import ConfigError
@@ -89,7 +90,7 @@ def restore(folder: Path, model: LoadedModel, policy: Policy, engine: TorchEngin
         raise ConfigError(f"{folder} trained {kinds[0]}, this run trains {kinds[1]}. Use the same LoRA options.")
     try:
         policy.set_state(load_file(folder / TENSORS))
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}: {TENSORS} does not fit this model or is damaged: {error}") from error
     kind, numbers, gauss = state["random"]
     engine.random.setstate((kind, tuple(numbers), gauss))

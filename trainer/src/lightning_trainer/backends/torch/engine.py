@@ -98,6 +98,11 @@ class TorchEngine:
         least = min(lane.load for lane in self._lanes)
         return max((lane for lane in self._lanes if lane.load == least), key=lambda lane: lane.shares(request))
 
+    def counts(self) -> dict[str, int]:
+        """Totals since the start: requests, prompt_tokens, of them reused_tokens, generated_tokens."""
+        names = ("requests", "prompt_tokens", "reused_tokens", "generated_tokens")
+        return {name: sum(lane.counts[name] for lane in self._lanes) for name in names}
+
     @contextmanager
     def still(self) -> Iterator[None]:
         """Let running requests end and hold back the others, so that weights can change."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from asyncio import AbstractEventLoop
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,6 +38,7 @@ class Lane:
         self._running: dict[int, Request] = {}  # by slot
         self._last_used = np.zeros(slots, np.int64)
         self._steps = 0
+        self.counts: Counter[str] = Counter()
         self._waiting: deque[Request] = deque()
         self._changed = threading.Condition()  # guards what follows, and _waiting
         self._held = 0
@@ -189,6 +190,7 @@ class Lane:
         cache.begin(slot, request.prompt, source, shared)
         request.slot = slot
         self._running[slot] = request
+        self.counts.update(requests=1, prompt_tokens=len(request.prompt), reused_tokens=shared)
         return True
 
     def _free_slot(self) -> int:
@@ -228,6 +230,7 @@ class Lane:
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             piece = request.take(token, logprob, ends=token in self._model.end_tokens)
             pieces.append((request, piece))
+            self.counts["generated_tokens"] += 1
             if piece.finish_reason is None:
                 self._cache.append(request.slot, token)
             else:

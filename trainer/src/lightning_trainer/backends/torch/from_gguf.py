@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 
 
@@ -21,16 +25,17 @@ def convert(weights: Path, folder: Path, template: str) -> None:
     from transformers.utils.quantization_config import GgufConfig
 
     source, name = str(weights.parent), weights.name
-    # Without `dequantize` transformers keeps GGUF's blocks, which it can't save (5.23).
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
+    with _read_once():
+        # Without `dequantize` transformers keeps GGUF's blocks, which it can't save (5.23).
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=name)
     for owner, left_over in ((model, "hf_quantizer"), (model.config, "quantization_config")):
         if hasattr(owner, left_over):
             delattr(owner, left_over)
-    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=name)
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
-    tokenizer.bos_token = "<|im_start|>"
+    for kind, text in (("bos", "<|im_start|>"), ("eos", "<|im_end|>"), ("pad", "<|im_end|>")):
+        setattr(tokenizer, f"{kind}_token", text)
     tokenizer.model_max_length = model.config.max_position_embeddings
     tokenizer.chat_template = template
     for settings in (model.config, model.generation_config):
@@ -39,6 +44,20 @@ def convert(weights: Path, folder: Path, template: str) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _name_common_class(folder / "tokenizer_config.json")
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Remember what was read: transformers 5.23 parses the file three times, and lists names once for each module."""
+    names = ("GGUFReader", "get_tensor_name_map")
+    own = {name: getattr(gguf, name) for name in names}
+    try:
+        for name in names:
+            setattr(gguf, name, functools.cache(own[name]))
+        yield
+    finally:
+        for name in names:
+            setattr(gguf, name, own[name])
 
 
 def _name_common_class(path: Path) -> None:
