@@ -81,6 +81,10 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
         LightningError: an option, a file or the agent is wrong, or there is nothing to learn. What was learned until
             then is saved.
     """
+    if config.backend == "verl":  # its trainer drives, and takes the steps itself
+        from lightning_trainer.backends.verl.run import run
+
+        return run(config, progress)
     began, progress = time.monotonic(), progress or Silent()
     tasks, val = load_tasks(config.data), load_tasks(config.val) if config.val else []
     plugins.load_all()
