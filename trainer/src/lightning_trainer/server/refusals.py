@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from lightning_spans.errors import RefusedError
+
 
 @dataclass(eq=False)
 class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure of ours
@@ -50,7 +52,9 @@ def forbidden(message: str) -> Refusal:
 
 
 def store_down(error: BaseException) -> Refusal:
-    """Give a 503: what came can't be kept now, so it is not answered as if it were."""
+    """Give a 503: what came can't be kept now, so it is not answered as if it were; a 400 when it never can be."""
+    if isinstance(error, RefusedError):
+        return bad_request(str(error))
     message = (
         f"the store can't keep this now: {error}. Try again; if it goes on, look at /healthz and the server's log."
     )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -16,6 +17,7 @@ from lightning_spans.store import Call, Store
 
 logger = logging.getLogger(__name__)
 _MOST_AT_ONCE: Final = 2000  # records in one transaction; SQLite's best rate is reached at about 1,000
+_GATHER_S: Final = 0.002
 
 Write: TypeAlias = Callable[[Sequence[Any]], int]
 
@@ -96,18 +98,29 @@ class Writer:
             thread.join()
 
     def _run(self) -> None:
-        going = True
+        company, going = 1, True
         while going:
-            items = [self._queue.get()]
-            size = 0
-            while items[-1] is not None and size < _MOST_AT_ONCE:
-                size += len(items[-1].records)
-                try:
-                    items.append(self._queue.get_nowait())
-                except queue.Empty:
-                    break
+            items = self._gather(company)
             going = items[-1] is not None
-            self._commit([item for item in items if item is not None])
+            waiting = [item for item in items if item is not None]
+            company = len(waiting)
+            self._commit(waiting)
+
+    def _gather(self, company: int) -> list[_Item | None]:
+        """Take what waits, and wait a little for as many as came last time: their senders were just answered.
+
+        A transaction costs about 0.8 ms of CPU and 0.15 ms more for each call in it, so company is worth a short wait.
+        """
+        items = [self._queue.get()]
+        size, until = 0, time.monotonic() + _GATHER_S
+        while items[-1] is not None and size < _MOST_AT_ONCE:
+            size += len(items[-1].records)
+            left_s = until - time.monotonic() if len(items) < company else 0.0
+            try:
+                items.append(self._queue.get(timeout=left_s) if left_s > 0 else self._queue.get_nowait())
+            except queue.Empty:
+                break
+        return items
 
     def _commit(self, items: list[_Item]) -> None:
         for write in (self._store.add_calls, self._store.add_spans):

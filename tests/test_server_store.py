@@ -1,0 +1,54 @@
+"""The store of a real server over HTTP keeps every promise of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_spans.store import Store, open_store
+from lightning_spans.store_http import HttpStore
+from lightning_spans.testing import StoreConformance
+from lightning_trainer.server.app import create_app
+from lightning_trainer.server.keys import Keys
+from lightning_trainer.server.serving import ServerThread
+
+
+@pytest.fixture(scope="module")
+def keys() -> Keys:
+    return Keys.fresh()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, keys: Keys) -> Iterator[tuple[str, Store]]:
+    behind = open_store(str(tmp_path_factory.mktemp("store") / "lightning.db"))
+    thread = ServerThread(create_app(behind, keys=keys))
+    yield thread.start(), behind
+    thread.stop()
+    behind.close()
+
+
+class TestServedStore(StoreConformance):
+    @pytest.fixture
+    def store(self, reopen: Callable[[], Store], server: tuple[str, Store]) -> Iterator[Store]:
+        yield reopen()
+        _, behind = server
+        behind.cancel([rollout.rollout_id for rollout in behind.rollouts()])  # the next test finds an empty queue
+
+    @pytest.fixture
+    def reopen(self, server: tuple[str, Store], keys: Keys) -> Callable[[], Store]:
+        return lambda: HttpStore(server[0], key=keys.issue("admin"))
+
+
+def test_an_attempt_claimed_over_http_comes_with_its_context(server: tuple[str, Store], keys: Keys, tmp_path: Path):
+    from lightning_spans.testing.samples import a_rollout
+
+    url, behind = server
+    runner = HttpStore(url, key=keys.issue("runner"))
+    behind.enqueue([a_rollout()])
+    (attempt,) = runner.claim("worker")
+    assert attempt.context is not None
+    assert attempt.context.endpoint == url
+    assert keys.check(str(attempt.context.key)).attempt_id == attempt.attempt_id
+    runner.finish(attempt.attempt_id, attempt.fence, status="succeeded")
