@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from lightning_spans import store_http
-from lightning_spans.errors import LeaseLostError, StoreError
+from lightning_spans.errors import LeaseLostError, RefusedError, StoreError
 from lightning_spans.records import dumps, from_json, loads, to_json
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
@@ -143,7 +143,7 @@ def test_refusals_are_told_in_the_servers_words() -> None:
     refused = httpx.Response(403, json={"error": {"message": "this key may not", "type": "forbidden", "code": None}})
     transport = Scripted(refused, httpx.Response(500, text="Internal Server Error"), httpx.Response(200, text="<html>"))
     store = HttpStore(URL, transport=transport)
-    with pytest.raises(StoreError, match="403: this key may not"):
+    with pytest.raises(RefusedError, match="403: this key may not"):
         store.add_spans([a_span()])
     with pytest.raises(StoreError, match="500: Internal Server Error"):
         store.enqueue([a_rollout()])

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import Connection, text
 
 from lightning_spans import store_queue
-from lightning_spans.errors import ConfigError, StoreError
+from lightning_spans.errors import ConfigError, RefusedError, StoreError
 from lightning_spans.store import Store, open_store
 from lightning_spans.store_schema import VERSION
 from lightning_spans.store_sql import SqlStore
@@ -279,13 +279,13 @@ def test_another_database_is_refused_with_what_to_do() -> None:
 
 def test_a_record_that_can_not_be_kept_is_refused_alone(opened: Callable[..., SqlStore]) -> None:
     store = opened()
-    with pytest.raises(StoreError, match="can't keep"):
+    with pytest.raises(RefusedError, match="can't keep"):
         store.add_spans([a_span(attributes={"what": object()})])
-    with pytest.raises(StoreError, match="can't keep"):
+    with pytest.raises(RefusedError, match="can't keep"):
         store.add_calls([a_call(prompt_token_ids=(2**31,))])
-    with pytest.raises(StoreError):
+    with pytest.raises(RefusedError, match="too large"):
         store.add_spans([a_span(start_ns=2**63)])
-    with pytest.raises(StoreError, match="NOT NULL"):
+    with pytest.raises(RefusedError, match="NOT NULL"):
         store.add_spans([a_span(operation=None)])
     assert store.spans() == store.calls() == []
 

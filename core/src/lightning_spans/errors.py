@@ -27,6 +27,10 @@ class StoreError(LightningError):
     """The store can't be opened, read or written."""
 
 
+class RefusedError(StoreError):
+    """The store will not do what it was asked, and would not another time: a record or request is wrong."""
+
+
 class LeaseLostError(StoreError):
     """The attempt's lease was taken over (its fencing number is old), so its late result is refused."""
 

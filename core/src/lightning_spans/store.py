@@ -133,8 +133,9 @@ class AttemptRecord:
 class Store(Protocol):
     """Traces, calls, rewards and the queue of rollouts. Whatever returns is on disk.
 
-    Every method may be called from any thread. Reads give records in the order of their start (rewards: of arrival).
-    Filters combine with "and"; None filters nothing.
+    Every method may be called from any thread. It raises StoreError when the store is closed or fails, and RefusedError
+    when a record or request is wrong, so that trying again is no use. Reads give records in the order of their start
+    (rewards: of arrival). Filters combine with "and"; None filters nothing.
     """
 
     def add_spans(self, spans: Sequence[Span]) -> int:
@@ -205,6 +206,8 @@ class Store(Protocol):
 
         Raises:
             LeaseLostError: the fence is old, or the attempt already ended otherwise.
+            RefusedError: no such attempt, `status` is no end, or a reward belongs to another attempt.
+            RewardError: a reward is not a finite number.
         """
         ...
 

@@ -28,7 +28,7 @@ from urllib.parse import quote
 
 import httpx
 
-from lightning_spans.errors import LeaseLostError, RewardError, StoreError
+from lightning_spans.errors import LeaseLostError, RefusedError, RewardError, StoreError
 from lightning_spans.records import R, dumps, from_json, loads, to_json
 from lightning_spans.rewards import Reward, as_reward
 from lightning_spans.spans import Json, Span
@@ -45,7 +45,7 @@ _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
 class HttpStore:
-    """A `Store` kept by a server. What the server refuses is a `StoreError`; threads share its connections.
+    """A `Store` kept by a server. What the server refuses is a `RefusedError`; threads share its connections.
 
     A call that can't reach the server, loses the connection, or is told to come back (503), is repeated with growing
     pauses for up to `patience_s`. That is safe because the store takes everything twice and counts it once, but for
@@ -189,14 +189,15 @@ class HttpStore:
 
         Raises:
             LeaseLostError: the server said 409.
-            StoreError: the store is closed, the server can't be reached, refused, or answered something else.
+            RefusedError: it said another 4xx, or the body is not JSON-like.
+            StoreError: the store is closed, the server can't be reached, failed, or answered something else.
         """
         if self._closed:
             raise StoreError(f"the store at {self.name} is closed. Open it again to go on.")
         try:
             content = dumps(body)
         except ValueError as error:
-            raise StoreError(f"POST {path} can't be sent to {self.name}: {error}") from error
+            raise RefusedError(f"POST {path} can't be sent to {self.name}: {error}") from error
         response = self._send(path, content, repeatable=repeatable)
         if response.is_error:
             raise self._refusal(path, response)
@@ -237,7 +238,9 @@ class HttpStore:
         except (ValueError, TypeError, KeyError):
             message = response.text[:200] or response.reason_phrase
         text = f"POST {path}: {self.name} answered {response.status_code}: {message}"
-        return LeaseLostError(text) if response.status_code == httpx.codes.CONFLICT else StoreError(text)
+        if response.status_code == httpx.codes.CONFLICT:
+            return LeaseLostError(text)
+        return RefusedError(text) if response.is_client_error else StoreError(text)
 
 
 def _batches(records: Sequence[Any]) -> list[list[Json]]:

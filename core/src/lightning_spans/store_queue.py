@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, get_args
 
 from sqlalchemy import Connection, and_, bindparam, insert, select, update
 
-from lightning_spans.errors import LeaseLostError, StoreError
+from lightning_spans.errors import LeaseLostError, RefusedError
 from lightning_spans.rewards import Reward
 from lightning_spans.store import AttemptRecord, AttemptStatus, Rollout, RolloutStatus
 from lightning_spans.store_rows import reward_values, rollout_values, row_attempt
@@ -80,11 +80,13 @@ def enqueue(connection: Connection, new: Sequence[Rollout]) -> int:
     """Queue rollouts that are not there yet.
 
     Raises:
-        StoreError: a rollout allows no attempt.
+        RefusedError: a rollout allows no attempt.
     """
     for rollout in new:
         if rollout.max_attempts < 1:
-            raise StoreError(f"rollout {rollout.rollout_id}: max_attempts is {rollout.max_attempts}. Allow at least 1.")
+            raise RefusedError(
+                f"rollout {rollout.rollout_id}: max_attempts is {rollout.max_attempts}. Allow at least 1."
+            )
     now = time.time_ns()
     rows = [{**rollout_values(rollout, now), "status": "queued"} for rollout in new]
     return connection.execute(insert_new(rollouts), rows).rowcount if rows else 0
@@ -185,7 +187,7 @@ def finish(
 
     Raises:
         LeaseLostError: another has taken over, or the attempt ended otherwise.
-        StoreError: no such attempt, `status` is not an end, or a reward belongs to another attempt.
+        RefusedError: no such attempt, `status` is not an end, or a reward belongs to another attempt.
     """
     row = connection.execute(_STANDING, {"attempt": attempt_id}).first()
     _check_end(attempt_id, status, earned, row)
@@ -208,12 +210,12 @@ def finish(
 
 def _check_end(attempt_id: str, status: AttemptStatus, earned: Sequence[Reward], row: Any) -> None:
     if row is None:
-        raise StoreError(f"there is no attempt {attempt_id}")
+        raise RefusedError(f"there is no attempt {attempt_id}")
     if status not in _END_STATUS:
-        raise StoreError(f"an attempt ends as one of {', '.join(sorted(_END_STATUS))}, not as {status!r}")
+        raise RefusedError(f"an attempt ends as one of {', '.join(sorted(_END_STATUS))}, not as {status!r}")
     for reward in earned:
         if (reward.attempt_id, reward.rollout_id) != (attempt_id, row.rollout_id):
-            raise StoreError(
+            raise RefusedError(
                 f"reward {reward.reward_id} is of attempt {reward.attempt_id} of rollout {reward.rollout_id},"
                 f" and can't end attempt {attempt_id} of rollout {row.rollout_id}"
             )

@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from lightning_spans import store_queue as q
 from lightning_spans import store_rows as rows
 from lightning_spans import store_schema as schema
-from lightning_spans.errors import LightningError, StoreError
+from lightning_spans.errors import LightningError, RefusedError, StoreError
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
 from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Choice, Rollout, RolloutStatus
@@ -181,7 +181,7 @@ class SqlStore:
         except LightningError:
             raise
         except (TypeError, ValueError, OverflowError, AttributeError) as error:
-            raise StoreError(f"store {self.name} can't keep this record: {error}") from error
+            raise RefusedError(f"store {self.name} can't keep this record: {error}") from error
 
     def _insert(self, table: Table, values: Callable[[Any], rows.Values], records: Sequence[Any]) -> int:
         new = self._values(values, records)

@@ -11,14 +11,15 @@ from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DataError, IntegrityError, InterfaceError, ProgrammingError, SQLAlchemyError
 
-from lightning_spans.errors import LightningError, StoreError
+from lightning_spans.errors import LightningError, RefusedError, StoreError
 
 logger = logging.getLogger("lightning_spans")
 T = TypeVar("T")
 
 _MOST: Final = 256  # writes in one transaction
+_BAD_RECORD: Final = (DataError, IntegrityError, InterfaceError, ProgrammingError, OverflowError)
 _GATHER_S: Final = 0.002  # at most this long for those who were there last time
 
 
@@ -155,7 +156,8 @@ class Writer:
         if isinstance(error, LightningError):
             return error
         reason = str(getattr(error, "orig", None) or error) if isinstance(error, SQLAlchemyError) else repr(error)
-        explained = StoreError(f"store {self._name} could not write: {reason}")
+        kind = RefusedError if isinstance(error, _BAD_RECORD) else StoreError
+        explained = kind(f"store {self._name} could not write: {reason}")
         explained.__cause__ = error
         return explained
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from lightning_spans.rewards import Reward
@@ -12,6 +13,15 @@ from lightning_spans.spans import Span
 from lightning_spans.store import Call, Choice, Rollout
 
 _FIRST_NS = 1_790_000_000_000_000_000  # a time in 2026, beyond what a float64 can hold to the nanosecond
+
+
+ANY = settings(
+    max_examples=25,
+    deadline=None,
+    # One store for all examples of a test is safe: their ids are new. And a suite is inherited by several classes.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+)
+"""How the suites run a test on any records."""
 
 
 def an_id() -> str:

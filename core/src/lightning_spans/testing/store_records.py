@@ -7,16 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from lightning_spans.errors import RewardError, StoreError
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
 from lightning_spans.store import Call, Choice, Store
 from lightning_spans.testing import samples
-from lightning_spans.testing.samples import a_call, a_reward, a_span, an_id
-
-_ANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+from lightning_spans.testing.samples import ANY, a_call, a_reward, a_span, an_id
 
 
 class RecordPromises:
@@ -26,21 +24,21 @@ class RecordPromises:
         """If it fails: a method of `lightning_spans.store.Store` is missing; add it."""
         assert isinstance(store, Store)
 
-    @_ANY
+    @ANY
     @given(span=samples.spans())
     def test_spans_come_back_as_they_went_in(self, store: Store, span: Span) -> None:
         """If it fails: find the field whose column or JSON form loses something, and widen it."""
         assert store.add_spans([span]) == 1
         assert store.spans(trace_ids=[span.trace_id]) == [span]
 
-    @_ANY
+    @ANY
     @given(call=samples.calls())
     def test_calls_come_back_as_they_went_in(self, store: Store, call: Call) -> None:
         """If it fails: find the lossy field. Choices keep their order; None and an empty tuple are different."""
         assert store.add_calls([call]) == 1
         assert store.calls(trace_ids=[call.trace_id or ""]) == [call]
 
-    @_ANY
+    @ANY
     @given(reward=samples.rewards())
     def test_rewards_come_back_as_they_went_in(self, store: Store, reward: Reward) -> None:
         """If it fails: rewards are float64 until the loss; keep them in eight bytes or in JSON's shortest digits."""
