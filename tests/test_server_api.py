@@ -241,6 +241,12 @@ def test_every_error_has_openais_shape(admin):
         assert set(reply.json()["error"]) == {"message", "type", "code", "param"}
 
 
+def test_an_endpoint_of_openai_that_is_not_served_says_which_are(admin):
+    reply = admin.post("/v1/responses", json={"model": "policy", "input": "hi"})
+    assert (reply.status_code, "POST /v1/chat/completions" in reply.json()["error"]["message"]) == (404, True)
+    assert admin.get("/v1/chat/completions").status_code == 405
+
+
 def test_the_api_is_described_and_the_description_needs_no_key(server):
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     assert {"/api/claims", "/api/rollouts", "/api/attempts/{attempt_id}/finish", "/api/query"} <= set(paths)

@@ -57,7 +57,7 @@ def measure() -> list[Figure]:
                 what=f"memory grown, {size}",
                 value=grown_mib,
                 unit="MiB",
-                note=f"over the last {(ROUNDS - 1) * REQUESTS} calls",
+                note=grown,
             ),
         ]
     return figures

@@ -49,6 +49,8 @@ class App(FastAPI):
         try:
             if handler is not None:
                 await handler(scope, receive, send)
+            elif path.startswith("/v1/"):
+                raise _not_served(scope["method"], path, self.hot)
             else:
                 await super().__call__(scope, _limited(scope, receive, self.limits.body_bytes), send)
         except ClientGoneError:
@@ -57,6 +59,12 @@ class App(FastAPI):
             await send_refusal(send, refusal)
         except StoreError as error:
             await send_refusal(send, store_down(error))
+
+
+def _not_served(method: str, path: str, hot: Mapping[tuple[str, str], ASGIApp]) -> Refusal:
+    served = ", ".join(f"{verb} {place}" for verb, place in hot if place.startswith("/v1/"))
+    status = 405 if any(place == path for _, place in hot) else 404
+    return Refusal(status, f"{method} {path} is not served here. There are: {served}.", code="not_served")
 
 
 def _counted(send: Send, metrics: Metrics, path: str) -> Send:
