@@ -15,7 +15,7 @@ from lightning_trainer.rows import Row, token_weights
 
 torch = pytest.importorskip("torch")
 
-from lightning_trainer.backends.verl.estimators import estimate  # noqa: E402 - needs torch
+from lightning_trainer.backends.verl.estimators import estimate
 
 
 def row(*calls: tuple[int, int, float], agent: str = "a", attempt: str = "t") -> Row:
@@ -42,13 +42,13 @@ calls = st.lists(
 )
 
 
-def advantages_from(rows: list[Row], **options: bool):
+def advantages_from(rows: list[Row], **options: object):
     """What verl's trainer would get for the responses of these rows, one tensor a row."""
     responses = [torch.tensor(r.mask[prompt_length(r) :]).long() for r in rows]
     longest = max(len(response) for response in responses)
     mask = torch.stack([torch.nn.functional.pad(response, (0, longest - len(response))) for response in responses])
     uids = [encode(spans_of(r)) for r in rows]
-    out, _ = estimate(response_mask=mask, index=uids, **{"whiten": False, "weigh": False, **options})
+    out, _ = estimate(response_mask=mask, index=uids, **{"whiten": False, "aggregation": "token-mean", **options})
     return [out[i, : len(responses[i])].numpy() for i in range(len(rows))]
 
 
@@ -59,12 +59,13 @@ def test_advantages_come_out_as_they_went_in(made):
         np.testing.assert_allclose(out, r.advantages[prompt_length(r) :], rtol=1e-6)
 
 
-@given(st.lists(calls, min_size=1, max_size=4))
-def test_a_mean_over_tokens_of_weighed_advantages_is_a_mean_over_responses(made):
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum"])
+@given(made=st.lists(calls, min_size=1, max_size=4))
+def test_a_mean_over_tokens_of_weighed_advantages_is_the_aggregation_asked_for(aggregation, made):
     rows = [row(*each) for each in made]
     tokens = sum(int(r.mask.sum()) for r in rows)
-    weights = token_weights(rows, "sequence-mean")
-    for r, out, weight in zip(rows, advantages_from(rows, weigh=True), weights, strict=True):
+    weights = token_weights(rows, aggregation)
+    for r, out, weight in zip(rows, advantages_from(rows, aggregation=aggregation), weights, strict=True):
         sampled = r.mask[prompt_length(r) :]
         np.testing.assert_allclose(out[sampled] / tokens, r.advantages[r.mask] * weight, rtol=1e-4, atol=1e-6)
 
@@ -80,7 +81,7 @@ def test_whitened_values_have_mean_0_and_deviation_1_over_tokens():
 
 def test_a_row_that_verl_added_to_fill_a_batch_has_no_advantage():
     mask = torch.zeros(1, 1, dtype=torch.long)
-    out, _ = estimate(response_mask=mask, index=["pad0123"], whiten=False, weigh=True)
+    out, _ = estimate(response_mask=mask, index=["pad0123"], whiten=False, aggregation="sequence-mean")
     assert out.tolist() == [[0.0]]
     assert decode("pad0123") == []
 
@@ -88,7 +89,7 @@ def test_a_row_that_verl_added_to_fill_a_batch_has_no_advantage():
 def test_tokens_that_verl_rejects_get_no_advantage():
     r = row((1, 3, 2.0))
     mask = torch.tensor([[1, 0, 1]])
-    out, _ = estimate(response_mask=mask, index=[encode(spans_of(r))], whiten=False, weigh=False)
+    out, _ = estimate(response_mask=mask, index=[encode(spans_of(r))], whiten=False, aggregation="token-mean")
     assert out.tolist() == [[2.0, 0.0, 2.0]]
 
 

@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from lightning_spans.errors import LightningError
 from lightning_trainer.backends.verl.engine import VllmEngine
+from lightning_trainer.metrics import Kind
 
 _ANSWER_S = 60.0
 
@@ -30,13 +31,14 @@ class PolicyBody(BaseModel):
 
 
 class StepBody(BaseModel):
-    """The numbers of a step, as verl logs them."""
+    """The numbers of a step as verl logs them, or of a validation."""
 
+    kind: Kind
     step: int
     values: dict[str, float]
 
 
-def add_routes(app: Any, engine: VllmEngine, on_step: Callable[[int, Mapping[str, float]], None]) -> None:
+def add_routes(app: Any, engine: VllmEngine, on_step: Callable[[Kind, int, Mapping[str, float]], None]) -> None:
     """Give the run's app the routes that the trainer's process calls with the admin key."""
 
     async def policy(request: Request, body: PolicyBody) -> dict[str, int]:
@@ -51,7 +53,7 @@ def add_routes(app: Any, engine: VllmEngine, on_step: Callable[[int, Mapping[str
 
     async def step(request: Request, body: StepBody) -> dict[str, int]:
         await request.app.state.door.admit(request.scope, "admin")
-        on_step(body.step, body.values)
+        on_step(body.kind, body.step, body.values)
         return {"step": body.step}
 
     # FastAPI reads the signatures: under `from __future__ import annotations` it needs the types themselves.
@@ -89,10 +91,10 @@ class Control:
         """Close the connections to replicas: the run is over."""
         self._post("policy", {"ended": True})
 
-    def step(self, step: int, values: Mapping[str, Any]) -> None:
-        """Tell the numbers of a step; what is no finite number is left out."""
+    def step(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+        """Tell numbers; what is no finite number is left out."""
         numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
-        self._post("step", {"step": step, "values": numbers})
+        self._post("step", {"kind": kind, "step": step, "values": numbers})
 
     def _post(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
         headers = {"authorization": f"Bearer {self.key}"}

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_trainer.backends.verl.encoding import decode
-from lightning_trainer.backends.verl.overrides import PER_RESPONSE
+from lightning_trainer.backends.verl.overrides import AGGREGATIONS
+from lightning_trainer.rows import Aggregation
 
 _EPSILON = 1e-8  # as in verl's own whitening
 
@@ -43,31 +44,33 @@ def whitened(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
     return centred_RT / (deviation + _EPSILON)
 
 
-def per_response(advantages_RT: Tensor, uids: Sequence[str]) -> Tensor:
-    """Weigh advantages so that verl's mean over tokens gives every response the same weight.
+def weighed(advantages_RT: Tensor, uids: Sequence[str], aggregation: Aggregation) -> Tensor:
+    """Weigh advantages so that verl's mean over tokens becomes another aggregation: see `rows.token_weights`.
 
-    A token's weight becomes 1 / (responses * length of its response), once verl has divided by the number of tokens;
-    the weight is positive, so clipping decides the same.
+    verl divides by the number of tokens; so each token's advantage is multiplied by it, and by the weight meant. The
+    weight is positive, so clipping decides the same.
     """
+    if aggregation == "token-mean":
+        return advantages_RT
     spans_R = [decode(uid) for uid in uids]
     lengths = [span.length for spans in spans_R for span in spans]
     out_RT = torch.zeros_like(advantages_RT)
     for out_T, advantages_T, spans in zip(out_RT, advantages_RT, spans_R, strict=True):
         for start, length, _ in spans:
             place = slice(start, start + length)
-            out_T[place] = advantages_T[place] * (sum(lengths) / (len(lengths) * length))
+            share = length if aggregation == "sequence-mean" else 1
+            out_T[place] = advantages_T[place] * (sum(lengths) / (len(lengths) * share))
     return out_RT
 
 
 def estimate(
-    *, response_mask: Tensor, index: Sequence[str], whiten: bool, weigh: bool, **_: Any
+    *, response_mask: Tensor, index: Sequence[str], whiten: bool, aggregation: Aggregation, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Give advantages and returns as verl's trainer asks for them; `index` holds the rows' field `uid`."""
     advantages_RT = laid_out(index, response_mask)
     if whiten:
         advantages_RT = whitened(advantages_RT, response_mask)
-    if weigh:
-        advantages_RT = per_response(advantages_RT, index)
+    advantages_RT = weighed(advantages_RT, index, aggregation)
     return advantages_RT, advantages_RT
 
 
@@ -76,6 +79,6 @@ def register() -> None:
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
     for name, whiten in (("lightning", False), ("lightning_whitened", True)):
-        for ending, weigh in (("", False), (PER_RESPONSE, True)):
+        for aggregation, ending in AGGREGATIONS.items():
             if name + ending not in ADV_ESTIMATOR_REGISTRY:
-                register_adv_est(name + ending)(functools.partial(estimate, whiten=whiten, weigh=weigh))
+                register_adv_est(name + ending)(functools.partial(estimate, whiten=whiten, aggregation=aggregation))

@@ -17,6 +17,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.verl.needs import tensor_parallel
 from lightning_trainer.backends.verl.shape import Shape
 from lightning_trainer.config import TrainConfig
+from lightning_trainer.rows import Aggregation
 
 Values = dict[str, Any]
 
@@ -28,7 +29,12 @@ ESTIMATORS: Final[Mapping[str, str]] = {
     "reinforce++": "lightning_whitened",
     "ppo": "gae",
 }
-PER_RESPONSE: Final = "_per_response"  # ends the estimator's name where every response weighs the same
+# What ends the estimator's name, by how the loss weighs responses.
+AGGREGATIONS: Final[Mapping[Aggregation, str]] = {
+    "token-mean": "",
+    "sequence-mean": "_sequence_mean",
+    "sequence-sum": "_sequence_sum",
+}
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration, for the trainer's process
 TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
 DEFAULT_CONTEXT: Final = 4096  # where neither the configuration nor the model says how long a conversation gets
@@ -107,6 +113,9 @@ def check(config: TrainConfig) -> None:
         ),
         f"device = {config.device!r} names one device. With verl, say cpu, or give the number of gpus.": (
             config.device not in {"auto", "cpu", "cuda"}
+        ),
+        "backend_options are of the torch backend. With verl, put its own options into the table verl.": bool(
+            config.backend_options
         ),
         "until stops a run early; verl's trainer runs a number of steps. Leave until out, and set steps.": (
             config.until is not None
@@ -211,7 +220,7 @@ def _defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_a
         f"{actor}.entropy_coeff": 0,
         f"{actor}.kl_loss_type": "low_var_kl",
         f"{actor}.optim.weight_decay": 0.0,
-        f"{actor}.optim.betas": [0.9, 0.999],
+        f"{actor}.optim.betas": [0.9, 0.99],  # those of the torch backend
         f"{actor}.fsdp_config.seed": config.seed,
         f"{actor}.data_loader_seed": config.seed,
         f"{actor}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
@@ -299,7 +308,7 @@ def _model(config: TrainConfig) -> str:
 
 
 def _estimator(config: TrainConfig) -> str:
-    return ESTIMATORS[config.algorithm] + (PER_RESPONSE if config.loss_aggregation == "sequence-mean" else "")
+    return ESTIMATORS[config.algorithm] + AGGREGATIONS[config.loss_aggregation]
 
 
 def _alpha(config: TrainConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from lightning_trainer.metrics import MetricLog
+from lightning_trainer.metrics import Kind, MetricLog
 from lightning_trainer.progress import Progress
 from lightning_trainer.scores import Score
 
@@ -24,7 +24,6 @@ _NAMES: Final = {
     "timing_s/save_checkpoint": "save_seconds",
 }
 _OURS: Final = "lightning/"
-_HELD_OUT: Final = "val/"
 
 
 class Reporter:
@@ -39,17 +38,17 @@ class Reporter:
         self._log = log
         self._progress = progress
 
-    def told(self, step: int, values: Mapping[str, float]) -> None:
+    def told(self, kind: Kind, step: int, values: Mapping[str, float]) -> None:
         """Hear the numbers of a step, or of a validation.
 
         Args:
+            kind: of what.
             step: verl's number: of the step, from 1, or of the steps taken before a validation.
             values: by verl's names.
         """
-        if any(name.startswith(_HELD_OUT) for name in values):
-            numbers = {name.removeprefix(_HELD_OUT): value for name, value in values.items()}
-            self._log.add("val", step, numbers)
-            self._progress.note(f"held out after {step} steps: reward {numbers.get('reward', float('nan')):.3f}")
+        if kind == "val":
+            self._log.add("val", step, values)
+            self._progress.note(f"held out after {step} steps: reward {values.get('reward', float('nan')):.3f}")
             return
         numbers = ours(values)
         self._log.add("train", step - 1, numbers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import transfer_queue as tq
@@ -21,6 +21,7 @@ from lightning_trainer.backends.verl.agreement import Agreement, WeightsError, a
 from lightning_trainer.backends.verl.control import Control
 
 T = TypeVar("T")
+_HELD_OUT: Final = "val/"
 
 
 class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
@@ -71,9 +72,8 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
     def _validate(self) -> dict[str, float]:
         tasks = [self.val_dataset[place]["task"] for place in range(len(self.val_dataset))]
         result = self.agent_loop_manager.validate(tasks, self.global_steps)
-        numbers = {f"val/{name}": value for name, value in result.metrics().items()}
-        self._control.step(self.global_steps, numbers)
-        return numbers
+        self._control.step("val", self.global_steps, result.metrics())
+        return {f"{_HELD_OUT}{name}": value for name, value in result.metrics().items()}
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._compute_old_log_prob(batch, metrics)
@@ -83,7 +83,9 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super()._compute_metrics(batch, metrics, *args, **kwargs)
-        self._control.step(self.global_steps, metrics)
+        # verl puts the numbers of a validation in this step among its own; they were told when they came.
+        own = {name: value for name, value in metrics.items() if not name.startswith(_HELD_OUT)}
+        self._control.step("train", self.global_steps, own)
 
     # One optimiser step for a batch: a rollout may have several rows, so their number is known only now.
 

@@ -1,0 +1,167 @@
+"""verl's training engine on our rows: against transformers, and against the torch backend."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+pytest.importorskip("verl")
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_trainer.advantages import transition_advantages
+from lightning_trainer.backends.torch import TorchBackend
+from lightning_trainer.backends.verl.describe import composed
+from lightning_trainer.backends.verl.encoding import encode, prompt_length, spans_of
+from lightning_trainer.backends.verl.estimators import estimate
+from lightning_trainer.backends.verl.overrides import Place, overrides
+from lightning_trainer.backends.verl.shape import read_shape
+from lightning_trainer.backends.verl.trajectories import Prompt, trajectories
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.rows import Row
+
+pytestmark = pytest.mark.timeout(300)
+LEARNING_RATE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def rows(model) -> list[Row]:
+    """Rows of two groups of three rollouts; some have two calls with other tokens between them."""
+    rng = np.random.default_rng(7)
+    returns, groups = rng.random(6), [0, 0, 0, 1, 1, 1]
+    advantages = transition_advantages(returns, range(6), groups)
+    causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made = []
+    for number in range(6):
+        shape = [(int(rng.integers(3, 9)), int(rng.integers(2, 7))) for _ in range(1 + number % 2)]
+        mask = np.concatenate([[False] * before + [True] * sampled for before, sampled in shape])
+        tokens = rng.integers(3, 250, len(mask)).astype(np.int32)
+        logprobs = np.where(mask, logprobs_of(causal, tokens) + 0.2 * rng.standard_normal(len(mask)), 0)
+        made.append(
+            Row(
+                tokens=tokens,
+                mask=mask,
+                logprobs=logprobs.astype(np.float32),
+                advantages=np.where(mask, advantages[number], 0.0),
+                lengths=tuple(sampled for _, sampled in shape),
+                agent="a",
+                attempt_id=str(number),
+                rollout_id=str(number),
+                group_id=str(groups[number]),
+            )
+        )
+    return made
+
+
+def logprobs_of(causal, tokens: np.ndarray) -> np.ndarray:
+    """(T,) log-probability of each token after those before it; 0 for the first."""
+    with torch.no_grad():
+        logits = causal(torch.tensor(tokens[None], dtype=torch.long)).logits[0, :-1].float()
+    chosen = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:, None], dtype=torch.long))[:, 0]
+    return np.concatenate([[0.0], chosen.numpy()])
+
+
+def worker_of(model, aggregation: str):
+    """verl's actor, in this process, with the options that a run would have."""
+    from hydra.core.global_hydra import GlobalHydra
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    config = TrainConfig(
+        target="a:b",
+        data="tasks.jsonl",
+        model=str(model),
+        backend="verl",
+        device="cpu",
+        learning_rate=LEARNING_RATE,
+        loss_aggregation=aggregation,
+        batch_size=2,
+        group_size=3,
+    )
+    GlobalHydra.instance().clear()
+    options = overrides(config, Place(folder=model.parent), read_shape(str(model)), flash_attention=False)
+    worker = ActorRolloutRefWorker(config=composed(options).actor_rollout_ref, role="actor")
+    worker.init_model()
+    return worker
+
+
+def batch_of(rows: list[Row], aggregation: str):
+    """The batch as verl's trainer would send it; recorded log-probabilities are the old ones."""
+    from verl.utils import tensordict_utils as tu
+
+    laid = trajectories(Prompt(uid="u", step=1), [[row] for row in rows], [0.0] * len(rows))
+    fields = [dict(trajectory.fields) for trajectory in laid]
+    longest = max(len(field["responses"]) for field in fields)
+    padded = [
+        torch.nn.functional.pad(field["response_mask"], (0, longest - len(field["responses"]))) for field in fields
+    ]
+    uids = [encode(spans_of(row)) for row in rows]
+    advantages, _ = estimate(response_mask=torch.stack(padded), index=uids, whiten=False, aggregation=aggregation)
+    for field, advantage in zip(fields, advantages, strict=True):
+        field["advantages"] = advantage[: len(field["responses"])]
+        field["old_log_probs"] = field["rollout_log_probs"]
+    names = ["prompts", "responses", "input_ids", "position_ids", "response_mask", "loss_mask", "advantages"]
+    batch = tu.list_of_dict_to_tensordict([{name: f[name] for name in [*names, "old_log_probs"]} for f in fields])
+    tu.assign_non_tensor(
+        batch,
+        temperature=1.0,
+        calculate_entropy=False,
+        distillation_use_topk=False,
+        distillation_only=False,
+        global_batch_size=len(rows),
+        mini_batch_size=len(rows),
+        epochs=1,
+        seed=0,
+        dataloader_kwargs={"shuffle": False},
+        compute_loss=True,
+    )
+    return batch
+
+
+def test_verls_engine_gives_the_log_probabilities_of_transformers(model, rows):
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import response_from_nested
+
+    worker = worker_of(model, "token-mean")
+    batch = batch_of(rows, "token-mean")
+    tu.assign_non_tensor(batch, calculate_entropy=True, compute_loss=False)
+    out = worker.compute_log_prob(batch)
+    found = response_from_nested(tu.get(out, "log_probs"), batch["response_mask"])
+    causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for row, values in zip(rows, found.unbind(), strict=True):
+        first = prompt_length(row)
+        np.testing.assert_allclose(values.numpy(), logprobs_of(causal, row.tokens)[first:], atol=2e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+def test_one_update_is_that_of_the_torch_backend(model, rows, aggregation, tmp_path):
+    from verl.utils import tensordict_utils as tu
+
+    worker = worker_of(model, aggregation)
+    metrics = tu.get(worker.update_actor(batch_of(rows, aggregation)), "metrics")
+    theirs, _ = worker.actor.engine.get_per_tensor_param()
+    theirs = {name: value.detach().clone() for name, value in theirs}
+
+    backend = TorchBackend(
+        model, dtype="float32", device="cpu", learning_rate=LEARNING_RATE, loss_aggregation=aggregation, threads=1
+    )
+    try:
+        ours = backend.update(rows)
+        backend.save(tmp_path)
+    finally:
+        backend.close()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert ours["grad_norm"] == pytest.approx(float(np.mean(metrics["grad_norm"])), rel=1e-3)
+    moved = max(float((after[name] - before[name]).abs().max()) for name in before)
+    apart = max(float((after[name] - theirs[name]).abs().max()) for name in before)
+    assert moved > 0.5 * LEARNING_RATE
+    assert apart < 0.05 * moved

@@ -1,0 +1,64 @@
+"""Whole runs on verl and vLLM: real trainer, real engine, real agents, a model that fits a test."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+pytest.importorskip("verl")
+
+from readings import differs, lines, weights
+
+from lightning_trainer import TrainConfig, train
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_a_program_learns_is_saved_and_goes_on_exactly(options):
+    """Three steps with a LangGraph program; then the last one again, from the checkpoint before it."""
+    options |= {"target": "graph_program:run", "val": options["data"], "val_samples": 2}
+    whole = train(TrainConfig(**options))
+    steps = lines(whole.folder)
+    assert len(steps) == whole.steps == 3
+    assert all(step["logprob_correlation"] > 0.9999 and step["logprob_gap"] < 1e-3 for step in steps)
+    assert all(step["grad_norm"] > 0 and step["rows"] > 0 and step["failed"] == 0 for step in steps)
+    assert steps[0]["rows"] > steps[0]["rollouts"], "several rows for a rollout: two agents that do not share a prompt"
+    assert whole.before is not None
+    assert whole.after is not None
+    assert whole.before.rollouts == 12
+
+    first, last = (whole.folder / "checkpoints" / f"global_step_{step}" for step in (2, 3))
+    learned = weights(last)
+    assert differs(weights(first), learned) > 1e-5
+    shutil.rmtree(last)  # as if the run had been killed in its last step
+    (whole.folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+    again = train(TrainConfig(**{**options, "out": None, "resume": whole.folder}))
+    assert again.folder == whole.folder
+    assert again.steps == 3
+    redone = lines(whole.folder)
+    assert [step["step"] for step in redone] == [0, 1, 2]
+    assert redone[2]["reward"] == steps[2]["reward"]
+    assert redone[2]["grad_norm"] == pytest.approx(steps[2]["grad_norm"], rel=1e-3)
+    assert differs(learned, weights(last)) < 1e-5
+
+
+def test_adapters_and_a_critic_learn(options):
+    """PPO with a critic, on LoRA."""
+    result = train(TrainConfig(**{**options, "algorithm": "ppo", "lora_rank": 4, "steps": 2}))
+    steps = lines(result.folder)
+    assert all(step["logprob_correlation"] > 0.9999 for step in steps)
+    assert all(step["verl/critic/vf_loss"] > 0 for step in steps)
+    assert steps[1]["grad_norm"] > 0
+
+
+def test_collecting_while_learning_is_bounded_and_corrected(options):
+    """Asynchronous collection, one step stale at most, REINFORCE++, one row for each response."""
+    options |= {"algorithm": "reinforce++", "staleness": 1, "loss_aggregation": "sequence-mean", "steps": 4}
+    result = train(TrainConfig(**options))
+    steps = lines(result.folder)
+    assert len(steps) == 4
+    assert all(step["verl/training/off_policy/trajectory_staleness/max"] <= 1 for step in steps)
+    assert any(step["verl/training/off_policy/trajectory_staleness/max"] == 1 for step in steps)
+    assert all("verl/rollout_corr/rollout_is_mean" in step for step in steps)
+    assert all(step["logprob_correlation"] > 0.99 for step in steps)
