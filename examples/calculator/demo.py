@@ -1,0 +1,145 @@
+"""Train the calculator's agents on this machine, see them get better, and ask the tuned model.
+
+`python demo.py` trains both agents; `--agents caller` trains one and leaves the other at its own endpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_trainer import Result, TrainConfig, train
+from lightning_trainer.models import resolve_model
+from lightning_trainer.progress import Shown
+
+HERE = Path(__file__).parent
+console = Console()
+
+
+def problems(seed: int, count: int) -> list[dict[str, object]]:
+    """Questions such as `What is 64-16?`. Training and held-out ones come from one generator: this shows that a tool and
+    a format are learned, not arithmetic."""
+    draw = random.Random(seed)
+    rows: list[dict[str, object]] = []
+    for _ in range(count):
+        left, sign, right = draw.randint(11, 99), draw.choice("+-*"), draw.randint(11, 99)
+        answer = {"+": left + right, "-": left - right, "*": left * right}[sign]
+        rows.append({"question": f"What is {left}{sign}{right}?", "answer": answer})
+    return rows
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@contextmanager
+def served(model: Path, folder: Path) -> Iterator[None]:
+    """Serve a model with `lightning-rl serve`, and point OpenAI programs of this process and its children at it."""
+    command = [sys.executable, "-m", "lightning_trainer.cli", "serve", str(model)]
+    with (folder / "serve.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert process.stdout is not None
+            ready = json.loads(process.stdout.readline())
+            os.environ["OPENAI_BASE_URL"] = f"{ready['url']}/v1"
+            os.environ["OPENAI_API_KEY"] = Path(ready["key_file"]).read_text().strip()
+            yield
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.Namespace) -> Result:
+    config = TrainConfig(
+        target="agent:run",
+        data=write(folder / "train.jsonl", problems(seed=args.seed + 1, count=args.steps * 8)),
+        val=write(folder / "val.jsonl", problems(seed=12345, count=32)),
+        val_samples=2,
+        agents=agents,
+        model=str(model),
+        out=folder / "run",
+        learning_rate=3e-5,
+        batch_size=8,
+        group_size=8,
+        steps=args.steps,
+        until=0.92,
+        concurrency=32,
+        seed=args.seed,
+    )
+    with Shown(f"{', '.join(agents)} of the calculator on {model.name}") as progress:
+        return train(config, progress)
+
+
+def report(result: Result) -> None:
+    table = Table(title="Held-out problems, sampled as in training")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    before, after = result.before, result.after
+    assert before is not None and after is not None
+    table.add_row("mean reward", f"{before.reward or 0.0:.2f}", f"{after.reward or 0.0:.2f}")
+    for agent in sorted({*before.by_agent, *after.by_agent}):
+        table.add_row(f"success of {agent}", f"{before.by_agent.get(agent, 0):.2f}", f"{after.by_agent.get(agent, 0):.2f}")
+    console.print(table)
+    console.print(f"curve: {result.folder / 'curve.png'}")
+
+
+def ask(checkpoint: Path, folder: Path) -> None:
+    """Ask the tuned model a question through the same program, at its own endpoint."""
+    with served(checkpoint, folder):
+        from agent import GRAPH
+
+        question = "What is 47*12?"
+        state = asyncio.run(GRAPH.ainvoke({"question": question}))
+        console.print(f"[bold]{question}[/] calculator: {state['result'] or '(no call)'}; {state.get('answer', '(none)')}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agents", default="caller,answerer", help="agents to train, with commas between")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--steps", type=int, default=14, help="most steps; it stops earlier once it is good")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("calculator-%Y%m%d-%H%M%S"))
+    args = parser.parse_args()
+    began = time.monotonic()
+    agents = tuple(name.strip() for name in args.agents.split(","))
+    folder = args.out.resolve()
+    folder.mkdir(parents=True)
+    sys.path.insert(0, str(HERE))
+    os.chdir(HERE)
+
+    model = resolve_model(args.model)
+    if set(agents) >= {"caller", "answerer"}:
+        result = trained(model, agents, folder, args)
+    else:
+        with served(model, folder):  # the other agent's own endpoint: the model as it was
+            result = trained(model, agents, folder, args)
+    report(result)
+    assert result.checkpoint is not None
+    ask(result.checkpoint, folder)
+    print(
+        json.dumps(
+            {
+                "reward_before": result.reward_before,
+                "reward_after": result.reward_after,
+                "seconds": round(time.monotonic() - began, 1),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
