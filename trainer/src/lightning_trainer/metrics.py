@@ -33,6 +33,7 @@ class MetricLog:
         self._lines = [line for line in read(self._path) if _stays(line, from_step)]
         write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in self._lines).encode())
         self._file = self._path.open("a", encoding="utf-8")
+        self._drawn = -1
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step or None)
 
     def add(self, kind: Kind, step: int, values: Mapping[str, float]) -> None:
@@ -60,7 +61,11 @@ class MetricLog:
         return [(line["step"], line[name]) for line in self.lines(kind) if name in line]
 
     def draw(self) -> Path:
-        """Draw the reward curve; gives the picture's path."""
+        """Draw the reward curve, if there is anything new; gives the picture's path."""
+        path = self._folder / CURVE_NAME
+        if self._drawn == len(self._lines) and path.exists():
+            return path
+        self._drawn = len(self._lines)
         names = {name for line in self._lines for name in line if name.startswith("reward/")}
         curves: dict[str, Sequence[tuple[int, float]]] = {
             "training": self.series("train", "reward"),
@@ -68,7 +73,6 @@ class MetricLog:
         }
         for name in sorted(names):
             curves[f"held out, {name.removeprefix('reward/')}"] = self.series("val", name)
-        path = self._folder / CURVE_NAME
         write_atomically(path, _picture({label: points for label, points in curves.items() if points}))
         return path
 

@@ -229,9 +229,10 @@ def _unnamed(config: TrainConfig) -> str | None:
 
 
 def _stopped(state: State, folder: Path) -> str:
+    steps = "1 step" if state.step == 1 else f"{state.step} steps"
     if not (folder / NEWEST).exists():
-        return f"stopped after {state.step} steps, before anything was learned"
-    return f"stopped after {state.step} steps. Go on with: lightning-rl train --resume {folder}"
+        return f"stopped after {steps}, before anything was learned"
+    return f"stopped after {steps}. Go on with: lightning-rl train --resume {folder}"
 
 
 def _result(state: State, log: MetricLog, folder: Path, seconds: float) -> Result:

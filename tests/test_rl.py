@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_spans import plugins
+from lightning_spans.credit import credit_by_name
+from lightning_spans.errors import ConfigError, UnknownAgentError
+from lightning_spans.hookspecs import hookimpl
+from lightning_spans.rewards import Reward
+from lightning_spans.spans import CHAT, Span
+from lightning_spans.store import AttemptRecord, Call, Choice, Rollout
+from lightning_spans.trace import Trace
+from lightning_trainer.algorithms import algorithm_by_name
+from lightning_trainer.algorithms.rl import Batch, Settings, make_batch
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.rollouts import Outcome
+
+Said = tuple[str | None, str]  # agent, what it answered; "" for a call that the gateway did not see
+
+
+class World:
+    """Attempts made by hand: what each agent said, and what it earned."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self._traces: dict[str, Trace] = {}
+
+    def rollout(
+        self,
+        group: str,
+        said: Sequence[Said],
+        rewards: dict[str | None, float] | None = None,
+        *,
+        failed_before: Sequence[Said] | None = None,
+    ) -> None:
+        number = len(self.outcomes)
+        rollout = Rollout(rollout_id=f"r{number}", group_id=group, task={})
+        attempts = []
+        if failed_before is not None:
+            attempts.append(self._attempt(rollout, 1, "failed", failed_before, ()))
+        status = "failed" if rewards is None else "succeeded"
+        attempt_id = f"r{number}.{len(attempts) + 1}"
+        earned = tuple(
+            Reward(rollout_id=rollout.rollout_id, attempt_id=attempt_id, agent=agent, value=value)
+            for agent, value in (rewards or {}).items()
+        )
+        attempts.append(self._attempt(rollout, len(attempts) + 1, status, said, earned))
+        good = attempts[-1] if rewards is not None else None
+        self.outcomes.append(Outcome(rollout=rollout, attempt=good, attempts=tuple(attempts), rewards=earned))
+
+    def _attempt(
+        self, rollout: Rollout, number: int, status: Any, said: Sequence[Said], rewards: Sequence[Reward]
+    ) -> AttemptRecord:
+        attempt_id = f"{rollout.rollout_id}.{number}"
+        ids = {"rollout_id": rollout.rollout_id, "attempt_id": attempt_id}
+        trace_id = f"{abs(hash(attempt_id)):032x}"[:32]
+        spans, calls = [], []
+        for turn, (agent, answer) in enumerate(said, 1):
+            key = {"trace_id": trace_id, "span_id": f"{turn:016x}"}
+            spans.append(
+                Span(operation=CHAT, name="m", start_ns=turn, end_ns=turn, agent=agent, status="ok", **key, **ids)
+            )
+            if answer:
+                tokens = tuple(answer.encode())
+                choice = Choice(0, tokens, (-0.5,) * len(tokens), "stop")
+                calls.append(
+                    Call(
+                        call_id=f"{attempt_id}/{turn}",
+                        response_id=f"{attempt_id}/{turn}",
+                        start_ns=turn,
+                        end_ns=turn,
+                        policy="policy",
+                        policy_version=0,
+                        prompt_token_ids=(turn, 7),
+                        choices=(choice,),
+                        **key,
+                        **ids,
+                    )
+                )
+        self._traces[attempt_id] = Trace.build(spans, calls, rewards, **ids)
+        return AttemptRecord(attempt_id=attempt_id, rollout=rollout, number=number, fence=1, worker="w", status=status)
+
+    def batch(self, known_agents: Sequence[str] = (), **settings: Any) -> Batch:
+        chosen = Settings(**{"credit": credit_by_name("identical"), **settings})
+        return make_batch(chosen, self.outcomes, lambda ids: [self._traces[i] for i in ids], known_agents)
+
+
+def advantages(batch: Batch) -> dict[str, float]:
+    """One advantage for each row, by attempt and agent."""
+    found = {}
+    for row in batch.rows:
+        values = set(row.advantages[row.mask])
+        assert len(values) == 1
+        found[f"{row.attempt_id} {row.agent}"] = values.pop()
+    return found
+
+
+def test_rewards_become_normalised_advantages_within_each_group() -> None:
+    world = World()
+    for group, value in (("a", 1.0), ("a", 0.0), ("b", 5.0), ("b", 3.0)):
+        world.rollout(group, [("writer", "text")], {None: value})
+    half = 0.5 / (math.sqrt(0.5) + 1e-4)
+    one = 1.0 / (math.sqrt(2) + 1e-4)
+    assert advantages(world.batch()) == pytest.approx(
+        {"r0.1 writer": half, "r1.1 writer": -half, "r2.1 writer": one, "r3.1 writer": -one}
+    )
+    assert advantages(world.batch(normalise=False)) == pytest.approx(
+        {"r0.1 writer": 0.5, "r1.1 writer": -0.5, "r2.1 writer": 1.0, "r3.1 writer": -1.0}
+    )
+
+
+def test_groups_are_compared_before_calls_without_tokens_are_dropped() -> None:
+    world = World()
+    world.rollout("a", [("writer", "text")], {None: 1.0})
+    world.rollout("a", [("writer", "")], {None: 0.0})  # its tokens were lost
+    world.rollout("a", [("writer", "text")], {None: 0.5})
+    batch = world.batch(normalise=False)
+    assert advantages(batch) == pytest.approx({"r0.1 writer": 0.5, "r2.1 writer": 0.0})
+    assert batch.account.dropped == {"no tokens recorded": 1}
+
+
+def test_selection_keeps_the_named_agents_and_the_rewards_of_the_whole_attempt() -> None:
+    world = World()
+    for value in (1.0, 0.0):
+        world.rollout("a", [("writer", "w"), ("rewriter", "rw"), (None, "x")], {None: value})
+    batch = world.batch(agents=("writer",), normalise=False)
+    assert advantages(batch) == pytest.approx({"r0.1 writer": 0.5, "r1.1 writer": -0.5})
+    assert batch.account.dropped == {"agent not selected": 4}
+    assert batch.agents == {"writer": 2, "rewriter": 2, None: 2}
+
+
+def test_without_a_selection_all_named_agents_are_trained() -> None:
+    world = World()
+    for value in (1.0, 0.0):
+        world.rollout("a", [("writer", "w"), ("rewriter", "rw"), (None, "x")], {None: value})
+    assert {row.agent for row in world.batch().rows} == {"writer", "rewriter"}
+
+
+def test_rewards_by_agent_reach_their_agents_alone() -> None:
+    world = World()
+    world.rollout("a", [("caller", "c"), ("answerer", "a")], {"caller": 1.0, "answerer": 0.0})
+    world.rollout("a", [("caller", "c"), ("answerer", "a")], {"caller": 0.0, "answerer": 0.0})
+    assert advantages(world.batch(normalise=False)) == pytest.approx(
+        {"r0.1 caller": 0.5, "r1.1 caller": -0.5, "r0.1 answerer": 0.0, "r1.1 answerer": 0.0}
+    )
+
+
+def test_agent_is_compared_over_the_attempts_in_which_it_spoke() -> None:
+    world = World()
+    world.rollout("a", [("caller", "c"), ("answerer", "a")], {None: 1.0})
+    world.rollout("a", [("caller", "c"), ("answerer", "a")], {None: 0.0})
+    world.rollout("a", [("caller", "c")], {None: -1.0})
+    found = advantages(world.batch(normalise=False))
+    assert (found["r0.1 answerer"], found["r1.1 answerer"]) == (0.5, -0.5)
+    assert (found["r0.1 caller"], found["r1.1 caller"], found["r2.1 caller"]) == (1.0, 0.0, -1.0)
+
+
+def test_agent_that_no_reward_concerns_is_not_trained_as_zero() -> None:
+    world = World()
+    for value in (1.0, 0.0):
+        world.rollout("a", [("caller", "c"), ("answerer", "a")], {"caller": value})
+    batch = world.batch()
+    assert {row.agent for row in batch.rows} == {"caller"}
+    assert batch.account.dropped == {"no reward for this agent": 2}
+
+
+def test_failed_rollouts_are_excluded_and_counted() -> None:
+    world = World()
+    world.rollout("a", [("writer", "w")], {None: 1.0})
+    world.rollout("a", [("writer", "w")], {None: 0.0})
+    world.rollout("a", [("writer", "w"), ("writer", "w")], None)
+    batch = world.batch(normalise=False)
+    assert advantages(batch) == pytest.approx({"r0.1 writer": 0.5, "r1.1 writer": -0.5})
+    assert batch.account.dropped == {"attempt failed": 2}
+
+
+def test_failed_rollouts_are_scored_where_asked() -> None:
+    world = World()
+    world.rollout("a", [("writer", "w")], {None: 1.0})
+    world.rollout("a", [("writer", "w")], None)
+    assert advantages(world.batch(failed=-1.0, normalise=False)) == pytest.approx(
+        {"r0.1 writer": 1.0, "r1.1 writer": -1.0}
+    )
+
+
+def test_failed_first_try_is_left_out_and_the_second_counts() -> None:
+    world = World()
+    world.rollout("a", [("writer", "w")], {None: 1.0}, failed_before=[("writer", "w")])
+    world.rollout("a", [("writer", "w")], {None: 0.0})
+    batch = world.batch(normalise=False)
+    assert advantages(batch) == pytest.approx({"r0.2 writer": 0.5, "r1.1 writer": -0.5})
+    assert batch.account.dropped == {"attempt failed": 1}
+
+
+def test_group_with_one_attempt_left_is_incomplete() -> None:
+    world = World()
+    world.rollout("a", [("writer", "w")], {None: 1.0})
+    world.rollout("a", [("writer", "w")], None)
+    batch = world.batch()
+    assert batch.rows == []
+    assert batch.account.dropped == {"attempt failed": 1, "group incomplete": 1}
+
+
+def test_account_adds_up_over_everything_seen() -> None:
+    world = World()
+    world.rollout("a", [("writer", "w"), ("rewriter", "rw"), (None, "x")], {None: 1.0}, failed_before=[("writer", "w")])
+    world.rollout("a", [("writer", ""), ("rewriter", "rw")], {None: 0.0})
+    world.rollout("a", [("writer", "w")], None)
+    account = world.batch(agents=("writer",)).account
+    assert (account.seen, account.trained) == (7, 1)
+    assert sum(account.dropped.values()) == 6
+
+
+def test_unknown_agent_lists_those_that_were_seen() -> None:
+    world = World()
+    world.rollout("a", [("writer", "w"), ("rewriter", "rw")], {None: 1.0})
+    with pytest.raises(UnknownAgentError, match=r"'editor' was never seen\. Agents seen: rewriter, writer"):
+        world.batch(agents=("editor",))
+
+
+def test_prefix_of_a_name_is_another_name() -> None:
+    world = World()
+    world.rollout("a", [("rewriter", "rw")], {None: 1.0})
+    with pytest.raises(UnknownAgentError, match="'writer'"):
+        world.batch(agents=("writer",))
+
+
+def test_agent_seen_earlier_in_the_run_need_not_speak_again() -> None:
+    world = World()
+    for value in (0.0, 1.0):
+        world.rollout("a", [("writer", "w")], {None: value})
+    assert len(world.batch(agents=("writer", "rewriter"), known_agents=["rewriter"]).rows) == 2
+
+
+def test_equal_prompts_and_repeated_calls_are_all_kept() -> None:
+    world = World()
+    for value in (0.0, 1.0):
+        world.rollout("a", [("voter", "yes")] * 4, {None: value})
+    account = world.batch().account
+    assert (account.seen, account.trained) == (8, 8)
+
+
+class Automatic:
+    @hookimpl
+    def lightning_rewards(self, trace: Trace, transitions: Sequence[Any]) -> list[Reward]:
+        first = transitions[0]
+        value = float(first.rollout_id == "r0")
+        return [Reward(rollout_id=first.rollout_id, attempt_id=first.attempt_id, value=value, source="air")]
+
+
+class Broken:
+    @hookimpl
+    def lightning_rewards(self, trace: Trace, transitions: Sequence[Any]) -> list[Reward]:
+        raise RuntimeError("this rule is broken")
+
+
+@pytest.fixture
+def rules() -> Iterator[None]:
+    plugins.register(Automatic(), "automatic")
+    plugins.register(Broken(), "broken")
+    yield
+    plugins.unregister("automatic")
+    plugins.unregister("broken")
+
+
+@pytest.mark.usefixtures("rules")
+def test_automatic_rewards_are_added_and_a_broken_rule_starves_no_other() -> None:
+    world = World()
+    world.rollout("a", [("writer", "w")], {None: 0.0})
+    world.rollout("a", [("writer", "w")], {None: 0.0})
+    assert advantages(world.batch(normalise=False)) == pytest.approx({"r0.1 writer": 0.5, "r1.1 writer": -0.5})
+
+
+def test_discounted_credit_reaches_the_rows() -> None:
+    world = World()
+    for value in (1.0, 0.0):
+        world.rollout("a", [("writer", "one"), ("writer", "two")], {None: value})
+    batch = world.batch(credit=credit_by_name("discounted", gamma=0.5), normalise=False)
+    first = [row.advantages[row.mask][0] for row in batch.rows if row.attempt_id == "r0.1"]
+    assert first == pytest.approx([0.5 - 0.375, 1.0 - 0.375])
+
+
+def test_returns_stay_in_double_precision() -> None:
+    world = World()
+    tiny = 1e-9
+    world.rollout("a", [("writer", "w")], {None: 1000.0})
+    world.rollout("a", [("writer", "w")], {None: 1000.0 + tiny})
+    found = advantages(world.batch(normalise=False))
+    assert found["r1.1 writer"] == pytest.approx(tiny / 2, rel=1e-3)
+    assert all(row.advantages.dtype == np.float64 for row in world.batch().rows)
+
+
+def test_algorithm_is_chosen_by_name_and_unknown_names_and_options_are_errors() -> None:
+    config = TrainConfig(target="a:b", data="x.jsonl", model="m")  # type: ignore[arg-type]
+    world = World()
+    for value in (1.0, 0.0):
+        world.rollout("a", [("writer", "w")], {None: value})
+    algorithm = algorithm_by_name(config)
+    assert len(algorithm(world.outcomes, lambda ids: [world._traces[i] for i in ids], ()).rows) == 2
+    with pytest.raises(ConfigError, match="unknown algorithm 'ppo'"):
+        algorithm_by_name(config.model_copy(update={"algorithm": "ppo"}))
+    with pytest.raises(ConfigError, match="unknown credit 'magic'"):
+        algorithm_by_name(config.model_copy(update={"credit": "magic"}))
+
+
+def test_episode_without_calls_changes_nothing() -> None:
+    world = World()
+    for value in (1.0, 0.0):
+        world.rollout("a", [("writer", "w")], {None: value})
+    before = advantages(world.batch())
+    world.outcomes.append(
+        replace(
+            world.outcomes[0],
+            rollout=replace(world.outcomes[0].rollout, rollout_id="r9"),
+            attempt=None,
+            attempts=(),
+            rewards=(),
+        )
+    )
+    assert advantages(world.batch()) == before
