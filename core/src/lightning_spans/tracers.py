@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,8 +48,10 @@ class EmbeddedTracer:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        # Not the global generator: a program that seeds it would get the same ids in every run.
-        self._random = random.SystemRandom()
+        # Not the global generator: a program that seeds it would get the same ids in every run. Nor the system's own for
+        # each id: the call lets go of the interpreter's lock, and waits to get it back.
+        self._random = random.Random()
+        os.register_at_fork(after_in_child=self._random.seed)
 
     def start(self, span: OpenSpan, context: Context | None) -> SpanContext:
         """Give the new span its ids."""
