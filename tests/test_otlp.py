@@ -116,3 +116,21 @@ def test_ids_that_are_no_ids_are_refused():
     span = Span(operation="chat", name="x", trace_id="0" * 32, span_id="1" * 16, start_ns=0, end_ns=0)
     with pytest.raises(ValueError, match="hex digits"):
         decode(encode([span]))
+
+
+@pytest.mark.parametrize(
+    ("value", "arrives"),
+    [(2**63, str(2**63)), ("half \ud83d", "half \\ud83d"), ({"\ud83d": -(2**64)}, {"\\ud83d": str(-(2**64))})],
+)
+def test_one_value_that_the_format_can_not_hold_does_not_lose_the_batch(value, arrives):
+    odd = Span(
+        operation="chat",
+        name="\ud83d",
+        trace_id="1" * 32,
+        span_id="1" * 16,
+        start_ns=1,
+        end_ns=2,
+        attributes={"a": value},
+    )
+    (back,) = decode(encode([odd]))
+    assert back.attributes["a"] == arrives

@@ -68,25 +68,30 @@ def _write(span: Span, out: ProtoSpan) -> None:
     out.span_id = bytes.fromhex(span.span_id)
     if span.parent_id:
         out.parent_span_id = bytes.fromhex(span.parent_id)
-    out.name = span.name
+    out.name = _utf8(span.name)
     out.kind = 3 if span.operation == names.CHAT else 1  # CLIENT, INTERNAL
     out.start_time_unix_nano = span.start_ns
     out.end_time_unix_nano = span.end_ns
     out.status.code = _CODE[span.status]
-    out.status.message = span.status_message
+    out.status.message = _utf8(span.status_message)
     for key, value in flatten(span).items():
         if value is not None:
             pair = out.attributes.add()
-            pair.key = key
+            pair.key = _utf8(key)
             _write_value(value, pair.value)
+
+
+def _utf8(text: str) -> str:
+    """Make text that UTF-8 can hold: a lone surrogate, as in half an emoji, becomes its escape, as in the SQL store."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _write_value(value: Json, out: AnyValue) -> None:
     if isinstance(value, str):
-        out.string_value = value
+        out.string_value = _utf8(value)
     elif isinstance(value, bool):
         out.bool_value = value
-    elif isinstance(value, int):
+    elif isinstance(value, int) and -(2**63) <= value < 2**63:  # a larger one goes as text
         out.int_value = value
     elif isinstance(value, float):
         out.double_value = value
@@ -94,7 +99,7 @@ def _write_value(value: Json, out: AnyValue) -> None:
         out.kvlist_value.SetInParent()
         for key, item in value.items():
             pair = out.kvlist_value.values.add()
-            pair.key = str(key)
+            pair.key = _utf8(str(key))
             _write_value(item, pair.value)
     elif isinstance(value, Sequence):
         out.array_value.SetInParent()
