@@ -67,7 +67,7 @@ class TrainConfig(BaseModel):
     staleness: int = Field(0, ge=0)
     """Steps by which the weights that sampled a rollout may be older than those that learn from it (verl backend); 0
     collects and learns in turn, more does both at once and corrects for it by truncated importance sampling."""
-    verl: Mapping[str, Any] = Field(default_factory=dict)
+    verl: dict[str, Any] = Field(default_factory=dict)
     """Any of verl's own options, nested or dotted, passed on as they are (verl backend)."""
 
     # How long.

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from lightning_spans.errors import ConfigError
 from lightning_trainer.cli.options import config_options, given, print_json
 from lightning_trainer.config import TrainConfig, merge
 
@@ -19,8 +20,9 @@ from lightning_trainer.config import TrainConfig, merge
     type=click.Path(path_type=Path),
     help="TOML file with these options as keys, _ for -. Flags go first.",
 )
+@click.option("--dry-run", is_flag=True, help="Show what verl would be told and what it needs, and start nothing.")
 @config_options(leave_out=frozenset({"target"}))
-def command(*, target: str | None, file: Path | None, **flags: Any) -> None:
+def command(*, target: str | None, file: Path | None, dry_run: bool, **flags: Any) -> None:
     """Train the agents that you name in the program TARGET (module:function), which is called as run(task).
 
     It returns the reward: a number, or numbers by agent name. The last line on stdout is JSON with the rewards before
@@ -30,6 +32,9 @@ def command(*, target: str | None, file: Path | None, **flags: Any) -> None:
     from lightning_trainer.training import train
 
     config = _config(file, {**given(flags), **({"target": target} if target else {})})
+    if dry_run:
+        click.echo(_described(config))
+        return
     with Shown(_title(config)) as progress:
         result = train(config, progress)
     rewards = {"reward_before": result.reward_before, "reward_after": result.reward_after}
@@ -55,6 +60,14 @@ def _config(file: Path | None, flags: dict[str, Any]) -> TrainConfig:
 
         return merge(file, flags, base=read_config(Path(flags["resume"])))
     return merge(file, flags)
+
+
+def _described(config: TrainConfig) -> str:
+    if config.backend != "verl":
+        raise ConfigError("--dry-run shows the configuration of verl. Add --backend verl, or leave it out.")
+    from lightning_trainer.backends.verl import describe
+
+    return describe(config)
 
 
 def _title(config: TrainConfig) -> str:

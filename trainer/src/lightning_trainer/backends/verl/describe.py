@@ -94,7 +94,7 @@ def _needs(config: TrainConfig, values: Values, shape: Shape | None) -> str:
     )
     cache = f"{needs.kv_token / 1024:.0f} KiB cache a token"
     lines += [
-        f"{shape.parameters / 1e9:.2f} billion weights, {accelerators} {where}(s), of each, estimated:",
+        f"{shape.parameters / 1e6:,.0f} million weights, {accelerators} {where}(s), of each, estimated:",
         f"  learning  {needs.while_learning:6.1f} GiB = {learning}",
         f"  sampling  {share:.0%} of memory: {needs.rollout_weights:.1f} GiB weights on {parts} {where}(s); {cache}",
     ]
