@@ -48,8 +48,8 @@ class EmbeddedTracer:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        # Not the global generator: a program that seeds it would get the same ids in every run. Nor the system's own for
-        # each id: the call lets go of the interpreter's lock, and waits to get it back.
+        # Not the global generator: a program that seeds it would get the same ids in every run. Nor the system's own:
+        # each call of it lets go of the interpreter's lock, and waits to get it back.
         self._random = random.Random()
         os.register_at_fork(after_in_child=self._random.seed)
 

@@ -79,11 +79,13 @@ def body_of(response: Any) -> str:
     """Give the text of a body as far as it was read, decompressed."""
     stream = response.stream
     if not isinstance(stream, _Tee):
-        return str(response.text)
-    content = b"".join(stream.chunks)
-    if "content-encoding" in response.headers:
-        content = type(response)(response.status_code, headers=response.headers, content=content).content
-    return content.decode("utf-8", errors="replace")
+        content = response.content  # not `.text`, which is slow to guess the encoding: JSON is UTF-8
+    else:
+        content = b"".join(stream.chunks)
+        if "content-encoding" in response.headers:
+            content = type(response)(response.status_code, headers=response.headers, content=content).content
+    text: str = content.decode("utf-8", errors="replace")
+    return text
 
 
 @functools.cache
