@@ -7,17 +7,21 @@ The OTel Context, not a ContextVar of our own, because threading instrumentation
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from lightning_spans.agents import selects
 
+_PREFIX = "lightning-"  # of all that we keep in the OTel Context
 _AGENT = "lightning-agent"
 _ATTEMPT = "lightning-attempt"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,41 @@ def entered(context: Context) -> Iterator[Context]:
         yield context
     finally:
         otel_context.detach(token)
+
+
+def overlaid(ours: Context, onto: Context | None = None) -> Context:
+    """Give a context with our values of `ours` and everybody else's of `onto` (the current one by default)."""
+    base = otel_context.get_current() if onto is None else onto
+    theirs = {key: value for key, value in base.items() if not key.startswith(_PREFIX)}
+    return Context({**theirs, **{key: value for key, value in ours.items() if key.startswith(_PREFIX)}})
+
+
+async def entered_steps(context: Context, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Run an async generator inside `context`, but what its reader does between two items outside of it.
+
+    A generator shares its reader's execution context: what it entered itself would leak out at each ``yield``. What
+    others put into the OTel Context inside (the user's tracing) still does.
+    """
+    inner = context
+    try:
+        while True:
+            outer = otel_context.get_current()
+            otel_context.attach(overlaid(inner))
+            try:
+                item = await anext(items)
+            except StopAsyncIteration:
+                return
+            finally:
+                inner = otel_context.get_current()
+                otel_context.attach(overlaid(outer))  # no token: the last step may come in another execution context
+            yield item
+    finally:
+        outer = otel_context.get_current()
+        otel_context.attach(overlaid(inner))
+        try:
+            await items.aclose()
+        finally:
+            otel_context.attach(overlaid(outer))
 
 
 @contextmanager

@@ -135,6 +135,17 @@ def current_span(context: Context | None = None) -> OpenSpan | None:
     return found if isinstance(found, OpenSpan) else None
 
 
+def agent_path(name: str, context: Context | None = None) -> str:
+    """Tell where an agent that begins in this context stands, outermost first; a slash inside a name is doubled."""
+    around = current_span(context)
+    while around is not None and around.operation != names.INVOKE_AGENT and names.AGENT_PATH not in around.attributes:
+        around = around.parent
+    own = name.replace("/", "//")
+    if around is None:
+        return own
+    return f"{around.attributes.get(names.AGENT_PATH) or around.name.replace('/', '//')}/{own}"
+
+
 class Recorder:
     """Begins and ends spans for every attached framework of this process."""
 

@@ -18,6 +18,7 @@ Json: TypeAlias = Any  # what json.loads can give: str, int, float, bool, None, 
 CHAT: Final = "chat"
 EXECUTE_TOOL: Final = "execute_tool"
 INVOKE_AGENT: Final = "invoke_agent"
+INVOKE_WORKFLOW: Final = "invoke_workflow"  # what is around several agents: a team, a graph, a run with handoffs
 
 OPERATION: Final = "gen_ai.operation.name"
 AGENT_NAME: Final = "gen_ai.agent.name"

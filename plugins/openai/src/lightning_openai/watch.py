@@ -11,6 +11,9 @@ from typing import Final, Protocol, cast
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
+from lightning_spans.context import overlaid
+from lightning_spans.recorder import current_span
+
 _WATCH: Final = "lightning-watch"
 
 
@@ -36,3 +39,59 @@ def watched(watch: Watch, context: Context | None = None) -> Context:
 def current_watch(context: Context | None = None) -> Watch | None:
     """Give the watch of this context, if any."""
     return cast("Watch | None", otel_context.get_value(_WATCH, context))
+
+
+class Stay:
+    """A stretch of work that a framework reports by its start and its end, with the context entered in between.
+
+    It is a watch itself: `seen` says whether the wire made a chat span in it. Its end may come in another execution
+    context than its start, and a copy of its context may outlive it; both then find their way out.
+    """
+
+    __slots__ = ("closed", "entered", "outer", "previous", "seen")
+
+    def __init__(self) -> None:
+        self.outer = current_watch()
+        self.previous: Context | None = None
+        self.entered: Context | None = None
+        self.closed = False
+        self.seen = False
+
+    def enter(self, context: Context) -> None:
+        """Make what follows in this execution context part of the work."""
+        self.previous = otel_context.get_current()
+        self.entered = watched(self, context)
+        otel_context.attach(self.entered)
+
+    def leave(self) -> None:
+        """End the work: give back our values that were there before, unless something else of ours is current."""
+        self.closed = True
+        context = otel_context.get_current()
+        if self.over(context):
+            otel_context.attach(settled(context))
+
+    def called(self) -> None:
+        """The wire began a chat span in here; what is around is told too."""
+        self.seen = True
+        if self.outer is not None:
+            self.outer.called()
+
+    def outside(self) -> Context | None:
+        """Give the context around this work, if the current one outlived it."""
+        context = otel_context.get_current()
+        return settled(context) if self.over(context) else None
+
+    def over(self, context: Context) -> bool:
+        """Whether a context is still the one of this work, which has ended."""
+        if not self.closed or self.entered is None or current_watch(context) is not self:
+            return False
+        return current_span(context) is current_span(self.entered)
+
+
+def settled(context: Context | None = None) -> Context:
+    """Give the innermost context whose work is not over; everybody else's values in it stay as they are."""
+    context = otel_context.get_current() if context is None else context
+    found = context
+    while isinstance(stay := current_watch(found), Stay) and stay.over(found):
+        found = stay.previous or Context()
+    return context if found is context else overlaid(found, context)

@@ -1,0 +1,57 @@
+"""Attributes of frameworks, replaced and put back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace an attribute that a class or module itself has.
+
+    Args:
+        owner: a class or a module.
+        name: the attribute; a static or class method stays one.
+        wrap: gets the function, gives the one that takes its place and calls it. It must be inert after the undo:
+            somebody who patched later may still call it.
+
+    Returns:
+        The undo. It puts the original back, unless somebody patched after us: that would undo his patch.
+
+    Raises:
+        AttributeError: the owner has no such attribute of its own.
+    """
+    try:
+        original = vars(owner)[name]
+    except KeyError:
+        raise AttributeError(f"{owner.__name__} has no {name} of its own to patch") from None
+    if isinstance(original, (classmethod, staticmethod)):
+        function = original.__func__
+        put: Any = type(original)(functools.wraps(function)(wrap(function)))
+    else:
+        put = functools.wraps(original)(wrap(original))
+    setattr(owner, name, put)
+
+    def undo() -> None:
+        if vars(owner).get(name) is put:
+            setattr(owner, name, original)
+
+    return undo
+
+
+class Undo:
+    """What is to be undone, last first; calling it twice undoes once."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], None]] = []
+
+    def add(self, step: Callable[[], None]) -> None:
+        """Keep a step."""
+        self._steps.append(step)
+
+    def __call__(self) -> None:
+        """Undo."""
+        while self._steps:
+            self._steps.pop()()
