@@ -78,7 +78,8 @@ def verl(session: nox.Session) -> None:
     # In one resolution: Ray's dashboard and our tracing share the packages of OpenTelemetry.
     session.install(
         TORCH, "-r", str(wanted / "requirements.txt"), "--override", str(wanted / "overrides.txt"),
-        *(part for path in own for part in ("-e", str(path))), *versions(ROOT / "plugins/langchain")["latest"], *TEST,
+        *(part for path in own for part in ("-e", str(path))), *versions(ROOT / "plugins/langchain")["latest"],
+        *TEST, "kubernetes-validate>=1.31",
     )  # fmt: skip
     session.install("--no-deps", *(str(wheel) for wheel in wanted.glob("*.whl")))
     session.run("pytest", "tests/verl", *session.posargs)

@@ -232,7 +232,7 @@ def _defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_a
         # Log-probabilities before top-p and top-k, over the whole vocabulary, as the trainer computes them.
         f"{rollout}.logprobs_mode": "raw_logprobs" if config.temperature in {None, 1.0} else "processed_logprobs",
         "data.dataloader_num_workers": 0,
-        "reward.num_workers": 1,
+        "reward.num_workers": 0,  # rewards come with the rollouts
         f"{rollout}.agent.num_workers": 1,
         "+lightning.transfer_s": TRANSFER_S,
         "trainer.logger": ["console"],

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 KEY_NAME: Final = "admin.key"
+RUNNER_KEY_NAME: Final = "runner.key"  # for runners on other machines; it can claim and end rollouts, and no more
 _LOOK_S: Final = 0.5
 
 
@@ -127,6 +128,7 @@ def _serving(config: TrainConfig, place: Place, store: Store, runner: Runner, re
     url = server.start()
     key_file = place.folder / KEY_NAME
     write_private(key_file, keys.issue("admin"))
+    write_private(place.folder / RUNNER_KEY_NAME, keys.issue("runner"))
     claims = HttpStore(url, key=keys.issue("runner"))
     try:
         runner.serve(claims)
@@ -136,7 +138,8 @@ def _serving(config: TrainConfig, place: Place, store: Store, runner: Runner, re
         claims.close()
         Control(url, keys.issue("admin")).end()
         server.stop()
-        key_file.unlink(missing_ok=True)
+        for name in (KEY_NAME, RUNNER_KEY_NAME):
+            (place.folder / name).unlink(missing_ok=True)
 
 
 def _host(config: TrainConfig) -> str:

@@ -1,0 +1,77 @@
+"""What goes wrong on verl's side ends with a word, and within a bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import pytest
+
+pytest.importorskip("verl")
+
+import psutil
+from ray.exceptions import RayActorError, RayTaskError
+from readings import lines
+
+from lightning_spans.errors import LightningError
+from lightning_trainer import TrainConfig, train
+from lightning_trainer.backends.verl.agreement import WeightsError
+from lightning_trainer.backends.verl.overrides import Place
+from lightning_trainer.backends.verl.run import explained
+from lightning_trainer.backends.verl.trainers import within
+from lightning_trainer.progress import Silent
+
+
+def test_a_hung_weight_transfer_ends_within_its_bound():
+    began = time.monotonic()
+    with pytest.raises(WeightsError, match="did not reach vLLM within 0 s"):
+        within(0.2, lambda: time.sleep(30))
+    assert time.monotonic() - began < 5
+
+
+def test_an_error_of_the_transfer_is_raised_as_it_is():
+    def fail() -> None:
+        raise OSError("shared memory")
+
+    assert within(5, lambda: 3) == 3
+    with pytest.raises(OSError, match="shared memory"):
+        within(5, fail)
+
+
+def test_our_own_errors_come_out_of_rays_wrapping(tmp_path):
+    place = Place(folder=tmp_path)
+    inner = WeightsError("the weights")
+    assert explained(RayTaskError("run", "traceback", inner), place) is inner
+    wrapped = explained(RayTaskError("run", "traceback", ValueError("bad value")), place)
+    assert isinstance(wrapped, LightningError)
+    assert "Go on with" not in str(wrapped)
+    (tmp_path / "checkpoint").mkdir()
+    died = explained(RayTaskError("run", "traceback", RayActorError()), place)
+    assert "a process of verl died" in str(died)
+    assert f"lightning-rl train --resume {tmp_path}" in str(died)
+
+
+class KillsAfter(Silent):
+    """Kills verl's training worker once a step is told."""
+
+    def __init__(self, step: int) -> None:
+        self.step_to_kill_after = step
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.step_to_kill_after:
+            for process in psutil.Process().children(recursive=True):
+                if process.name().startswith("ray::WorkerDict"):
+                    process.kill()
+
+
+@pytest.mark.timeout(900)
+def test_a_rollout_that_never_ends_is_left_out_and_a_killed_worker_is_told(options):
+    """Two steps with an agent that hangs on one task of six, then the trainer's process is killed."""
+    options |= {"target": "hanging_program:run", "timeout_s": 5, "max_attempts": 1, "batch_size": 6, "group_size": 2}
+    with pytest.raises(LightningError, match="a process of verl died") as error:
+        train(TrainConfig(**options), KillsAfter(1))
+    assert "--resume" in str(error.value)
+    steps = lines(options["out"])
+    assert len(steps) >= 2
+    assert [step["failed"] for step in steps[:2]] == [2, 2]
+    assert all(step["rollouts"] == 12 and step["grad_norm"] > 0 for step in steps[:2])
