@@ -16,6 +16,7 @@ from lightning_spans.rewards import Reward
 from lightning_spans.store import Rollout
 from lightning_trainer.server.settings import Limits, Routing
 
+_JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -175,8 +176,10 @@ def test_a_late_result_of_a_lost_lease_is_a_conflict(admin, runner):
 def test_a_reward_for_another_attempt_is_refused_at_the_finish(admin, runner):
     _enqueue(admin, "own")
     (attempt,) = _claim(runner)
-    other = to_json(Reward(rollout_id="own", attempt_id="another", value=1.0))
-    assert _finish(runner, attempt, rewards=[other]).status_code == 400
+    other = to_json(Reward(rollout_id="own", attempt_id="another", value=1.0, reward_id="half \ud83d"))
+    body = json.dumps({"fence": attempt["fence"], "status": "succeeded", "rewards": [other]})
+    reply = runner.post(f"/api/attempts/{attempt['attempt_id']}/finish", content=body, headers=_JSON)
+    assert (reply.status_code, "another" in reply.json()["error"]["message"]) == (400, True)
     assert _finish(runner, attempt).status_code == 200
 
 
@@ -197,7 +200,7 @@ def test_a_reward_for_another_attempt_is_refused_at_the_finish(admin, runner):
     ],
 )
 def test_a_malformed_body_is_a_400_that_names_the_fault(admin, path, content, says):
-    reply = admin.post(path, content=content, headers={"content-type": "application/json"})
+    reply = admin.post(path, content=content, headers=_JSON)
     assert reply.status_code == 400
     assert says in reply.json()["error"]["message"]
 
@@ -207,7 +210,7 @@ def test_a_malformed_body_is_a_400_that_names_the_fault(admin, path, content, sa
 def test_a_body_over_the_limit_is_refused(admin, path, chunked):
     body = json.dumps({"rollouts": [], "messages": "x" * 250_000}).encode()
     content = iter([body[:100], body[100:]]) if chunked else body
-    assert admin.post(path, content=content, headers={"content-type": "application/json"}).status_code == 413
+    assert admin.post(path, content=content, headers=_JSON).status_code == 413
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/traces"])

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import orjson
-
 from lightning_spans.errors import RefusedError
+from lightning_spans.records import dumps
 
 
 @dataclass(eq=False)
@@ -33,7 +32,7 @@ class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure 
 
     def body(self) -> bytes:
         """Give the JSON body, which is also the data of an error event in a stream."""
-        return orjson.dumps({"error": {"message": self.message, "type": self.kind, "code": self.code, "param": None}})
+        return dumps({"error": {"message": self.message, "type": self.kind, "code": self.code, "param": None}})
 
 
 def bad_request(message: str, code: str | None = None) -> Refusal:
