@@ -1,0 +1,228 @@
+"""The SDK's own traces and spans, followed as they start and finish: they tell who is at work.
+
+Not by a trace processor: processors hear nothing when tracing is disabled, and the user may replace them all. The SDK
+makes its spans either way (`NoOpSpan` when disabled) and starts them in the execution context of what they stand for,
+so the methods of both kinds are wrapped. No processor is added or removed, and nothing is exported because of us.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from agents.tool_context import ToolContext
+from agents.tracing import spans as sdk_spans
+from agents.tracing import traces as sdk_traces
+
+from lightning_openai.elsewhere import record_elsewhere, to_json
+from lightning_openai.watch import Stay, settled
+from lightning_spans import spans as names
+from lightning_spans.context import current_agent
+from lightning_spans.patches import Undo, replace
+from lightning_spans.recorder import agent_path, current_span
+
+if TYPE_CHECKING:
+    from lightning_spans.recorder import OpenSpan, Recorder
+    from lightning_spans.spans import Json
+
+PLUGIN: Final = "lightning_openai_agents"
+FRAMEWORK: Final = "openai-agents"
+_MODEL: Final = frozenset({"generation", "response"})
+
+
+def bind(recorder: Recorder) -> Callable[[], None]:
+    """Follow every trace and span of the SDK, until the callable that is given back is called."""
+    following = Following(recorder)
+    undo = Undo()
+    undo.add(following.stop)
+    for kind in (sdk_spans.SpanImpl, sdk_spans.NoOpSpan, *_traces()):
+        undo.add(replace(kind, "start", following.wrap_start))
+        undo.add(replace(kind, "finish", following.wrap_finish))
+    for kind in (sdk_spans.SpanImpl, sdk_spans.NoOpSpan):
+        undo.add(replace(kind, "set_error", following.wrap_set_error))
+    undo.add(replace(ToolContext, "from_agent_context", following.wrap_from_agent_context))
+    return undo
+
+
+def _traces() -> list[type]:
+    known = ("TraceImpl", "NoOpTrace", "ReattachedTrace")  # the last one since 0.10, for runs that are resumed
+    return [getattr(sdk_traces, name) for name in known if hasattr(sdk_traces, name)]
+
+
+class Work(Stay):
+    """What a span or trace of the SDK stands for, from its start to its finish."""
+
+    __slots__ = ("error", "handled", "kind", "sdk", "span", "start_ns")
+
+    def __init__(self, sdk: Any, kind: str) -> None:
+        super().__init__()
+        self.sdk = sdk
+        self.kind = kind
+        self.span: OpenSpan | None = None
+        self.error: str | None = None
+        self.handled = sys.exception()  # the agent runs inside somebody's `except`: no failure of its own
+        self.start_ns = time.time_ns()
+
+
+class Following:
+    """Begins and ends our spans with the SDK's."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._live = True
+        self._works: dict[int, Work] = {}  # by the id of the SDK's object, which the work holds
+
+    def stop(self) -> None:
+        """End what is open, and hear no more."""
+        self._live = False
+        for work in reversed(list(self._works.values())):
+            self._end(work)
+
+    def wrap_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Begin when a span or trace of the SDK starts."""
+
+        def start(sdk: Any, mark_as_current: bool = False) -> Any:
+            answer = original(sdk, mark_as_current)
+            if self._live and mark_as_current and id(sdk) not in self._works:
+                with self._recorder.guard(PLUGIN):
+                    self._begin(sdk)
+            return answer
+
+        return start
+
+    def wrap_finish(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """End when it finishes."""
+
+        def finish(sdk: Any, reset_current: bool = False) -> Any:
+            work = self._works.get(id(sdk))
+            if work is not None:
+                with self._recorder.guard(PLUGIN, work.span):
+                    self._end(work)
+            return original(sdk, reset_current)
+
+        return finish
+
+    def wrap_set_error(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Keep what went wrong, also where the SDK does not."""
+
+        def set_error(sdk: Any, error: Any) -> Any:
+            work = self._works.get(id(sdk))
+            if work is not None:
+                with self._recorder.guard(PLUGIN, work.span):
+                    work.error = _error_text(error)
+            return original(sdk, error)
+
+        return set_error
+
+    def wrap_from_agent_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Take a tool call's id and arguments, which the SDK's span has not, or only if it may hold data."""
+
+        def from_agent_context(cls: Any, context: Any, tool_call_id: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = original(cls, context, tool_call_id, *args, **kwargs)
+            tool = current_span()
+            if self._live and tool is not None and tool.operation == names.EXECUTE_TOOL:
+                with self._recorder.guard(PLUGIN, tool):
+                    tool_call = kwargs.get("tool_call", args[0] if args else None)
+                    if names.TOOL_CALL_ID not in tool.attributes:
+                        arguments = getattr(tool_call, "arguments", None)
+                        tool.set(**{names.TOOL_CALL_ID: tool_call_id, names.TOOL_ARGUMENTS: arguments})
+            return answer
+
+        return from_agent_context
+
+    def _begin(self, sdk: Any) -> None:
+        data = getattr(sdk, "span_data", None)
+        kind = "trace" if data is None else data.type
+        context = settled()
+        work = Work(sdk, kind)
+        if kind == "agent":
+            path = {names.FRAMEWORK: FRAMEWORK, names.AGENT_PATH: agent_path(data.name, context)}
+            work.span = self._recorder.start(
+                names.INVOKE_AGENT, data.name, agent=data.name, context=context, attributes=path
+            )
+        elif kind == "function":
+            tool = {names.FRAMEWORK: FRAMEWORK, names.TOOL_NAME: data.name}
+            work.span = self._recorder.start(
+                names.EXECUTE_TOOL, data.name, agent=current_agent(context), context=context, attributes=tool
+            )
+        elif kind == "trace":
+            group = {names.FRAMEWORK: FRAMEWORK, names.CONVERSATION_ID: getattr(sdk, "group_id", None)}
+            name = sdk.name if sdk.name != "no-op" else "Agent workflow"
+            work.span = self._recorder.start(names.INVOKE_WORKFLOW, name, context=context, attributes=group)
+        elif kind not in _MODEL:
+            return
+        self._works[id(sdk)] = work
+        work.enter(context if work.span is None else work.span.context)
+
+    def _end(self, work: Work) -> None:
+        self._works.pop(id(work.sdk), None)
+        work.leave()
+        raised = sys.exception()
+        failed = None if raised is work.handled or isinstance(raised, GeneratorExit) else raised
+        if work.kind in _MODEL:
+            if not work.seen and self._live:
+                self._elsewhere(work, work.error or failed)
+            return
+        if work.span is None:
+            return
+        if work.kind == "function":
+            work.span.set(**_tool_facts(work))
+        if isinstance(raised, GeneratorExit):
+            work.span.set(**{names.ABANDONED: True})
+        work.span.end(error=work.error or failed)
+
+    def _elsewhere(self, work: Work, error: str | BaseException | None) -> None:
+        """Make the chat span of a model that the wire did not see: LiteLLM, or Responses over a websocket."""
+        request, response = (_generation if work.kind == "generation" else _response)(work.sdk.span_data)
+        record_elsewhere(
+            self._recorder,
+            FRAMEWORK,
+            request,
+            response,
+            endpoint="/chat/completions" if work.kind == "generation" else "/responses",
+            error=error,
+            context=work.entered,
+            start_ns=work.start_ns,
+        )
+
+
+def _error_text(error: Any) -> str:
+    """Give an error of the SDK as text: its message, and the detail where it has one."""
+    if not isinstance(error, Mapping):
+        return str(error)
+    data = error.get("data")
+    detail = data.get("error") if isinstance(data, Mapping) else None
+    return f"{error.get('message')}: {detail}" if detail else str(error.get("message"))
+
+
+def _tool_facts(work: Work) -> dict[str, Json]:
+    """Give what the span of a tool knows when it is over."""
+    data, span = work.sdk.span_data, work.span
+    facts: dict[str, Json] = {}
+    if data.output is not None:
+        facts[names.TOOL_RESULT] = data.output if isinstance(data.output, str) else to_json(data.output)
+    if span is not None and names.TOOL_ARGUMENTS not in span.attributes:
+        facts[names.TOOL_ARGUMENTS] = data.input
+    return facts
+
+
+def _generation(data: Any) -> tuple[dict[str, Json], dict[str, Json] | None]:
+    """Give request and response of a generation span, as bodies of a chat completion."""
+    settings = {key: value for key, value in (data.model_config or {}).items() if value is not None}
+    request = {**settings, "model": data.model, "messages": list(data.input or [])}
+    if not data.output:
+        return request, None
+    choices = [{"index": index, "message": message} for index, message in enumerate(data.output)]
+    return request, {"object": "chat.completion", "model": data.model, "choices": choices, "usage": data.usage}
+
+
+def _response(data: Any) -> tuple[dict[str, Json], dict[str, Json] | None]:
+    """Give request and response of a response span, as bodies of `/responses`."""
+    given = [] if data.input is None else data.input
+    if data.response is None:
+        return {"input": given}, None
+    response = data.response.model_dump(mode="json", exclude_unset=True)
+    told = ("model", "instructions", "tools", "temperature", "top_p", "max_output_tokens")
+    return {"input": given, **{key: response[key] for key in told if response.get(key) is not None}}, response
