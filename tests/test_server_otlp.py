@@ -268,6 +268,8 @@ def test_a_chat_span_of_otel_genai_becomes_ours():
 def test_our_own_spans_pass_unchanged():
     ours = _span("a", 1, operation="chat", attributes={names.REQUEST: "{}", names.RESPONSE: "{}", names.PROVIDER: "x"})
     assert adopted(ours) is ours
+    both = {**ours.attributes, "gen_ai.input.messages": "[]", "gen_ai.output.messages": "[]"}
+    assert adopted(replace(ours, attributes=both)).attributes == both
 
 
 _JSON = st.recursive(
