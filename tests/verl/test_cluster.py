@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl")
+pytest.importorskip("verl.protocol")
 
 import ray
 from ray.cluster_utils import Cluster
@@ -20,7 +20,7 @@ from readings import differs, lines, weights
 from lightning_spans.store import open_store
 from lightning_trainer import TrainConfig, train
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture

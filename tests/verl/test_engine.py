@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-pytest.importorskip("verl")
+pytest.importorskip("verl.protocol")
 
 import numpy as np
 import torch

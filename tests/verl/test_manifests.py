@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl")
+pytest.importorskip("verl.protocol")
 validate = pytest.importorskip("kubernetes_validate").validate
 
 import yaml

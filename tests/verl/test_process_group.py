@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("verl")
+pytest.importorskip("verl.protocol")
 
 import inspect
 

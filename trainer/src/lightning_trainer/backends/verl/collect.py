@@ -10,7 +10,7 @@ import functools
 import json
 import threading
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +58,7 @@ class RolloutCollector:
         self._account = Account()
         self._outcomes: list[Outcome] = []
         self._agents: set[str] = set()
+        self._times: Counter[int] = Counter()
         self._barren = 0  # groups without a row, since the last one with
 
     @classmethod
@@ -79,8 +80,7 @@ class RolloutCollector:
             prompt = Prompt(
                 uid=str(row["uid"]), step=int(row["global_steps"]), values_as_rewards=self._run.algorithm == "ppo"
             )
-            step, place = divmod(int(row["index"]), self._run.batch_size)
-            rollouts = self._plan(row["task"], f"{self._name}:t{step}-{place}", self._run.group_size, "train")
+            rollouts = self._plan(row["task"], self._group_of(int(row["index"])), self._run.group_size, "train")
             tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
             self._groups.add(rollouts, functools.partial(self._ended, prompt))
 
@@ -112,6 +112,13 @@ class RolloutCollector:
             self._outcomes, self._account = [], Account()
         return score(outcomes, self._run.failed), account
 
+    def _group_of(self, index: int) -> str:
+        """Name the group of a place in the run's order; verl may come round to it again when groups were dropped."""
+        step, place = divmod(index, self._run.batch_size)
+        self._times[index] += 1
+        again = f".{self._times[index]}" if self._times[index] > 1 else ""
+        return f"{self._name}{again}:t{step}-{place}"
+
     def _plan(self, task: Mapping[str, Any], name: str, size: int, mode: str) -> list[Rollout]:
         return [
             Rollout(
@@ -126,7 +133,10 @@ class RolloutCollector:
         ]
 
     def _ended(self, prompt: Prompt, ended: list[Outcome]) -> None:
-        """Write the rows of one group."""
+        """Write the rows of one group, once."""
+        group_id = ended[0].rollout.group_id
+        if not self._store.consume_group(group_id, f"{self._name}/{prompt.step}"):
+            raise LightningError(f"group {group_id} was trained on before. Is another run using this store?")
         batch = make_batch(self._settings, ended, functools.partial(_traces, self._store), self._agents)
         self._agents |= {name for name in batch.agents if name is not None}
         self._refuse_barren(batch, ended)

@@ -200,7 +200,7 @@ def _connecting(config: TrainConfig, place: Place) -> Values:
         "data.shuffle": False,  # the data set is in the order of the run already
         "data.validation_shuffle": False,
         "trainer.total_epochs": 1,  # one pass over the run's own order of tasks, whatever the number of epochs
-        "+data.lightning": {"steps": place.steps, "seed": config.seed},
+        "+data.lightning": {"steps": place.steps + config.staleness, "seed": config.seed},
         "+lightning.url": place.url,
         "+lightning.key_file": str(place.key_file),
         "+lightning.config": str(place.folder / CONFIG_NAME),

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 KEY_NAME: Final = "admin.key"
 RUNNER_KEY_NAME: Final = "runner.key"  # for runners on other machines; it can claim and end rollouts, and no more
 _LOOK_S: Final = 0.5
+_END_S: Final = 60.0
 
 
 def run(config: TrainConfig, progress: Progress | None = None) -> Result:
@@ -188,19 +189,18 @@ def _run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
     values = overrides(config, place, read_shape(config.model), flash_attention=has_flash_attention())
     verls = composed(values)
     failure: list[BaseException] = []
+    started = _Started()
 
     def work() -> None:
         from verl.trainer.main_ppo import run_ppo
         from verl.trainer.ppo.utils import need_critic, need_reference_policy
         from verl.utils.config import validate_config
 
-        from lightning_trainer.backends.verl.task_runner import TaskRunner
-
         try:
             validate_config(
                 config=verls, use_reference_policy=need_reference_policy(verls), use_critic=need_critic(verls)
             )
-            run_ppo(verls, task_runner_class=TaskRunner)
+            run_ppo(verls, task_runner_class=started)
         except BaseException as error:  # noqa: BLE001 - raised again below, in the main thread
             failure.append(error)
 
@@ -210,10 +210,40 @@ def _run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
         while thread.is_alive():
             thread.join(_LOOK_S)
             runner.check()
+    except BaseException:
+        started.kill()  # Ray must not be shut down while a thread waits for it: it would crash this process
+        thread.join(_END_S)
+        raise
     finally:
-        ray.shutdown()
+        if not thread.is_alive():
+            ray.shutdown()
     if failure:
         raise explained(failure[0], place) from failure[0]
+
+
+class _Started:
+    """Stands for the actor class that verl's `run_ppo` starts, and keeps hold of the actor."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+        self._killed = False
+
+    def remote(self) -> Any:
+        """Start the actor."""
+        from lightning_trainer.backends.verl.task_runner import TaskRunner
+
+        if self._killed:
+            raise LightningError("the run was stopped before verl had started")
+        self._actor = TaskRunner.remote()
+        return self._actor
+
+    def kill(self) -> None:
+        """End it, and with it all that it started."""
+        import ray
+
+        self._killed = True
+        if self._actor is not None:
+            ray.kill(self._actor)
 
 
 def explained(error: BaseException, place: Place) -> BaseException:

@@ -10,8 +10,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 _VERLS: Any = TaskRunnerV1.__ray_metadata__.modified_class  # what ray.remote made an actor of
 
 
-@ray.remote
-class TaskRunner:
+class _TaskRunner:
     """Runs the training loop, in a process that Ray starts."""
 
     def run(self, config: Any) -> None:
@@ -19,3 +18,6 @@ class TaskRunner:
         from lightning_trainer.backends.verl import registrations, trainers  # noqa: F401 - they register themselves
 
         _VERLS().run(config)
+
+
+TaskRunner: Any = ray.remote(_TaskRunner)
