@@ -184,6 +184,8 @@ def test_a_clients_retries_are_one_chat_node() -> None:
     assert [node.call for node in trace.chats] == [answered]
     assert [half.call for half in trace.unjoined] == [failed, timed_out]
     assert all(half.node is None for half in trace.unjoined)
+    stray = call("r3", "a")
+    assert Trace.build([chat("a", None, "r2")], [answered, stray]).chats[0].call == answered  # the one it holds
     unsaid = Trace.build([chat("a")], [answered, replace(failed, call_id=an_id(), start_ns=10**9)])
     assert unsaid.chats[0].call == answered  # the last that was answered
 
@@ -218,8 +220,25 @@ def test_spans_of_one_call_in_two_traces_are_merged() -> None:
     mine = chat("mine", None, "r1", agent="writer", start_ns=10, end_ns=90, attributes={FRAMEWORK: "openai"})
     theirs = chat("theirs", None, "r1", start_ns=20, end_ns=80, trace_id="f" * 32)
     assert ids(Trace.build([theirs, mine]).chats) == ["mine"]
+    below = replace(theirs, trace_id=T, parent_id="mine", end_ns=10**6)
+    assert len(Trace.build([mine, below]).chats) == 1  # below the agent's: whatever the clocks say
+    at_once = replace(theirs, attributes=mine.attributes)
+    assert len(Trace.build([mine, at_once]).chats) == 2  # one source never tells of a call twice
     apart = replace(theirs, start_ns=100, end_ns=110)
     assert len(Trace.build([mine, apart]).chats) == 2  # one id for two calls: a careless server
+
+
+def test_what_was_below_a_merged_span_has_the_agent_of_the_one_that_stays() -> None:
+    other = "f" * 32
+    theirs = [
+        span("proxy", operation="http", trace_id=other, start_ns=0),
+        chat("theirs", "proxy", "r1", trace_id=other),
+    ]
+    below = span("below", "theirs", "http", trace_id=other)
+    agent = span("agent", operation=INVOKE_AGENT, agent="writer", start_ns=3)
+    mine = chat("mine", "agent", "r1", start_ns=5, end_ns=10**9)
+    trace = Trace.build([*theirs, below, agent, mine])
+    assert next(node.span for node in trace if node.span.span_id == "below").agent == "writer"
 
 
 def test_nested_model_calls_stay_apart() -> None:
