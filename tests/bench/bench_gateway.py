@@ -50,7 +50,7 @@ def measure() -> list[Figure]:
         )
         grown = f"over the last {(ROUNDS - 1) * REQUESTS} calls"
         figures += [
-            Figure(what=f"gateway, {size}", value=whole, unit="ms", goal=goal, others=OTHERS[size], note=how),
+            Figure(what=f"gateway, {size}", value=whole, unit="ms", others=OTHERS[size], note=how),
             Figure(what=f"bare relay, {size}", value=bare, unit="ms", note="uvicorn and aiohttp, nothing read or kept"),
             Figure(what=f"above the relay, {size}", value=whole - bare, unit="ms", goal=goal, others=OTHERS[size]),
             Figure(
