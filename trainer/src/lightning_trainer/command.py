@@ -27,7 +27,8 @@ async def run_command(words: Sequence[str], task: dict[str, Any], attempt: Attem
     """Run the command on a task.
 
     It gets the task as JSON on stdin and, up to 100 kB, in ``LIGHTNING_TASK``. Where agents are trained,
-    ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` lead its model calls to the gateway; the ``LIGHTNING_*`` variables tell `attach()` the attempt.
+    ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` lead its model calls to the gateway. The ``LIGHTNING_*`` variables tell
+    `attach()` the attempt.
 
     Returns:
         The last line of its standard output read as JSON, where it is JSON; else all of the output as text, None when

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -140,6 +141,11 @@ def _model(name: str) -> str:
 def _store(url: str) -> str:
     from lightning_spans.store import open_store
 
+    path = Path(url.removeprefix("sqlite:///")) if "://" not in url or url.startswith("sqlite:///") else None
+    if path is not None and not path.exists():
+        if not os.access(path.absolute().parent, os.W_OK):
+            raise LightningError(f"{path} can't be made: its folder is not there, or may not be written.")
+        return f"{path} does not exist yet, and can be made"
     store = open_store(url)
     try:
         rollouts = store.rollouts()

@@ -82,7 +82,7 @@ class Runner:
     def serve(self, store: Store) -> None:
         """Begin to claim rollouts from this store, which also hears how they end."""
         self._store = store
-        self._call(lambda: self._given.set())
+        self._call(self._begin)
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Claim no more, let what runs go on for `drain_s` seconds, then end the worker processes."""
@@ -127,6 +127,9 @@ class Runner:
         self._stopping.set()
         self._given.set()
         self._woken.set()
+
+    def _begin(self) -> None:
+        self._given.set()
 
     def _wake(self) -> None:
         self._woken.set()
