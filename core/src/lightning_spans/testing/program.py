@@ -1,0 +1,149 @@
+"""The small programs that a plugin's test class writes in its framework, and what a run of one leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from lightning_spans import attach, open_store
+from lightning_spans import spans as names
+from lightning_spans.spans import Span
+from lightning_spans.testing.server import Request, ScriptedServer
+
+# What each program does. The instructions of every agent are `instructions(NAME)`, its one message is the prompt below.
+SCENARIOS: Final = {
+    "one_agent": "The agent `writer` is asked once.",
+    "two_agents": "The agents `writer` and `rewriter` are asked, one after the other.",
+    "streaming": "The agent `writer` is asked; its answer is streamed, and read to the end.",
+    "abandoned": "The agent `writer` is asked; its answer is streamed, and nobody reads on after the first piece.",
+    "tool_call": "The agent `caller` is asked; it has the tool `add(a: int, b: int)`, which gives the sum.",
+    "parallel_tools": "As `tool_call`, but the model calls the tool twice in one answer.",
+    "tool_error": "The agent `caller` is asked; it has the tool `fail(reason: str)`, which raises ValueError(reason).",
+    "parallel": "The agents `left` and `right` are asked at the same time.",
+    "nested": "The agent `boss` is asked; it has the tool `ask(question: str)`, which asks the agent `writer`.",
+    "asynchronous": "A coroutine: the agents `writer` and `rewriter` are asked at the same time, in one event loop.",
+    "threads": "The agent `writer` is asked from two threads of a pool that the program makes itself.",
+    "retried": "The agent `writer` is asked with a client that tries again; the first try is refused with 429.",
+    "failed": "The agent `writer` is asked with a client that does not try again; the answer is 500.",
+    "cut": "The agent `writer` is asked; its answer is streamed, and the connection breaks off in the middle.",
+    "callbacks": "As `one_agent`, with callbacks of the user's own, whose observations are the output.",
+}
+
+_HELLO: Final = "hello there"
+_ADD: Final = 'call add {"a": 2, "b": 3}'
+PROMPTS: Final = dict.fromkeys(SCENARIOS, _HELLO) | {
+    "tool_call": _ADD,
+    "parallel_tools": f'{_ADD}\ncall add {{"a": 20, "b": 30}}',
+    "tool_error": 'call fail {"reason": "out of order"}',
+    "parallel": "wait 0.05",
+    "nested": 'call ask {"question": "hello writer"}',
+    "asynchronous": "wait 0.05",
+    "retried": "fail 429 1",
+    "failed": "fail 500 99",
+    "cut": "cut",
+}
+AGENTS: Final = {scenario: {"writer"} for scenario in SCENARIOS} | {
+    "two_agents": {"writer", "rewriter"},
+    "tool_call": {"caller"},
+    "parallel_tools": {"caller"},
+    "tool_error": {"caller"},
+    "parallel": {"left", "right"},
+    "nested": {"boss", "writer"},
+    "asynchronous": {"writer", "rewriter"},
+}
+MODEL: Final = "test-model"
+SECRET: Final = "user-secret"  # noqa: S105 - part of everything that must never leave
+ENVIRONMENT: Final = {
+    "OPENAI_API_KEY": f"sk-{SECRET}",
+    "OPENAI_ORG_ID": f"org-{SECRET}",
+    "OPENAI_PROJECT_ID": f"proj-{SECRET}",
+    "OPENAI_CUSTOM_HEADERS": f"x-user-token: {SECRET}",
+}
+
+
+def instructions(agent: str) -> str:
+    """Give the system prompt of an agent: from it the server knows who asks."""
+    return f"You are {agent}."
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one run left behind.
+
+    Attributes:
+        output: what the program gave.
+        requests: what the model server got, in order.
+        spans: what lies in the store; empty for a run that was not attached.
+    """
+
+    output: Any
+    requests: list[Request]
+    spans: list[Span]
+
+    @property
+    def chats(self) -> list[Span]:
+        """The chat spans."""
+        return [span for span in self.spans if span.operation == names.CHAT]
+
+    @property
+    def tools(self) -> list[Span]:
+        """The tool spans."""
+        return [span for span in self.spans if span.operation == names.EXECUTE_TOOL]
+
+    def calls(self) -> Iterator[tuple[Request, Span]]:
+        """Give each model call with its chat span: the last try of those that were tried again."""
+        last = {span_of(request): request for request in self.requests}
+        for span in self.chats:
+            yield last[span.span_id], span
+
+
+def span_of(request: Request) -> str:
+    """Give the span id that a request names as its parent."""
+    return request.headers["traceparent"].split("-")[2]
+
+
+def run(program: Callable[[str], Any], url: str) -> Any:
+    """Run a program, be it a function or a coroutine function, and let go of what it left lying about."""
+    output = asyncio.run(program(url)) if inspect.iscoroutinefunction(program) else program(url)
+    for _ in range(3):  # streams that nobody reads end when they are collected
+        gc.collect()
+        time.sleep(0.005)
+    return output
+
+
+@contextmanager
+def user_environment(folder: Path) -> Iterator[None]:
+    """Set a user's credentials, no runner's attempt, and a spool of our own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ROLLOUT_ID", "ATTEMPT_ID", "ENDPOINT", "KEY", "AGENTS", "MODEL", "STORE", "OTLP"):
+            patch.delenv(f"LIGHTNING_{name}", raising=False)
+        patch.setenv("LIGHTNING_SPOOL", str(folder / "spool"))
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+def record(program: Callable[[str], Any], folder: Path, *, framework: str, tracer: str | None) -> Recording:
+    """Run a program against a server of its own, attached with a tracer, or with None not attached."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with user_environment(folder), ScriptedServer() as server:
+        if tracer is None:
+            return Recording(run(program, server.url), server.requests, [])
+        path = str(folder / "traces.db")
+        with attach(framework, store=path, tracer=tracer) as attachment:
+            output = run(program, server.url)
+            attachment.flush()
+        store = open_store(path)
+        try:
+            return Recording(output, server.requests, store.spans())
+        finally:
+            store.close()
