@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.verl.grammar import as_hydra
 from lightning_trainer.backends.verl.needs import GIB, estimate, tensor_parallel
-from lightning_trainer.backends.verl.overrides import Place, as_hydra, overrides
+from lightning_trainer.backends.verl.overrides import Place, overrides
 from lightning_trainer.backends.verl.shape import read_shape, shape_of
 from lightning_trainer.config import TrainConfig
 

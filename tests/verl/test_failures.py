@@ -17,7 +17,7 @@ from lightning_spans.errors import LightningError
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.backends.verl.agreement import WeightsError
 from lightning_trainer.backends.verl.overrides import Place
-from lightning_trainer.backends.verl.run import explained
+from lightning_trainer.backends.verl.process import explained
 from lightning_trainer.backends.verl.trainers import within
 from lightning_trainer.progress import Silent
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.verl.grammar import as_hydra
 from lightning_trainer.backends.verl.needs import GIB, estimate
-from lightning_trainer.backends.verl.overrides import Place, Values, as_hydra, overrides
+from lightning_trainer.backends.verl.overrides import Place, overrides
+from lightning_trainer.backends.verl.profiles import Values
 from lightning_trainer.backends.verl.shape import Shape, read_shape
 from lightning_trainer.config import TrainConfig
 from lightning_trainer.data import load_tasks

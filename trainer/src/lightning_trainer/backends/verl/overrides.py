@@ -7,19 +7,16 @@ them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.verl.needs import tensor_parallel
+from lightning_trainer.backends.verl.profiles import Values, defaults, model_path, on_cpu
 from lightning_trainer.backends.verl.shape import Shape
 from lightning_trainer.config import TrainConfig
 from lightning_trainer.rows import Aggregation
-
-Values = dict[str, Any]
 
 HERE: Final = "lightning_trainer.backends.verl"
 # Our name of an algorithm, and verl's name of the advantage estimator: ours are registered by `estimators`.
@@ -36,9 +33,7 @@ AGGREGATIONS: Final[Mapping[Aggregation, str]] = {
     "sequence-sum": "_sequence_sum",
 }
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration, for the trainer's process
-TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
 DEFAULT_CONTEXT: Final = 4096  # where neither the configuration nor the model says how long a conversation gets
-_ROWS_OF_TOKENS: Final = 16384  # tokens of one accelerator's micro-batch, verl's own default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,21 +71,16 @@ def overrides(config: TrainConfig, place: Place, shape: Shape | None, *, flash_a
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
     derived = _derived(config, place, context)
     connecting = _connecting(config, place)
-    defaults = _defaults(config, shape, context, flash_attention=flash_attention)
+    values = defaults(config, shape, context, flash_attention=flash_attention)
     if config.device == "cpu":
-        defaults |= _on_cpu(config)
+        values |= on_cpu(config)
     passed = dict(_flatten(config.verl))
     _refuse(passed, derived, connecting)
-    known = {key.lstrip("+"): key for key in defaults}
+    known = {key.lstrip("+"): key for key in values}
     for key, value in passed.items():
         bare = key.lstrip("+")
-        defaults[known.get(bare, key)] = value
-    return {**{key: value for key, (value, _) in derived.items()}, **defaults, **connecting}
-
-
-def as_hydra(values: Mapping[str, Any]) -> list[str]:
-    """Write options as Hydra reads them on a command line."""
-    return [f"{key}={_literal(value)}" for key, value in values.items()]
+        values[known.get(bare, key)] = value
+    return {**{key: value for key, (value, _) in derived.items()}, **values, **connecting}
 
 
 def check(config: TrainConfig) -> None:
@@ -141,7 +131,7 @@ def _derived(config: TrainConfig, place: Place, context: int) -> dict[str, tuple
         "data.train_batch_size": (config.batch_size, "batch_size"),
         "data.max_prompt_length": (context - answer, "max_model_len"),
         "data.max_response_length": (answer, "max_tokens"),
-        "actor_rollout_ref.model.path": (_model(config), "model"),
+        "actor_rollout_ref.model.path": (model_path(config), "model"),
         "actor_rollout_ref.model.lora_rank": (config.lora_rank, "lora_rank"),
         "actor_rollout_ref.model.lora_alpha": (_alpha(config), "lora_alpha"),
         f"{actor}.optim.lr": (config.learning_rate, "learning_rate"),
@@ -207,106 +197,6 @@ def _connecting(config: TrainConfig, place: Place) -> Values:
     }
 
 
-def _defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_attention: bool) -> Values:
-    """Options for which the user has no word of ours: the table `verl` changes them."""
-    actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-    values: Values = {
-        f"{model}.use_remove_padding": flash_attention,
-        f"{model}.enable_gradient_checkpointing": True,
-        f"{actor}.strategy": "fsdp2",
-        f"{actor}.use_dynamic_bsz": True,
-        f"{actor}.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS),
-        f"{actor}.clip_ratio_c": 1e9,  # the bound of dual-clip PPO, out of reach: the torch backend has none
-        f"{actor}.entropy_coeff": 0,
-        f"{actor}.kl_loss_type": "low_var_kl",
-        f"{actor}.optim.weight_decay": 0.0,
-        f"{actor}.optim.betas": [0.9, 0.99],  # those of the torch backend
-        f"{actor}.fsdp_config.seed": config.seed,
-        f"{actor}.data_loader_seed": config.seed,
-        f"{actor}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
-        f"{actor}.checkpoint.load_contents": ["model", "optimizer", "extra"],
-        f"{rollout}.tensor_model_parallel_size": tensor_parallel(shape, config.gpus),
-        f"{rollout}.gpu_memory_utilization": 0.5,
-        f"{rollout}.enable_chunked_prefill": True,
-        f"{rollout}.load_format": "dummy",  # the trainer's weights come before the first call
-        # Log-probabilities before top-p and top-k, over the whole vocabulary, as the trainer computes them.
-        f"{rollout}.logprobs_mode": "raw_logprobs" if config.temperature in {None, 1.0} else "processed_logprobs",
-        "data.dataloader_num_workers": 0,
-        "reward.num_workers": 0,  # rewards come with the rollouts
-        f"{rollout}.agent.num_workers": 1,
-        "+lightning.transfer_s": TRANSFER_S,
-        "trainer.logger": ["console"],
-        "trainer.project_name": "lightning",
-        "trainer.experiment_name": "run",
-    }
-    if config.nodes > 1:
-        values["+ray_kwargs.ray_init.address"] = "auto"  # the cluster that was started before
-    else:
-        values["+ray_kwargs.ray_init.include_dashboard"] = False
-    if not flash_attention:
-        values[f"+{model}.override_config.attn_implementation"] = "sdpa"
-        values["+critic.model.override_config.attn_implementation"] = "sdpa"
-        values["critic.model.use_remove_padding"] = False
-    if config.lora_rank:
-        values[f"{model}.lora.merge"] = True  # the gateway asks vLLM for the policy, not for an adapter beside it
-    if config.algorithm == "ppo":
-        values |= {
-            "critic.strategy": "fsdp2",
-            "critic.model.path": _model(config),
-            "critic.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS),
-            "critic.optim.weight_decay": 0.0,
-        }
-    if config.staleness:
-        values |= {
-            "trainer.v1.sampler.max_off_policy_strategy": "drop",
-            "trainer.v1.colocate_async.num_warmup_batches": config.staleness,
-            "algorithm.rollout_correction.rollout_is": "token",
-            "algorithm.rollout_correction.rollout_is_threshold": 2.0,
-        }
-    return values
-
-
-def _on_cpu(config: TrainConfig) -> Values:
-    """Options for a machine without an accelerator: logical devices, float32 throughout, vLLM never asleep."""
-    actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-    full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    values: Values = {
-        f"{model}.use_remove_padding": False,
-        f"{model}.enable_gradient_checkpointing": False,
-        f"+{model}.override_config.attn_implementation": "sdpa",
-        f"{actor}.use_torch_compile": False,
-        f"{actor}.fsdp_config.use_torch_compile": False,
-        f"+{actor}.fsdp_config.mixed_precision": full,
-        f"{rollout}.tensor_model_parallel_size": 1,
-        f"{rollout}.enforce_eager": True,
-        f"{rollout}.free_cache_engine": False,
-        f"+{rollout}.enable_sleep_mode": False,
-        f"{rollout}.gpu_memory_utilization": 0.1,
-        f"{rollout}.max_num_seqs": 32,
-        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 512,
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-        "+ray_kwargs.ray_init.runtime_env.env_vars": {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"},
-    }
-    if config.nodes == 1:
-        values |= {
-            "ray_kwargs.ray_init.num_cpus": 16,  # logical: placement groups ask for several
-            "+ray_kwargs.ray_init.num_gpus": config.gpus,  # logical: verl's workers ask for them
-        }
-    if config.algorithm == "ppo":
-        values |= {
-            "critic.model.enable_gradient_checkpointing": False,
-            "critic.fsdp.use_torch_compile": False,
-            "+critic.fsdp.mixed_precision": full,
-        }
-    return values
-
-
-def _model(config: TrainConfig) -> str:
-    """A local folder by its absolute path, for processes elsewhere; a hub id as it is."""
-    folder = Path(config.model)
-    return str(folder.absolute()) if folder.is_dir() else config.model
-
-
 def _estimator(config: TrainConfig) -> str:
     return ESTIMATORS[config.algorithm] + AGGREGATIONS[config.loss_aggregation]
 
@@ -340,19 +230,3 @@ def _refuse(passed: Mapping[str, Any], derived: Mapping[str, tuple[Any, str]], c
             raise ConfigError(f"verl's option {bare} follows from {derived[bare][1]}. Set that, and not verl's.")
         if any(bare == other or bare.startswith(f"{other}.") for other in held):
             raise ConfigError(f"verl's option {bare} connects verl with this trainer. It can't be changed.")
-
-
-def _literal(value: Any) -> str:
-    """Write a value in the grammar of Hydra's overrides."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        # A backslash stands for itself unless it comes before a quote.
-        return '"' + re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), value) + '"'
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_literal(item) for item in value) + "]"
-    return str(value)

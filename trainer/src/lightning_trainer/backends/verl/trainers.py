@@ -12,13 +12,16 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import numpy as np
+import ray
 import transfer_queue as tq
 from omegaconf import open_dict
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
 from lightning_trainer.backends.verl.agreement import Agreement, WeightsError, agreement
 from lightning_trainer.backends.verl.control import Control
+from lightning_trainer.backends.verl.workers import CriticWorker
 
 T = TypeVar("T")
 _HELD_OUT: Final = "val/"
@@ -41,6 +44,11 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         """Train; the replay buffer hears when rollouts are not collected any more."""
         self.replay_buffer.check = agent_loop_manager.check
         super().fit(agent_loop_manager)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if Role.Critic in self.role_worker_mapping:
+            self.role_worker_mapping[Role.Critic] = ray.remote(CriticWorker)
 
     # Calls go to vLLM from here on: after the first weights, and after each step's.
 

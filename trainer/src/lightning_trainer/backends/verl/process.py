@@ -1,0 +1,101 @@
+"""verl's trainer, started through Ray and watched until it ends."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Final
+
+from lightning_spans.errors import LightningError
+from lightning_trainer.backends.verl.describe import composed, has_flash_attention
+from lightning_trainer.backends.verl.overrides import Place, overrides
+from lightning_trainer.backends.verl.shape import read_shape
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.runner import Runner
+
+_LOOK_S: Final = 0.5
+_END_S: Final = 60.0
+
+
+def run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
+    """Run verl's trainer to its end, and see meanwhile that the agents still run."""
+    if config.device == "cpu":
+        os.environ["VERL_PLATFORM"] = "cpu"  # before verl is imported anywhere
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    values = overrides(config, place, read_shape(config.model), flash_attention=has_flash_attention())
+    verls = composed(values)
+    failure: list[BaseException] = []
+    started = _Started()
+
+    def work() -> None:
+        from verl.trainer.main_ppo import run_ppo
+        from verl.trainer.ppo.utils import need_critic, need_reference_policy
+        from verl.utils.config import validate_config
+
+        try:
+            validate_config(
+                config=verls, use_reference_policy=need_reference_policy(verls), use_critic=need_critic(verls)
+            )
+            run_ppo(verls, task_runner_class=started)
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the main thread
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="lightning-verl", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            runner.check()
+    except BaseException:
+        started.kill()  # Ray must not be shut down while a thread waits for it: it would crash this process
+        thread.join(_END_S)
+        raise
+    finally:
+        if not thread.is_alive():
+            ray.shutdown()
+    if failure:
+        raise explained(failure[0], place) from failure[0]
+
+
+class _Started:
+    """Stands for the actor class that verl's `run_ppo` starts, and keeps hold of the actor."""
+
+    def __init__(self) -> None:
+        self._actor: Any = None
+        self._killed = False
+
+    def remote(self) -> Any:
+        """Start the actor."""
+        from lightning_trainer.backends.verl.task_runner import TaskRunner
+
+        if self._killed:
+            raise LightningError("the run was stopped before verl had started")
+        self._actor = TaskRunner.remote()
+        return self._actor
+
+    def kill(self) -> None:
+        """End it, and with it all that it started."""
+        import ray
+
+        self._killed = True
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+
+def explained(error: BaseException, place: Place) -> BaseException:
+    """Give the error that a user can read: ours, as it was raised in verl's process, or one about a part that died."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    inner: BaseException | None = error
+    while isinstance(inner, RayTaskError):
+        inner = inner.cause if isinstance(inner.cause, BaseException) else None
+    if isinstance(inner, LightningError):
+        return inner
+    newest = place.folder / "checkpoint"
+    onward = f" Go on with: lightning-rl train --resume {place.folder}" if newest.exists() else ""
+    if isinstance(inner, RayActorError):
+        return LightningError(f"a process of verl died: {str(inner)[:2000]}{onward}")
+    return LightningError(f"verl failed: {str(error)[-4000:]}{onward}")
