@@ -24,7 +24,7 @@ from lightning_trainer import backends
 from lightning_trainer.cli import COMMANDS, cli
 
 SCREEN = 24  # lines
-LIGHTNING = [sys.executable, "-c", "from lightning_trainer.cli import main; main()"]
+LIGHTNING = [sys.executable, "-m", "lightning_trainer.cli"]
 
 PLAIN = """
 import os
@@ -287,6 +287,19 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
     result = call("train", "cli_plain:run", "--data", "none.jsonl", "--model", "m", "--debug")
     assert result.exit_code == 1
     assert type(result.exception).__name__ == "DataError"
+
+
+def test_interrupt_says_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_trainer import training
+    from lightning_trainer.interrupts import Interrupted
+
+    def interrupted(*_: Any) -> None:
+        raise Interrupted("stopped after 3 steps. Go on with: lightning-rl train --resume out")
+
+    monkeypatch.setattr(training, "train", interrupted)
+    result = train("cli_plain:run")
+    assert result.exit_code == 130
+    assert "Go on with: lightning-rl train --resume out" in result.stderr
 
 
 def test_store_that_is_not_there(folder: Path) -> None:

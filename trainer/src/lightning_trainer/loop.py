@@ -53,7 +53,7 @@ class Loop:
     """Takes steps from a state on."""
 
     def __init__(self, parts: Parts, state: State) -> None:
-        self._ = parts
+        self._parts = parts
         self.state = state
         self._saved = state.step if state.step else None
         self._whole = True  # whether weights and state belong together
@@ -70,11 +70,11 @@ class Loop:
         self._save()
 
     def _run_all(self) -> None:
-        steps = self._.config.step_count(len(self._.tasks))
-        self._.progress.begin(self.state.step, steps)
+        steps = self._parts.config.step_count(len(self._parts.tasks))
+        self._parts.progress.begin(self.state.step, steps)
         while self.state.step < steps and not self._goal_reached():
             self._validate_if_due()
-            if self.state.step % self._.config.save_every == 0:
+            if self.state.step % self._parts.config.save_every == 0:
                 self._save()
             self._step()
         self._refuse_flat(final=True)
@@ -84,26 +84,26 @@ class Loop:
         """Write a checkpoint, unless this state is saved already, nothing was learned yet, or an update was cut."""
         if self._saved == self.state.step or self.state.flat_steps is not None or not self._whole:
             return
-        self._.progress.phase("saving")
+        self._parts.progress.phase("saving")
         seconds = self._seconds_before + time.monotonic() - self._began
         state = replace(self.state, seconds=seconds)
-        save(self._.folder, state, self._.backend.save, keep=self._.config.keep)
+        save(self._parts.folder, state, self._parts.backend.save, keep=self._parts.config.keep)
         self._saved = self.state.step
-        self._.log.draw()
+        self._parts.log.draw()
 
     def _validate_if_due(self) -> None:
-        every = self._.config.val_every
+        every = self._parts.config.val_every
         if self.state.step == 0 or (every is not None and self.state.step % every == 0):
             self._validate()
 
     def _validate(self) -> None:
         """Run the held-out tasks, sampled as in training, unless it was done with these weights."""
-        step, config = self.state.step, self._.config
-        if not self._.val or any(at == step for at, _ in self._.log.series("val", "rollouts")):
+        step, config = self.state.step, self._parts.config
+        if not self._parts.val or any(at == step for at, _ in self._parts.log.series("val", "rollouts")):
             return
         rollouts = plan(
-            self._.val,
-            name=f"{self._.name}.{step}:v",  # the same seeds in each validation: fewer differences by chance
+            self._parts.val,
+            name=f"{self._parts.name}.{step}:v",  # the same seeds in each validation: fewer differences by chance
             size=config.val_samples,
             mode="val",
             max_attempts=config.max_attempts,
@@ -111,15 +111,15 @@ class Loop:
         )
         outcomes = self._run(rollouts, "validation")
         result = score(outcomes, config.failed)
-        self._.log.add("val", step, result.metrics())
-        self._.progress.note(f"held out after {step} steps: {describe(result)}")
+        self._parts.log.add("val", step, result.metrics())
+        self._parts.progress.note(f"held out after {step} steps: {describe(result)}")
 
     def _step(self) -> None:
-        config, step, began = self._.config, self.state.step, time.monotonic()
-        places = batch_at(step, len(self._.tasks), config.batch_size, config.seed)
+        config, step, began = self._parts.config, self.state.step, time.monotonic()
+        places = batch_at(step, len(self._parts.tasks), config.batch_size, config.seed)
         rollouts = plan(
-            [self._.tasks[place] for place in places],
-            name=f"{self._.name}:t{step}",
+            [self._parts.tasks[place] for place in places],
+            name=f"{self._parts.name}:t{step}",
             size=config.group_size,
             mode="train",
             max_attempts=config.max_attempts,
@@ -128,8 +128,8 @@ class Loop:
         outcomes = self._run(rollouts, "rollouts")
         rolled_s = time.monotonic() - began
         batch = self._batch(outcomes)
-        self._.check()
-        self._.progress.phase(f"learning from {len(batch.rows)} rows")
+        self._parts.check()
+        self._parts.progress.phase(f"learning from {len(batch.rows)} rows")
         self._whole = False
         learned = self._learn(batch)
         result = score(outcomes, config.failed)
@@ -137,16 +137,16 @@ class Loop:
             **result.metrics(),
             **batch.account.metrics(),
             **learned,
-            "policy_version": float(self._.backend.engine.version),
+            "policy_version": float(self._parts.backend.engine.version),
             "rollout_seconds": rolled_s,
             "seconds": time.monotonic() - began,
         }
-        self._.log.add("train", step, metrics)
-        self._.progress.step(step, metrics)
+        self._parts.log.add("train", step, metrics)
+        self._parts.progress.step(step, metrics)
         self._advance(batch, result)
 
     def _run(self, rollouts: Sequence[Rollout], what: str) -> list[Outcome]:
-        outcomes = self._.local.run(rollouts, self._.progress, what, check=self._.check)
+        outcomes = self._parts.local.run(rollouts, self._parts.progress, what, check=self._parts.check)
         if not self.state.step:
             self._refuse_unknown(outcomes)
         if all(outcome.attempt is None for outcome in outcomes):
@@ -165,30 +165,30 @@ class Loop:
         attempts = [attempt.attempt_id for outcome in outcomes for attempt in outcome.attempts]
         seen = {name for trace in self._traces(attempts) for name in trace.agents}
         self.state = replace(self.state, agents=tuple(sorted({*self.state.agents, *seen})))
-        chosen = self._.config.agents
+        chosen = self._parts.config.agents
         if chosen is not None and seen and not any(selects(chosen, name) for name in seen):
             check_known(chosen, seen)
 
     def _batch(self, outcomes: Sequence[Outcome]) -> Batch:
         """Make rows, and refuse what can't teach anything and never will."""
         groups = {outcome.rollout.group_id for outcome in outcomes}
-        consumer = f"{self._.name}/{self.state.step}"
-        fresh = {group for group in groups if self._.local.store.consume_group(group, consumer)}
-        batch = self._.algorithm(
+        consumer = f"{self._parts.name}/{self.state.step}"
+        fresh = {group for group in groups if self._parts.local.store.consume_group(group, consumer)}
+        batch = self._parts.algorithm(
             [outcome for outcome in outcomes if outcome.rollout.group_id in fresh], self._traces, self.state.agents
         )
         if batch.account.seen == 0:
-            raise NothingLearnedError(nothing_captured(len(outcomes), self._.local.runner.attached))
+            raise NothingLearnedError(nothing_captured(len(outcomes), self._parts.local.runner.attached))
         if batch.account.trained == 0:
             raise NothingLearnedError(_no_rows(batch))
         return batch
 
     def _learn(self, batch: Batch) -> dict[str, float]:
         """Update the weights. Where no row has a gradient the optimiser is left alone: it would move by momentum."""
-        if not any(row.has_gradient for row in batch.rows) and self._.config.kl_coef == 0:
+        if not any(row.has_gradient for row in batch.rows) and self._parts.config.kl_coef == 0:
             return {"update_seconds": 0.0}
         began = time.monotonic()
-        learned = self._.backend.update(batch.rows)
+        learned = self._parts.backend.update(batch.rows)
         return {**learned, "update_seconds": time.monotonic() - began}
 
     def _advance(self, batch: Batch, result: Score) -> None:
@@ -204,7 +204,7 @@ class Loop:
         )
         self._whole = True
         if flat:
-            self._.progress.note(f"step {self.state.step} teaches nothing: in each group all rewards are equal")
+            self._parts.progress.note(f"step {self.state.step} teaches nothing: in each group all rewards are equal")
         self._refuse_flat(final=False)
 
     def _refuse_flat(self, *, final: bool) -> None:
@@ -219,12 +219,12 @@ class Loop:
             )
 
     def _goal_reached(self) -> bool:
-        goal = self._.config.until
+        goal = self._parts.config.until
         newest = self.state.rewards[-2:]
         return goal is not None and len(newest) == 2 and all(r is not None and r >= goal for r in newest)
 
     def _traces(self, attempt_ids: Sequence[str]) -> list[Trace]:
-        return traces_of(self._.local.store, attempt_ids=attempt_ids)
+        return traces_of(self._parts.local.store, attempt_ids=attempt_ids)
 
 
 def describe(result: Score) -> str:

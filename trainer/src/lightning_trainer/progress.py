@@ -73,7 +73,7 @@ class Shown:
         from rich.live import Live
 
         if self._console.is_terminal:
-            self._live = Live(console=self._console, get_renderable=self._panel, refresh_per_second=4)
+            self._live = Live(console=self._console, get_renderable=self._panel, refresh_per_second=2)
             self._live.start()
         else:
             self._console.print(self._title, highlight=False)
@@ -109,7 +109,6 @@ class Shown:
     def _panel(self) -> RenderableType:
         from rich.console import Group
         from rich.panel import Panel
-        from rich.progress_bar import ProgressBar
         from rich.text import Text
 
         name, done, total = self._phase
@@ -121,11 +120,12 @@ class Shown:
         lines: list[RenderableType] = [
             Text(f"{place}{duration(elapsed)}{left}"),
             Text(f"{name}{f' {done} of {total}' if total else ''}"),
-            ProgressBar(total=total or 1, completed=done, width=60),
+            Text(bar(done, total), style="green"),
         ]
         if self._rewards:
             lines.append(Text(f"reward {self._rewards[-1]:.3f}  {sparkline(self._rewards)}"))
-            lines.append(Text(one_line(self._metrics), style="dim"))
+            rest = {name: value for name, value in self._metrics.items() if name != "reward"}
+            lines.append(Text(one_line(rest), style="dim"))
         return Panel(Group(*lines), title=self._title, title_align="left")
 
 
@@ -145,7 +145,13 @@ def one_line(metrics: Mapping[str, float]) -> str:
     }
     agents = [f"{name.removeprefix('reward/')} {metrics[name]:.3f}" for name in metrics if name.startswith("reward/")]
     parts = [f"{name} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics]
-    return "  ".join([*parts[:1], *agents, *parts[1:]])
+    first = 1 if "reward" in metrics else 0
+    return "  ".join([*parts[:first], *agents, *parts[first:]])
+
+
+def bar(done: int, total: int, width: int = 60) -> str:
+    """Draw how far something is; empty where that is not known."""
+    return "━" * round(width * min(done, total) / total) if total else ""
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
