@@ -502,7 +502,16 @@ def test_one_bad_record_does_not_fail_the_others(tmp_path):
 
 def test_a_server_that_stops_keeps_what_was_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_trainer.server.serving._GRACE_S", 1)
-    engine = FakeEngine(lambda _: "x" * 40_000, delay_s=0.01)
+
+    class Slow(FakeEngine):
+        async def generate(self, prompt, sampling):
+            try:
+                async for piece in super().generate(prompt, sampling):
+                    yield piece
+            finally:
+                await asyncio.sleep(0.3)  # an engine may take its time to let go of a request
+
+    engine = Slow(lambda _: "x" * 40_000, delay_s=0.01)
     from lightning_spans.store import open_store
 
     with served(tmp_path, engine) as server:

@@ -44,21 +44,21 @@ class App(FastAPI):
             await super().__call__(scope, receive, send)
             return
         path = scope["path"]
-        send = _counted(send, self.metrics, path)
+        counted = _Counted(send, self.metrics, path)
         handler = self.hot.get((scope["method"], path))
         try:
             if handler is not None:
-                await handler(scope, receive, send)
+                await handler(scope, receive, counted)
             elif path.startswith("/v1/"):
                 raise _not_served(scope["method"], path, self.hot)
             else:
-                await super().__call__(scope, _limited(scope, receive, self.limits.body_bytes), send)
+                await super().__call__(scope, _limited(scope, receive, self.limits.body_bytes), counted)
         except ClientGoneError:
             return  # nobody is there to be answered
-        except Refusal as refusal:
-            await send_refusal(send, refusal)
-        except StoreError as error:
-            await send_refusal(send, store_down(error))
+        except (Refusal, StoreError) as error:
+            if counted.started:  # too late for another answer: the connection breaks off, which the client sees
+                raise
+            await send_refusal(counted, error if isinstance(error, Refusal) else store_down(error))
 
 
 def _not_served(method: str, path: str, hot: Mapping[tuple[str, str], ASGIApp]) -> Refusal:
@@ -67,15 +67,22 @@ def _not_served(method: str, path: str, hot: Mapping[tuple[str, str], ASGIApp]) 
     return Refusal(status, f"{method} {path} is not served here. There are: {served}.", code="not_served")
 
 
-def _counted(send: Send, metrics: Metrics, path: str) -> Send:
-    name = path if path in _COUNTED else "/api" if path.startswith("/api/") else "other"
+class _Counted:
+    """Sends what it is given, and counts the answer when it starts."""
 
-    async def counting(message: Message) -> None:
+    __slots__ = ("_metrics", "_path", "_send", "started")
+
+    def __init__(self, send: Send, metrics: Metrics, path: str) -> None:
+        self._send = send
+        self._metrics = metrics
+        self._path = path if path in _COUNTED else "/api" if path.startswith("/api/") else "other"
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            metrics.request(name, message["status"])
-        await send(message)
-
-    return counting
+            self.started = True
+            self._metrics.request(self._path, message["status"])
+        await self._send(message)
 
 
 _COUNTED = frozenset({"/v1/chat/completions", "/v1/models", "/v1/traces", "/healthz", "/metrics"})
@@ -133,6 +140,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - FastAPI's signature
         yield
+        await gateway.settle()
         for _, policy in forwarding:
             await policy.close()
         await asyncio.to_thread(writer.close)

@@ -60,6 +60,12 @@ class Gateway:
         self._metrics = metrics
         self._limits = limits
         self._routing = routing
+        self._open: set[asyncio.Task[None]] = set()
+
+    async def settle(self, timeout_s: float = 5.0) -> None:
+        """Wait until every call that was begun has left its record; uvicorn only cancels them when it stops."""
+        if self._open:
+            await asyncio.wait(self._open, timeout=timeout_s)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
         """Answer ``GET /v1/models``: the names of the policies."""
@@ -77,6 +83,10 @@ class Gateway:
         request = parse_object(await read_body(scope, receive, self._limits.body_bytes))
         routing = self._routing()
         draft = begin(request, grant, headers(scope), str(request.get("model", "")))
+        task = asyncio.current_task()
+        if task is not None:
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
         events = EventStream(send)
         kept = _Once(self._writer, self._metrics)
         try:
