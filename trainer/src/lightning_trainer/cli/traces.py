@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,8 +58,8 @@ def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord]) ->
     for trace in traces:
         tree = Tree(_title(trace, attempts.get(trace.attempt_id or "")))
         _grow(tree, trace)
-        for lost in trace.unjoined:
-            tree.add(f"[yellow]{lost.reason}[/yellow]")
+        for reason, count in Counter(lost.reason for lost in trace.unjoined).items():
+            tree.add(f"[yellow]{count} calls: {reason}[/yellow]")
         screen().print(tree)
 
 
