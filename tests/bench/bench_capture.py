@@ -1,29 +1,30 @@
 """What recording costs a program: the openai client against a transport in the same process, attached and not.
 
-Three processes, bare and with each tracer, that take turns of a few calls each: a machine that is busy for a moment
-slows them alike. Two clocks: the thread that makes the calls, and the whole process until every span is in the store.
-A call of a real program also waits for its model; here nothing waits, so that only the recording is left.
+The program attaches once; then the plugin is bound and unbound in turns of a few calls each, so that a machine that is
+busy for a while slows both alike. Two clocks: the thread that makes the calls, and the whole process until every span
+is in the store. A call of a real program also waits for its model; here nothing waits: only the recording is left.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 from figures import Figure
 from records import SYSTEM
 
-TURNS = 60
-CALLS = 40  # of one turn
+import lightning_spans
+from lightning_spans import hookimpl, plugins
+from lightning_spans.attach import live_recorder
+
+TURNS = 200
+FEW, MANY = 5, 50  # calls of one turn
 TRACERS = ("otel", "embedded")
 OTHERS = "2,400 µs wall (agent-lightning 0.3); openinference 250-520 µs"
 MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is 12 + 7?"}]
@@ -59,93 +60,76 @@ CASES = {  # what the table says: framework, call
 }
 
 
+class Nothing:
+    """A plugin that binds nothing: attaching it opens what all plugins share."""
+
+    @hookimpl
+    def lightning_attach(self, framework: str) -> Callable[[], None] | None:
+        return (lambda: None) if framework == "nothing" else None
+
+
 def measure() -> list[Figure]:
-    return [figure for what, (framework, call) in CASES.items() for figure in cost(what, framework, call)]
+    plugins.register(Nothing(), "nothing")
+    plugins.load("openai")
+    plugins.load("langchain")
+    cases = {what: (framework, client_call(call)) for what, (framework, call) in CASES.items()}
+    return [
+        figure
+        for what, (framework, call) in cases.items()
+        for tracer in TRACERS
+        for figure in cost(f"{what}, {tracer}", framework, call, tracer)
+    ]
 
 
-def cost(what: str, framework: str, call: str) -> list[Figure]:
-    """Let the three take turns, and give what each takes longer than the bare one."""
-    thread: dict[str, list[float]] = {tracer: [] for tracer in ("none", *TRACERS)}
-    process: dict[str, list[float]] = {tracer: [] for tracer in ("none", *TRACERS)}
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        children = {
-            tracer: stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, __file__, framework, call, tracer, str(Path(folder) / tracer)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for tracer in thread
-        }
-        for turn in range(-5, TURNS):  # the first ones warm up
-            for tracer, child in children.items():
-                child.stdin.write("go\n")
-                child.stdin.flush()
-                seconds = [float(part) / CALLS for part in child.stdout.readline().split()]
-                if turn >= 0:
-                    thread[tracer].append(seconds[0])
-                    process[tracer].append(seconds[1])
-        for child in children.values():
-            child.stdin.close()
-            if child.wait() != 0:
-                raise RuntimeError(f"a process of {what} failed")
-    how = f"{TURNS} turns of {CALLS} calls; a bare call costs {1e6 * undisturbed(thread['none']):.0f} µs"
-    found = []
-    for tracer in TRACERS:
-        name = f"{what}, {tracer}"
-        found += [
-            Figure(
-                what=f"{name}: the agent's thread",
-                value=1e6 * added(thread, tracer),
-                unit="µs CPU",
-                goal=150,
-                others=OTHERS,
-                note=how,
-            ),
-            Figure(
-                what=f"{name}: until it is in the store",
-                value=1e6 * added(process, tracer),
-                unit="µs CPU",
-                note="the whole process, a flush after each turn",
-            ),
-        ]
-    return found
-
-
-def added(seconds: dict[str, list[float]], tracer: str) -> float:
-    return undisturbed(seconds[tracer]) - undisturbed(seconds["none"])
-
-
-def undisturbed(seconds: list[float]) -> float:
-    """The first decile: what else the machine does only ever adds to a turn, through its caches."""
-    return statistics.quantiles(seconds, n=10)[0]
-
-
-def child(framework: str, call: str, tracer: str, folder: str) -> None:
-    """A process of the three: make some calls whenever a line comes, and tell the CPU seconds of thread and process."""
-    import lightning_spans
-
-    make_call, made, attachment = client_call(call), 0, None
-    store = str(Path(folder) / "bench.db")
-    if tracer != "none":
-        Path(folder).mkdir()
+def cost(what: str, framework: str, call: Callable[[], None], tracer: str) -> list[Figure]:
+    """Median difference between a call with the plugin bound and one without it, by each clock."""
+    with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_SPOOL"] = str(Path(folder) / "spool")
-        attachment = lightning_spans.attach(framework, tracer=tracer, store=store)
-    for _ in sys.stdin:
-        begin = time.thread_time(), time.process_time()
-        for _ in range(CALLS):
-            make_call()
-        in_thread, made = time.thread_time() - begin[0], made + CALLS
-        if attachment is not None and not attachment.flush():
-            raise RuntimeError("the spans were not delivered in time")
-        print(in_thread, time.process_time() - begin[1], flush=True)
-    if attachment is not None:
-        attachment.detach()
+        store = str(Path(folder) / "bench.db")
+        with lightning_spans.attach("nothing", tracer=tracer, store=store) as attachment:
+
+            def in_thread(calls: int) -> float:
+                return seconds(time.thread_time, call, calls)
+
+            def in_process(calls: int) -> float:
+                return seconds(time.process_time, call, calls, attachment.flush)
+
+            turns(framework, in_thread, 10, FEW)  # warms up
+            thread, bare = turns(framework, in_thread, TURNS, FEW)
+            attachment.flush()
+            process, _ = turns(framework, in_process, TURNS // 10, MANY)
         kept = sum(span.operation == "chat" for span in lightning_spans.open_store(store).spans())
-        if kept != made:
-            raise RuntimeError(f"{kept} chat spans are in the store after {made} calls")
+    made = (TURNS + 10) * FEW + TURNS // 10 * MANY
+    if kept != made:
+        raise RuntimeError(f"{kept} chat spans are in the store after {made} calls")
+    how = f"{TURNS} turns of {FEW} calls; a bare call costs {bare:.0f} µs"
+    whole = f"the whole process; {TURNS // 10} turns of {MANY} calls and a flush"
+    return [
+        Figure(what=f"{what}: agent's thread", value=thread, unit="µs CPU", goal=150, others=OTHERS, note=how),
+        Figure(what=f"{what}: until in the store", value=process, unit="µs CPU", note=whole),
+    ]
+
+
+def turns(framework: str, clock: Callable[[int], float], count: int, calls: int) -> tuple[float, float]:
+    """Medians, in µs a call, of what recording adds and of a bare call."""
+    bare, added = [], []
+    for _ in range(count):
+        bare.append(1e6 * clock(calls) / calls)
+        undo = plugins.manager().hook.lightning_attach(framework=framework, recorder=live_recorder())
+        added.append(1e6 * clock(calls) / calls - bare[-1])
+        undo()
+    return statistics.median(added), statistics.median(bare)
+
+
+def seconds(
+    clock: Callable[[], float], call: Callable[[], None], calls: int, then: Callable[[], object] | None = None
+) -> float:
+    begin = clock()
+    for _ in range(calls):
+        call()
+    if then is not None:
+        then()
+    return clock() - begin
 
 
 def client_call(name: str) -> Callable[[], None]:
@@ -172,7 +156,3 @@ def client_call(name: str) -> Callable[[], None]:
     if name == "stream":
         return lambda: list(completions.create(**body, stream=True))
     return lambda: completions.create(**body)
-
-
-if __name__ == "__main__":
-    child(*sys.argv[1:5])
