@@ -54,16 +54,30 @@ def _traces() -> list[type]:
 class Work(Stay):
     """What a span or trace of the SDK stands for, from its start to its finish."""
 
-    __slots__ = ("error", "handled", "kind", "sdk", "span", "start_ns")
+    __slots__ = ("error", "handled", "kind", "sdk", "span", "start_ns", "used")
 
     def __init__(self, sdk: Any, kind: str) -> None:
         super().__init__()
         self.sdk = sdk
         self.kind = kind
         self.span: OpenSpan | None = None
-        self.error: str | None = None
+        self.error: BaseException | str | None = None
         self.handled = sys.exception()  # the agent runs inside somebody's `except`: no failure of its own
         self.start_ns = time.time_ns()
+        self.used = False  # an agent began in it
+        if kind == "agent":
+            around = self.outer
+            while isinstance(around, Work):
+                around.used, around = True, around.outer
+
+    def is_mask(self) -> bool:
+        """Whether it is a trace that the SDK made only to hide another one, or nothing, while tracing is disabled."""
+        return self.kind == "trace" and self.sdk.trace_id == "no-op" and not (self.used or self.seen)
+
+    def raised(self) -> BaseException | None:
+        """Give the exception that is on its way through this work."""
+        error = sys.exception()
+        return None if error is self.handled or isinstance(error, GeneratorExit) else error
 
 
 class Following:
@@ -111,7 +125,8 @@ class Following:
             work = self._works.get(id(sdk))
             if work is not None:
                 with self._recorder.guard(PLUGIN, work.span):
-                    work.error = _error_text(error)
+                    # The SDK reports inside its `except`. Its own words hide what a tool raised (0.24).
+                    work.error = work.raised() or _error_text(error)
             return original(sdk, error)
 
         return set_error
@@ -148,6 +163,8 @@ class Following:
                 names.EXECUTE_TOOL, data.name, agent=current_agent(context), context=context, attributes=tool
             )
         elif kind == "trace":
+            if isinstance(work.outer, Work) and work.is_mask():
+                return
             group = {names.FRAMEWORK: FRAMEWORK, names.CONVERSATION_ID: getattr(sdk, "group_id", None)}
             name = sdk.name if sdk.name != "no-op" else "Agent workflow"
             work.span = self._recorder.start(names.INVOKE_WORKFLOW, name, context=context, attributes=group)
@@ -159,19 +176,16 @@ class Following:
     def _end(self, work: Work) -> None:
         self._works.pop(id(work.sdk), None)
         work.leave()
-        raised = sys.exception()
-        failed = None if raised is work.handled or isinstance(raised, GeneratorExit) else raised
+        error = work.error or work.raised()
         if work.kind in _MODEL:
             if not work.seen and self._live:
-                self._elsewhere(work, work.error or failed)
+                self._elsewhere(work, error)
             return
-        if work.span is None:
+        if work.span is None or work.is_mask():
             return
         if work.kind == "function":
             work.span.set(**_tool_facts(work))
-        if isinstance(raised, GeneratorExit):
-            work.span.set(**{names.ABANDONED: True})
-        work.span.end(error=work.error or failed)
+        work.span.end(error=error)
 
     def _elsewhere(self, work: Work, error: str | BaseException | None) -> None:
         """Make the chat span of a model that the wire did not see: LiteLLM, or Responses over a websocket."""

@@ -1,0 +1,601 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+agents = pytest.importorskip("agents")
+
+import openai
+from agents import (
+    Agent,
+    GuardrailFunctionOutput,
+    InputGuardrail,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    RunConfig,
+    RunHooks,
+    Runner,
+    function_tool,
+    generation_span,
+    trace,
+)
+from agents.mcp import MCPServerStdio
+from agents.tool_context import ToolContext
+from agents.tracing import TracingProcessor, get_trace_provider
+from agents.tracing import spans as sdk_spans
+from agents.tracing import traces as sdk_traces
+
+import lightning_openai_agents
+from lightning_openai import elsewhere
+from lightning_spans import Attempt, hookimpl, open_store, plugins, use_attempt
+from lightning_spans import spans as names
+from lightning_spans.testing import ScriptedServer
+from lightning_spans.testing.plugins import MODEL, PROMPTS, PluginConformance, instructions
+from lightning_spans.testing.script import agent_of, answer, follow, pieces
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "user-key")
+    agents.set_trace_processors([])  # else the SDK's own uploader calls its makers
+
+
+def model(url, kind=OpenAIChatCompletionsModel, **options):
+    return kind(MODEL, openai.AsyncOpenAI(base_url=url, **options))
+
+
+def make(name, url_or_model, **options):
+    given = model(url_or_model) if isinstance(url_or_model, str) else url_or_model
+    return Agent(name=name, instructions=instructions(name), model=given, **options)
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+async def ask(name, url, prompt, **options):
+    return (await Runner.run(make(name, url, **options), prompt)).final_output
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+@function_tool
+def fail(reason: str) -> str:
+    raise ValueError(reason)
+
+
+class TestConformance(PluginConformance):
+    framework = "openai-agents"
+
+    def patched(self):
+        return [
+            (owner, name)
+            for owner in (sdk_spans.SpanImpl, sdk_spans.NoOpSpan, sdk_traces.TraceImpl, sdk_traces.NoOpTrace)
+            for name in ("start", "finish", "set_error")
+            if name in vars(owner)
+        ] + [(ToolContext, "from_agent_context")]
+
+    def one_agent(self, url):
+        return run(ask("writer", url, PROMPTS["one_agent"]))
+
+    def two_agents(self, url):
+        async def work():
+            return [await ask(name, url, PROMPTS["two_agents"]) for name in ("writer", "rewriter")]
+
+        return run(work())
+
+    def streaming(self, url):
+        async def work():
+            result = Runner.run_streamed(make("writer", url), PROMPTS["streaming"])
+            return [event.type async for event in result.stream_events()], result.final_output
+
+        return run(work())
+
+    def abandoned(self, url):
+        async def work():
+            result = Runner.run_streamed(make("writer", url), PROMPTS["abandoned"])
+            async for event in result.stream_events():
+                if event.type == "raw_response_event":
+                    return event.data.type
+            return None
+
+        return run(work())
+
+    def tool_call(self, url):
+        return run(ask("caller", url, PROMPTS["tool_call"], tools=[add]))
+
+    def parallel_tools(self, url):
+        return run(ask("caller", url, PROMPTS["parallel_tools"], tools=[add]))
+
+    def tool_error(self, url):
+        return run(ask("caller", url, PROMPTS["tool_error"], tools=[fail]))
+
+    def parallel(self, url):
+        async def work():
+            return await asyncio.gather(*(ask(name, url, PROMPTS["parallel"]) for name in ("left", "right")))
+
+        return run(work())
+
+    def nested(self, url):
+        @function_tool(name_override="ask")
+        async def ask_writer(question: str) -> str:
+            return await ask("writer", url, question)
+
+        return run(ask("boss", url, PROMPTS["nested"], tools=[ask_writer]))
+
+    async def asynchronous(self, url):
+        return await asyncio.gather(*(ask(name, url, PROMPTS["asynchronous"]) for name in ("writer", "rewriter")))
+
+    def threads(self, url):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda number: run(ask("writer", url, f"hello {number}")), range(2)))
+
+    def retried(self, url):
+        return run(ask("writer", url, PROMPTS["retried"]))
+
+    def failed(self, url):
+        with pytest.raises(openai.InternalServerError) as error:
+            run(ask("writer", model(url, max_retries=0), PROMPTS["failed"]))
+        return str(error.value)
+
+    def cut(self, url):
+        async def work():
+            result = Runner.run_streamed(make("writer", url), PROMPTS["cut"])
+            seen = []
+            with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
+                seen.extend([event.type async for event in result.stream_events()])
+            return seen, type(error.value).__name__
+
+        return run(work())
+
+    def callbacks(self, url):
+        hooks, processor = Hooks(), Processor()
+        agents.set_trace_processors([processor])
+        try:
+            answered = run(ask("writer", url, PROMPTS["callbacks"], hooks=None))
+            run(self._hooked(url, hooks))
+        finally:
+            agents.set_trace_processors([])
+        return answered, hooks.seen, processor.seen
+
+    async def _hooked(self, url, hooks):
+        await Runner.run(make("writer", url), PROMPTS["callbacks"], hooks=hooks)
+
+
+class Hooks(RunHooks):
+    def __init__(self):
+        self.seen = []
+
+    async def on_agent_start(self, context, agent):
+        self.seen.append(("start", agent.name))
+
+    async def on_agent_end(self, context, agent, output):
+        self.seen.append(("end", agent.name, output))
+
+
+class Processor(TracingProcessor):
+    def __init__(self):
+        self.seen = []
+
+    def on_trace_start(self, trace):
+        self.seen.append(("trace", trace.name))
+
+    def on_trace_end(self, trace):
+        self.seen.append(("trace end", trace.name))
+
+    def on_span_start(self, span):
+        self.seen.append(("span", span.span_data.type))
+
+    def on_span_end(self, span):
+        exported = span.export()
+        self.seen.append(("span end", exported["span_data"]["type"], exported["error"]))
+
+    def shutdown(self):
+        pass
+
+    def force_flush(self):
+        pass
+
+
+class Listener:
+    def __init__(self):
+        self.spans = []
+
+    @hookimpl
+    def lightning_span_ended(self, span):
+        self.spans.append(span)
+
+    def of(self, operation):
+        return [span for span in self.spans if span.operation == operation]
+
+    @property
+    def chats(self):
+        return self.of(names.CHAT)
+
+    @property
+    def tools(self):
+        return self.of(names.EXECUTE_TOOL)
+
+    def above(self, span):
+        """Operation and name of what is around a span, innermost first."""
+        by_id = {known.span_id: known for known in self.spans}
+        found = []
+        while span.parent_id is not None:
+            span = by_id[span.parent_id]
+            found.append((span.operation, span.name))
+        return found
+
+
+@pytest.fixture
+def server():
+    with ScriptedServer() as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
+    listener = Listener()
+    plugins.register(listener, "listener")
+    with lightning_openai_agents.attach(store=str(tmp_path / "traces.db")):
+        yield listener
+    plugins.unregister("listener")
+
+
+def check_calls(seen, server):
+    """Every request is one chat span with the agent that made it and the response's id, and nothing is an orphan."""
+    spans = {span.span_id: span for span in seen.chats}
+    assert len(spans) == len(server.requests)
+    for request in server.requests:
+        span = spans[request.headers["traceparent"].split("-")[2]]
+        assert span.agent == agent_of(request.body)
+        assert span.attributes.get(names.RESPONSE_ID) == request.answer.get("id")
+    known = {span.span_id for span in seen.spans}
+    assert all(span.parent_id is None or span.parent_id in known for span in seen.spans)
+
+
+KINDS = pytest.mark.parametrize("kind", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
+STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+
+
+async def start(agent, prompt, *, streamed, **options):
+    if not streamed:
+        return (await Runner.run(agent, prompt, **options)).final_output
+    result = Runner.run_streamed(agent, prompt, **options)
+    async for _ in result.stream_events():
+        pass
+    return result.final_output
+
+
+@KINDS
+@STREAMED
+def test_a_handoff_is_two_agents_one_after_the_other(kind, streamed, server, seen):
+    async def work():
+        shared = model(server.url, kind)
+        writer = make("writer", shared)
+        return await start(make("triage", shared, handoffs=[writer]), "call transfer_to_writer {}", streamed=streamed)
+
+    assert run(work()).startswith("writer answers")
+    check_calls(seen, server)
+    assert [span.agent for span in seen.chats] == ["triage", "writer"]
+    agents_seen = seen.of(names.INVOKE_AGENT)
+    assert [span.name for span in agents_seen] == ["triage", "writer"]
+    assert agents_seen[0].end_ns <= agents_seen[1].start_ns
+    (run_span,) = seen.of(names.INVOKE_WORKFLOW)
+    assert {span.parent_id for span in agents_seen} == {run_span.span_id}
+
+
+@KINDS
+@STREAMED
+def test_an_agent_as_a_tool_is_under_the_tool(kind, streamed, server, seen):
+    async def work():
+        shared = model(server.url, kind)
+        writer = make("writer", shared)
+        boss = make("boss", shared, tools=[writer.as_tool("ask", "Ask the writer.")])
+        prompt = 'call ask {"input": "one"}\ncall ask {"input": "two"}'
+        return await start(boss, prompt, streamed=streamed)
+
+    assert "[writer answers 'one'] [writer answers 'two']" in run(work())
+    check_calls(seen, server)
+    assert sorted(span.agent for span in seen.chats) == ["boss", "boss", "writer", "writer"]
+    (calls,) = {tuple(seen.above(span)) for span in seen.chats if span.agent == "writer"}
+    assert calls[:3] == ((names.INVOKE_AGENT, "writer"), (names.EXECUTE_TOOL, "ask"), (names.INVOKE_AGENT, "boss"))
+    assert {s.attributes[names.AGENT_PATH] for s in seen.of(names.INVOKE_AGENT)} == {"boss", "boss/writer"}
+    assert {(span.agent, span.status) for span in seen.tools} == {("boss", "ok")}
+    assert len({span.attributes[names.TOOL_CALL_ID] for span in seen.tools}) == 2
+
+
+@KINDS
+def test_tools_have_arguments_result_and_status(kind, server, seen):
+    prompt = 'call add {"a": 2, "b": 3}\ncall fail {"reason": "out of order"}'
+    run(ask("caller", model(server.url, kind), prompt, tools=[add, fail]))
+    check_calls(seen, server)
+    good, bad = sorted(seen.tools, key=lambda span: span.name)
+    assert json.loads(good.attributes[names.TOOL_ARGUMENTS]) == {"a": 2, "b": 3}
+    assert (good.attributes[names.TOOL_RESULT], good.status) == ("5", "ok")
+    assert (bad.status, bad.status_message) == ("error", "out of order")
+    assert bad.attributes[names.ERROR_TYPE] == "ValueError"
+
+
+def test_a_tool_that_ends_the_run_is_an_error_all_the_way_up(server, seen):
+    @function_tool(failure_error_function=None)
+    def fatal(reason: str) -> str:
+        raise ValueError(reason)
+
+    with pytest.raises(agents.UserError):
+        run(ask("caller", server.url, 'call fatal {"reason": "no"}', tools=[fatal]))
+    (tool,) = seen.tools
+    assert tool.status_message == "no"
+    assert {s.status for s in [*seen.of(names.INVOKE_AGENT), *seen.of(names.INVOKE_WORKFLOW)]} == {"error"}
+
+
+def test_a_run_inside_an_except_block_is_no_error(server, seen):
+    try:
+        raise KeyError("of the program's own")
+    except KeyError:
+        run(ask("writer", server.url, "hello"))
+    assert {span.status for span in seen.spans} == {"ok"}
+
+
+def test_turns_that_run_out_are_an_error_of_the_agent(server, seen):
+    async def work():
+        agent = make("caller", server.url, tools=[add], model_settings=ModelSettings(tool_choice="required"))
+        await Runner.run(agent, 'call add {"a": 2, "b": 3}', max_turns=1)
+
+    with pytest.raises(agents.MaxTurnsExceeded):
+        run(work())
+    assert [span.status for span in seen.of(names.INVOKE_AGENT)] == ["error"]
+
+
+@STREAMED
+@pytest.mark.parametrize("off", ["everywhere", "for this run"])
+def test_names_survive_when_tracing_is_disabled(off, streamed, server, seen):
+    async def work():
+        shared = model(server.url)
+        boss = make("boss", shared, tools=[make("writer", shared).as_tool("ask", "Ask."), fail])
+        prompt = 'call ask {"input": "one"}\ncall fail {"reason": "out of order"}'
+        config = RunConfig(tracing_disabled=off == "for this run", trace_include_sensitive_data=False)
+        await start(boss, prompt, streamed=streamed, run_config=config)
+
+    agents.set_tracing_disabled(off == "everywhere")
+    try:
+        run(work())
+    finally:
+        agents.set_tracing_disabled(False)
+    check_calls(seen, server)
+    asked, failed = sorted(seen.tools, key=lambda span: span.name)
+    assert json.loads(asked.attributes[names.TOOL_ARGUMENTS]) == {"input": "one"}
+    assert (failed.status, failed.status_message) == ("error", "out of order")
+    assert [s.agent for s in seen.chats] == ["boss", "writer", "boss"]
+    assert len([span for span in seen.spans if span.parent_id is None]) == 1
+
+
+def test_no_processor_is_added_and_none_removed(seen):
+    own = Processor()
+    agents.add_trace_processor(own)
+    assert get_trace_provider()._multi_processor._processors == (own,)
+
+
+def test_a_trace_of_the_users_holds_all_runs_in_it(server, seen):
+    async def work():
+        shared = model(server.url)
+        with trace("whole", group_id="chat-1"):
+            await asyncio.gather(*(Runner.run(make(name, shared), "hello") for name in ("left", "right")))
+
+    run(work())
+    check_calls(seen, server)
+    (root,) = [span for span in seen.spans if span.parent_id is None]
+    assert (root.operation, root.name) == (names.INVOKE_WORKFLOW, "whole")
+    assert root.attributes[names.CONVERSATION_ID] == "chat-1"
+
+
+@STREAMED
+def test_a_guardrails_agent_is_an_agent_of_its_own(streamed, server, seen):
+    async def work(tripped):
+        shared = model(server.url)
+
+        async def check(context, agent, given):
+            judged = await Runner.run(make("guard", shared), "say fine")
+            return GuardrailFunctionOutput(output_info=judged.final_output, tripwire_triggered=tripped)
+
+        writer = make("writer", shared, input_guardrails=[InputGuardrail(guardrail_function=check)])
+        await start(writer, "wait 0.05", streamed=streamed)
+
+    run(work(tripped=False))
+    check_calls(seen, server)
+    assert {span.agent for span in seen.chats} == {"guard", "writer"}
+    seen.spans.clear()
+    with pytest.raises(agents.InputGuardrailTripwireTriggered):
+        run(work(tripped=True))
+    assert [s.status for s in seen.of(names.INVOKE_AGENT) if s.name == "writer"] == ["error"]
+    assert [s.status for s in seen.of(names.INVOKE_AGENT) if s.name == "guard"] == ["ok"]
+
+
+MCP_SERVER = """
+try:
+    from mcp.server.mcpserver import MCPServer as Server
+except ImportError:
+    from mcp.server.fastmcp import FastMCP as Server
+server = Server("numbers")
+@server.tool()
+def double(number: int) -> int:
+    return 2 * number
+@server.tool()
+def refuse(reason: str) -> str:
+    raise ValueError(reason)
+server.run()
+"""
+
+
+def test_tools_of_a_local_mcp_server(server, seen, tmp_path):
+    (tmp_path / "double_server.py").write_text(MCP_SERVER)
+
+    async def work():
+        params = {"command": sys.executable, "args": [str(tmp_path / "double_server.py")]}
+        async with MCPServerStdio(params=params, client_session_timeout_seconds=30) as mcp:
+            return await ask("caller", server.url, 'call double {"number": 21}', mcp_servers=[mcp])
+
+    assert "42" in run(work())
+    check_calls(seen, server)
+    (tool,) = seen.tools
+    assert (tool.name, tool.agent, tool.status) == ("double", "caller", "ok")
+    assert json.loads(tool.attributes[names.TOOL_ARGUMENTS]) == {"number": 21}
+    assert "42" in tool.attributes[names.TOOL_RESULT]
+
+
+def test_a_client_called_inside_a_tool_is_the_tools_agents(server, seen):
+    @function_tool
+    def look_up(word: str) -> str:
+        client = openai.OpenAI(base_url=server.url)
+        messages = [{"role": "system", "content": instructions("caller")}, {"role": "user", "content": word}]
+
+        def call(_):
+            return client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.content
+
+        with ThreadPoolExecutor(1) as pool:
+            return next(pool.map(call, [0]))
+
+    run(ask("caller", server.url, 'call look_up {"word": "moon"}', tools=[look_up]))
+    check_calls(seen, server)
+    (inner,) = [span for span in seen.chats if (names.EXECUTE_TOOL, "look_up") in seen.above(span)]
+    assert inner.agent == "caller"
+
+
+def test_nothing_stays_behind_when_a_run_is_over(server, seen):
+    async def work():
+        shared = model(server.url)
+        result = Runner.run_streamed(make("writer", shared), "say " + "word " * 50)
+        async for event in result.stream_events():
+            if event.type == "raw_response_event":
+                break
+        await Runner.run(make("rewriter", shared), "hello")
+        client = openai.AsyncOpenAI(base_url=server.url)
+        await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "nobody"}])
+        result.cancel()
+        await asyncio.sleep(0.05)
+
+    run(work())
+    assert [s.agent for s in seen.chats if "nobody" in s.attributes[names.REQUEST]] == [None]
+    assert {seen.above(span)[-1] for span in seen.chats if span.agent == "rewriter"} == {
+        (names.INVOKE_WORKFLOW, "Agent workflow")
+    }
+    (writer,) = [span for span in seen.of(names.INVOKE_AGENT) if span.name == "writer"]
+    assert not [s for s in seen.chats if s.agent == "rewriter" and s.trace_id == writer.trace_id]
+
+
+def test_detaching_ends_what_is_open(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
+    attachment = lightning_openai_agents.attach(store=str(tmp_path / "traces.db"))
+
+    @function_tool
+    def stop() -> str:
+        attachment.detach()
+        return "stopped"
+
+    assert "[stopped]" in run(ask("caller", server.url, "call stop", tools=[stop]))
+    store = open_store(str(tmp_path / "traces.db"))
+    spans = store.spans()
+    store.close()
+    assert sorted(s.operation for s in spans) == ["chat", "execute_tool", "invoke_agent", "invoke_workflow"]
+    assert "traceparent" not in server.requests[-1].headers
+
+
+def test_loops_in_threads_keep_their_attempts_apart(server, seen):
+    def work(number):
+        with use_attempt(Attempt(f"r{number}", f"a{number}")):
+            run(ask("caller", server.url_of(f"m{number}"), 'call add {"a": 2, "b": 3}', tools=[add]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    by_id = {span.span_id: span for span in seen.chats}
+    for request in server.requests:
+        assert by_id[request.headers["traceparent"].split("-")[2]].attempt_id == f"a{request.path[2]}"
+    assert {span.attempt_id for span in seen.spans} == {"a0", "a1", "a2"}
+
+
+class Elsewhere(agents.Model):
+    """A model that is not reached through the openai client, but says what it does in the SDK's spans."""
+
+    def __init__(self, *, fails=False):
+        self.fails = fails
+
+    async def get_response(self, *args, **kwargs):
+        with generation_span(model="elsewhere-1", model_config={"temperature": 0.5, "base_url": None}) as span:
+            if self.fails:
+                raise ConnectionError("gone")
+            span.span_data.input = [{"role": "user", "content": "hello"}]
+            span.span_data.output = [{"role": "assistant", "content": "from elsewhere"}]
+            span.span_data.usage = {"input_tokens": 3, "output_tokens": 2}
+        message = {"type": "output_text", "text": "from elsewhere", "annotations": []}
+        item = openai.types.responses.ResponseOutputMessage(
+            id="m", type="message", role="assistant", status="completed", content=[message]
+        )
+        return agents.ModelResponse(output=[item], usage=agents.Usage(), response_id=None)
+
+    def stream_response(self, *args, **kwargs):
+        raise AssertionError("not streamed here")
+
+
+def test_a_model_reached_elsewhere_is_one_chat_span(seen):
+    assert run(ask("writer", Elsewhere(), "hello")) == "from elsewhere"
+    (chat,) = seen.chats
+    assert (chat.agent, chat.name, chat.status) == ("writer", "elsewhere-1", "ok")
+    assert json.loads(chat.attributes[names.REQUEST])["messages"] == [{"role": "user", "content": "hello"}]
+    assert chat.attributes[names.REQUEST_TEMPERATURE] == 0.5
+    assert chat.attributes[names.OUTPUT_TOKENS] == 2
+    assert seen.above(chat)[0] == (names.INVOKE_AGENT, "writer")
+
+
+def test_a_model_reached_elsewhere_that_fails_is_an_error(seen):
+    with pytest.raises(ConnectionError):
+        run(ask("writer", Elsewhere(fails=True), "hello"))
+    (chat,) = seen.chats
+    assert (chat.status, chat.status_message, chat.agent) == ("error", "gone", "writer")
+
+
+@pytest.mark.skipif(not hasattr(agents, "responses_websocket_session"), reason="this version has no websocket")
+@STREAMED
+def test_responses_over_a_websocket_are_recorded_and_said_to_be_untrainable(streamed, seen, caplog):
+    websockets = pytest.importorskip("websockets.asyncio.server")
+    from agents.models.openai_responses import OpenAIResponsesWSModel
+
+    async def serve(connection):
+        async for frame in connection:
+            body = json.loads(frame)
+            whole = answer("/responses", body, follow(body, 0), 0)
+            for event in pieces("/responses", body, whole):
+                await connection.send(json.dumps(event))
+
+    async def work():
+        async with websockets.serve(serve, "127.0.0.1", 0) as listening:
+            port = listening.sockets[0].getsockname()[1]
+            url = f"http://127.0.0.1:{port}/v1"
+            given = model(url, OpenAIResponsesWSModel, websocket_base_url=f"ws://127.0.0.1:{port}/v1")
+            output = await start(make("writer", given), "hello", streamed=streamed)
+            with contextlib.suppress(Exception):
+                await given.close()
+            return output
+
+    elsewhere._told.clear()
+    attempt = Attempt("r", "a", endpoint="http://127.0.0.1:9", agents=("writer",))
+    with use_attempt(attempt), caplog.at_level(logging.WARNING, logger="lightning_spans"):
+        assert run(work()).startswith("writer answers")
+    (chat,) = seen.chats
+    assert (chat.agent, chat.status, chat.attributes[names.ENDPOINT]) == ("writer", "ok", "/responses")
+    assert chat.attributes[names.RESPONSE_ID].startswith("resp_")
+    assert names.REROUTED not in chat.attributes
+    assert "'writer' is to be trained" in caplog.text
