@@ -112,7 +112,14 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def trl(session: nox.Session) -> None:
+    """Make the environment of the other trainer that `bench` runs beside ours."""
+    session.install("trl==1.16.0", TORCH)
+
+
+@nox.session(requires=["trl"])
 def bench(session: nox.Session) -> None:
-    """Measure what FIELD figures promise, print a table and write bench.json."""
+    """Measure what we promise beside what others do, print a table and write bench.json. `-- capture` runs one."""
     install(session, "pytest", trainer=True)
-    session.run("python", "tests/bench/run.py", *session.posargs)
+    python = Path(session.virtualenv.location).with_name("trl") / "bin" / "python"
+    session.run("python", "tests/bench/run.py", *session.posargs, env={"BENCH_TRL_PYTHON": str(python)})
