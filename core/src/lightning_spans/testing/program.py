@@ -113,10 +113,14 @@ def span_of(request: Request) -> str:
 
 def run(program: Callable[[str], Any], url: str) -> Any:
     """Run a program, be it a function or a coroutine function, and let go of what it left lying about."""
-    output = asyncio.run(program(url)) if inspect.iscoroutinefunction(program) else program(url)
-    for _ in range(3):  # streams that nobody reads end when they are collected
-        gc.collect()
-        time.sleep(0.005)
+    gc.freeze()  # so that collecting looks only at what the program made
+    try:
+        output = asyncio.run(program(url)) if inspect.iscoroutinefunction(program) else program(url)
+        for _ in range(3):  # streams that nobody reads end when they are collected
+            gc.collect()
+            time.sleep(0.005)
+    finally:
+        gc.unfreeze()
     return output
 
 
