@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from lightning_spans.context import Attempt
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import AttemptRecord, Rollout, Store, open_store
+from lightning_spans.testing import ScriptedServer
+from lightning_trainer.messages import attempt_to_json
+from lightning_trainer.process import WorkerProcess
 from lightning_trainer.runner import Runner
 from lightning_trainer.target import Job
 
@@ -359,6 +363,35 @@ def test_process_that_dies_while_it_imports_is_told_at_the_start(store: Store, f
         running(store, Job(target="dies:run"), folder),
     ):
         pass
+
+
+SPANS = """
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach()
+
+async def run(task):
+    with agent("writer"):
+        return 1.0
+"""
+
+
+async def test_spans_of_an_attempt_are_delivered_before_its_end_is_told(folder: Path) -> None:
+    pytest.importorskip("openai")
+    (folder / "spans_agent.py").write_text(SPANS)
+    with ScriptedServer() as server:
+        worker = await WorkerProcess.start(Job(target="spans_agent:run"), 4, folder / "log")
+        try:
+            context = Attempt("r", "r.1", endpoint=server.base, key="k")
+            worker.send({"type": "run", "id": 1, "task": {}, "context": attempt_to_json(context)})
+            message = await worker.receive()
+            assert message is not None
+            assert (message["type"], message["status"], message["flushed"]) == ("ended", "succeeded", True)
+            assert message["attached"] == ["openai"]
+            assert [request.headers["authorization"] for request in server.traces] == ["Bearer k"]
+        finally:
+            await worker.stop()
 
 
 COMMAND = """
