@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 
 def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
@@ -55,3 +55,47 @@ class Undo:
         """Undo."""
         while self._steps:
             self._steps.pop()()
+
+
+def replace_in_subclasses(base: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace a method in every subclass that has its own, in those that are there and in those still to come.
+
+    Args:
+        base: an abstract class; its own method is replaced too, if it has one.
+        name: the method.
+        wrap: as of `replace`. One call may pass several wrappers, where a method calls its parent's.
+
+    Returns:
+        The undo.
+    """
+    undo = Undo()
+
+    def take(kind: Any) -> None:
+        if name in vars(kind):
+            undo.add(replace(kind, name, wrap))
+
+    def take_all(kind: Any, seen: set[Any]) -> None:
+        if kind not in seen:
+            seen.add(kind)
+            take(kind)
+            for below in type.__subclasses__(kind):
+                take_all(below, seen)
+
+    def init_subclass(cls: Any, **options: Any) -> None:
+        super(base, cls).__init_subclass__(**options)
+        take(cls)
+
+    def call_first(original: Any) -> Any:
+        def both(cls: Any, **options: Any) -> None:
+            original(cls, **options)
+            take(cls)
+
+        return both
+
+    if "__init_subclass__" in vars(base):
+        undo.add(replace(base, "__init_subclass__", call_first))
+    else:
+        base.__init_subclass__ = classmethod(cast("Any", init_subclass))
+        undo.add(lambda: delattr(base, "__init_subclass__"))
+    take_all(base, set())
+    return undo
