@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ _WRITER = "lightning_writer"
 _BUSY_S = 30.0  # how long a writer waits for another process's transaction
 _PRAGMAS = (
     f"PRAGMA busy_timeout={int(_BUSY_S * 1000)}",
-    "PRAGMA journal_mode=WAL",
     "PRAGMA synchronous=FULL",  # in WAL mode, NORMAL would lose acknowledged transactions when the power fails
     "PRAGMA wal_autocheckpoint=4000",
     "PRAGMA cache_size=-16000",
@@ -66,6 +67,16 @@ def _on_connect(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # the driver's own idea of when to BEGIN breaks savepoints and DDL; we say it
     for pragma in _PRAGMAS:
         connection.execute(pragma)
+    until = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            # The change of mode is refused at once, not after the timeout, while another process opens or closes it.
+            if "locked" not in str(error) or time.monotonic() > until:
+                raise
+            time.sleep(0.01)
 
 
 def _on_begin(connection: Connection) -> None:

@@ -129,9 +129,10 @@ class QueuePromises:
     def test_a_dead_worker_is_noticed_by_whoever_looks(self, store: Store) -> None:
         """If it fails: reading rollouts or attempts must settle leases first, or one who waits for an end waits on."""
         rollout = a_rollout(max_attempts=1)
-        attempt = _outlived(store, rollout)
-        assert store.attempts(attempt_ids=[attempt.attempt_id])[0].status == "lost"
+        _outlived(store, rollout)
         assert _status(store, rollout) == "failed"
+        attempt = _outlived(store, a_rollout())
+        assert store.attempts(attempt_ids=[attempt.attempt_id])[0].status == "lost"
 
     def test_a_heartbeat_keeps_the_lease(self, store: Store) -> None:
         """If it fails: a heartbeat sets the end of the lease to now plus lease_s."""
@@ -189,8 +190,11 @@ class QueuePromises:
         reward = a_reward(rollout_id=rollout.rollout_id, attempt_id=attempt.attempt_id)
         for _ in range(2):
             assert store.finish(attempt.attempt_id, attempt.fence, status="failed", rewards=[reward]) == "queued"
-        assert store.rewards(rollout_ids=[rollout.rollout_id]) == [reward]
         assert len(store.claim("worker", limit=5)) == 1
+        again = a_reward(rollout_id=rollout.rollout_id, attempt_id=attempt.attempt_id)
+        assert store.finish(attempt.attempt_id, attempt.fence, status="failed", rewards=[again]) == "running"
+        assert store.claim("worker") == []
+        assert store.rewards(rollout_ids=[rollout.rollout_id]) == [reward]
 
     def test_another_end_after_the_end_is_refused(self, store: Store) -> None:
         """If it fails: an attempt ends once; a second, different word about it must not overwrite the first."""
