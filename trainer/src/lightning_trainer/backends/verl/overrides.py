@@ -68,6 +68,8 @@ def overrides(config: TrainConfig, place: Place, shape: Shape | None, *, flash_a
         ConfigError: an option is not for verl, or the table `verl` sets a key that is not its own.
     """
     check(config)
+    if config.algorithm == "ppo" and config.device != "cpu" and not flash_attention:
+        raise ConfigError("verl's critic needs flash attention. Install flash-attn, or use another algorithm.")
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
     derived = _derived(config, place, context)
     connecting = _connecting(config, place)

@@ -33,11 +33,13 @@ def on_cpu() -> bool:
 
 
 def register_engines() -> None:
-    """Let the FSDP engines, which are registered for CUDA and NPU, be found for the CPU: the same classes."""
+    """Let the FSDP engines, which are registered for CUDA and NPU, be found for the CPU."""
     from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    for kind, engine in (("language_model", FSDPEngineWithLMHead), ("value_model", FSDPEngineWithValueHead)):
+    from lightning_trainer.backends.verl.critic_cpu import ValueEngineCPU
+
+    for kind, engine in (("language_model", FSDPEngineWithLMHead), ("value_model", ValueEngineCPU)):
         for backend in ("fsdp", "fsdp2"):
             if "cpu" not in EngineRegistry._engines.get(kind, {}).get(backend, {}):
                 EngineRegistry.register(model_type=kind, backend=[backend], device=["cpu"])(engine)
