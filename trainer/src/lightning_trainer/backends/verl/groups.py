@@ -15,6 +15,7 @@ from lightning_trainer.rollouts import REWARD_ERROR, SLACK_S, Outcome, StalledEr
 
 logger = logging.getLogger(__name__)
 POLL_S: Final = 0.1
+_POLL_EACH_S: Final = 0.001  # for each rollout: reading their states takes the server time
 _RUNNING: Final = frozenset({"queued", "running"})
 
 OnEnd = Callable[[list[Outcome]], None]
@@ -88,7 +89,7 @@ class Groups:
             if moved != seen:
                 seen, since = moved, time.monotonic()
             self._refuse_stall([r for rollouts, _ in pending.values() for r in rollouts], since)
-            time.sleep(self._poll_s)
+            time.sleep(max(self._poll_s, len(ids) * _POLL_EACH_S))
 
     def _end(self, group_id: str, rollouts: Sequence[Rollout], on_end: OnEnd) -> None:
         ended = outcomes(self._store, rollouts)
