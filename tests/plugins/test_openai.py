@@ -36,7 +36,11 @@ class TestConformance(PluginConformance):
 
     def patched(self):
         return [
-            *((client, name) for client in (SyncAPIClient, AsyncAPIClient) for name in ("request", "_process_response")),
+            *(
+                (client, name)
+                for client in (SyncAPIClient, AsyncAPIClient)
+                for name in ("request", "_process_response")
+            ),
             *((stream, "__stream__") for stream in (Stream, AsyncStream)),
         ]
 

@@ -118,7 +118,7 @@ class RecordedPromises:
         found = recorded(scenario, tracer)
         asked = {call["id"]: (agent_of(r.body), call["function"]) for r in found.requests for call in _calls_in(r)}
         results = {key: text for request in found.requests for key, text in tool_results(request.body).items()}
-        assert Counter(span.attributes[names.TOOL_CALL_ID] for span in found.tools) == Counter(asked)
+        assert Counter(span.attributes[names.TOOL_CALL_ID] for span in found.tools) == Counter([*asked])
         for span in found.tools:
             agent, function = asked[span.attributes[names.TOOL_CALL_ID]]
             assert (span.name, span.agent) == (function["name"], agent)

@@ -48,13 +48,27 @@ def bind(recorder: Recorder) -> Callable[[], None]:
 
 
 def _event(method: Callable[..., None]) -> Any:
-    """Guard an event, and ignore it when recording has stopped: graphs that run keep their handlers."""
+    """Guard an event."""
+
+    @functools.wraps(method)
+    def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
+        with self.recorder.guard(PLUGIN):
+            method(self, *args, **kwargs)
+
+    return handle
+
+
+def _start(method: Callable[..., None]) -> Any:
+    """Guard an event, and ignore it once recording has stopped: graphs that run keep their handlers.
+
+    Events that end something are always heard, so that the contexts that were entered are left.
+    """
+    guarded = _event(method)
 
     @functools.wraps(method)
     def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
         if self.live:
-            with self.recorder.guard(PLUGIN):
-                method(self, *args, **kwargs)
+            guarded(self, *args, **kwargs)
 
     return handle
 
@@ -74,14 +88,14 @@ class Handler(BaseCallbackHandler):
         self._elsewhere = Elsewhere(recorder)
 
     def stop(self) -> None:
-        """End what is open, and hear no more."""
+        """End the spans that are open, and begin no more."""
         self.live = False
         with self.recorder.guard(PLUGIN):
-            self._runs.end_all()
+            self._runs.end_spans()
 
     # Chains
 
-    @_event
+    @_start
     def on_chain_start(  # noqa: D102
         self,
         serialized: Mapping[str, Any] | None,
@@ -115,7 +129,7 @@ class Handler(BaseCallbackHandler):
 
     # Tools
 
-    @_event
+    @_start
     def on_tool_start(  # noqa: D102
         self,
         serialized: Mapping[str, Any] | None,
@@ -166,7 +180,7 @@ class Handler(BaseCallbackHandler):
 
     # Models
 
-    @_event
+    @_start
     def on_chat_model_start(  # noqa: D102
         self,
         serialized: Mapping[str, Any] | None,
@@ -182,7 +196,7 @@ class Handler(BaseCallbackHandler):
         self._elsewhere.begin(run, serialized, messages[0], details.get("invocation_params") or {})
         self._runs.enter(run, run.context)
 
-    @_event
+    @_start
     def on_llm_start(  # noqa: D102
         self,
         serialized: Mapping[str, Any] | None,
@@ -201,14 +215,14 @@ class Handler(BaseCallbackHandler):
     @_event
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
         run = self._runs.end(run_id)
-        if run is not None:
+        if run is not None and self.live:
             self._elsewhere.end(run, response, None)
             remember(run, response)
 
     @_event
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
         run = self._runs.end(run_id)
-        if run is not None:
+        if run is not None and self.live:
             self._elsewhere.end(run, None, error)
 
 

@@ -111,16 +111,15 @@ class Runs:
         if run.entered is not None and otel_context.get_current() is run.entered:
             otel_context.attach(settled(run.entered))
         if run.parent is None:
-            self._end_each(run.inner)  # what was cancelled without a word: nothing in a tree outlives its root
+            for inner_id, inner in reversed(list(run.inner.items())):  # cancelled without a word
+                self.end(inner_id)
+                if inner.span is not None:
+                    inner.span.end()
         return run
 
-    def end_all(self) -> None:
+    def end_spans(self) -> None:
         """End every span that is open: recording stops."""
-        self._end_each(self._open)
-
-    def _end_each(self, runs: Mapping[UUID, Run]) -> None:
-        for run_id, run in reversed(list(runs.items())):
-            self.end(run_id)
+        for run in reversed(list(self._open.values())):
             if run.span is not None:
                 run.span.end()
 

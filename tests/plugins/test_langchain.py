@@ -1,0 +1,614 @@
+from __future__ import annotations
+
+import asyncio
+import operator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, TypedDict
+
+import openai
+import pytest
+
+pytest.importorskip("langgraph")
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.language_models.fake_chat_models import FakeListChatModel
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.tools import tool
+from langchain_core.tracers import context as tracers_context
+from langchain_openai import ChatOpenAI
+from langgraph.graph import END, START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+from langgraph.types import Command, Send
+from openai._base_client import AsyncAPIClient, SyncAPIClient
+from openai._streaming import AsyncStream, Stream
+from opentelemetry import context as otel_context
+
+from lightning_langchain import agent, attach
+from lightning_spans import spans as names
+from lightning_spans.context import current_agent
+from lightning_spans.recorder import current_span
+from lightning_spans.testing.plugins import MODEL, PROMPTS, PluginConformance, instructions
+from lightning_spans.testing.program import record
+from lightning_spans.testing.script import agent_of
+from lightning_spans.testing.server import ScriptedServer
+
+try:
+    from langchain.agents import create_agent
+
+    PROMPT = "system_prompt"
+except ImportError:  # langchain 0.3
+    from langgraph.prebuilt import create_react_agent as create_agent
+
+    PROMPT = "prompt"
+
+
+def model(url, **options):
+    return ChatOpenAI(base_url=url, model=MODEL, **options)
+
+
+def make(url, name, tools=(), *, called=None, **options):
+    """An agent whose instructions name it; `called` is the name of its graph."""
+    prompt = {PROMPT: instructions(name)}
+    return create_agent(model(url, **options), list(tools), **prompt, **({"name": called} if called else {}))
+
+
+def named(url, name, tools=(), **options):
+    return make(url, name, tools, called=name, **options)
+
+
+def user(text):
+    return {"messages": [HumanMessage(text)]}
+
+
+def last(state):
+    return state["messages"][-1].content
+
+
+def asked(name, text):
+    return [SystemMessage(instructions(name)), HumanMessage(text)]
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Give the sum of two numbers."""
+    return a + b
+
+
+@tool
+def fail(reason: str) -> str:
+    """Fail for a reason."""
+    raise ValueError(reason)
+
+
+class Notes(TypedDict):
+    notes: Annotated[list[str], operator.add]
+
+
+def graph_of(*nodes, edges, name=None, state=Notes):
+    """A graph of functions, whose names are those of the nodes."""
+    builder = StateGraph(state)
+    for node in nodes:
+        builder.add_node(*node) if isinstance(node, tuple) else builder.add_node(node)
+    for start, end in edges:
+        builder.add_edge(start, end)
+    return builder.compile(name=name) if name else builder.compile()
+
+
+def node(url, name, text, **options):
+    """A node that asks the model with the instructions of an agent of its name."""
+
+    def work(state):
+        return {"notes": [model(url, **options).invoke(asked(name, text)).content]}
+
+    return name, work
+
+
+class Events(BaseCallbackHandler):
+    """A user's own callbacks."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_chain_start(self, serialized, inputs, **kwargs):
+        self.seen.append(["chain", kwargs.get("name")])
+
+    def on_chat_model_start(self, serialized, messages, **kwargs):
+        self.seen.append(["model", [message.content for message in messages[0]]])
+
+    def on_llm_end(self, response, **kwargs):
+        self.seen.append(["answer", response.generations[0][0].text])
+
+    def on_chain_end(self, outputs, **kwargs):
+        self.seen.append(["end"])
+
+
+class TestConformance(PluginConformance):
+    framework = "langchain"
+
+    def patched(self):
+        return [
+            *(
+                (client, name)
+                for client in (SyncAPIClient, AsyncAPIClient)
+                for name in ("request", "_process_response")
+            ),
+            *((stream, "__stream__") for stream in (Stream, AsyncStream)),
+        ]
+
+    def one_agent(self, url):
+        return last(named(url, "writer").invoke(user(PROMPTS["one_agent"])))
+
+    def two_agents(self, url):
+        text = PROMPTS["two_agents"]
+        nodes = [node(url, "writer", text), node(url, "rewriter", text)]
+        return graph_of(*nodes, edges=[(START, "writer"), ("writer", "rewriter")]).invoke({"notes": []})
+
+    def streaming(self, url):
+        parts = named(url, "writer").stream(user(PROMPTS["streaming"]), stream_mode="messages")
+        return [part.content for part, _ in parts]
+
+    def abandoned(self, url):
+        def writer(state):
+            for part in model(url).stream(asked("writer", PROMPTS["abandoned"])):
+                return {"notes": [part.content]}
+
+        return graph_of(writer, edges=[(START, "writer")]).invoke({"notes": []})
+
+    def tool_call(self, url):
+        return last(named(url, "caller", [add]).invoke(user(PROMPTS["tool_call"])))
+
+    def parallel_tools(self, url):
+        return last(named(url, "caller", [add]).invoke(user(PROMPTS["parallel_tools"])))
+
+    def tool_error(self, url):
+        try:
+            return last(named(url, "caller", [fail]).invoke(user(PROMPTS["tool_error"])))
+        except ValueError as error:
+            return str(error)
+
+    def parallel(self, url):
+        text = PROMPTS["parallel"]
+        both = graph_of(node(url, "left", text), node(url, "right", text), edges=[(START, "left"), (START, "right")])
+        return sorted(both.invoke({"notes": []})["notes"])
+
+    def nested(self, url):
+        @tool
+        def ask(question: str) -> str:
+            """Ask the writer."""
+            return last(named(url, "writer").invoke(user(question)))
+
+        return last(named(url, "boss", [ask]).invoke(user(PROMPTS["nested"])))
+
+    async def asynchronous(self, url):
+        text = user(PROMPTS["asynchronous"])
+        answers = await asyncio.gather(*(named(url, name).ainvoke(text) for name in ("writer", "rewriter")))
+        return [last(answer) for answer in answers]
+
+    def threads(self, url):
+        def writer(state):
+            with ThreadPoolExecutor(2) as pool:
+                answers = pool.map(lambda n: model(url).invoke(asked("writer", f"hello {n}")), range(2))
+                return {"notes": [answer.content for answer in answers]}
+
+        return graph_of(writer, edges=[(START, "writer")]).invoke({"notes": []})
+
+    def retried(self, url):
+        return last(named(url, "writer").invoke(user(PROMPTS["retried"])))
+
+    def failed(self, url):
+        with pytest.raises(openai.InternalServerError) as error:
+            named(url, "writer", max_retries=0).invoke(user(PROMPTS["failed"]))
+        return str(error.value).splitlines()[0]
+
+    def cut(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
+            list(named(url, "writer", streaming=True).stream(user(PROMPTS["cut"])))
+        return type(error.value).__name__
+
+    def callbacks(self, url):
+        events = Events()
+        answer = named(url, "writer").invoke(user(PROMPTS["callbacks"]), config={"callbacks": [events]})
+        return [last(answer), events.seen]
+
+
+@pytest.fixture
+def spans_of(tmp_path):
+    """Give a function that runs a program attached, and gives its spans, after what every program must keep."""
+
+    def run(program):
+        found = record(program, tmp_path, framework="langchain", tracer="embedded")
+        known = {span.span_id for span in found.spans}
+        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
+        assert len(found.chats) == len(found.requests) or not found.requests
+        assert current_agent() is None
+        assert current_span() is None
+        return found
+
+    return run
+
+
+def agents(found):
+    """Who is on each call, and who was told to be."""
+    return {(span.agent, agent_of(request.body)) for request, span in found.calls()}
+
+
+def path_of(found, name):
+    return {s.attributes[names.AGENT_PATH] for s in found.spans if s.operation == names.INVOKE_AGENT and s.name == name}
+
+
+def above(found, span):
+    """The spans around one, innermost first."""
+    by_id = {other.span_id: other for other in found.spans}
+    line = []
+    while span.parent_id is not None:
+        span = by_id[span.parent_id]
+        line.append((span.operation, span.name))
+    return line
+
+
+# Who is at work
+
+
+def test_an_agent_without_a_name_has_that_of_its_node(spans_of):
+    def program(url):
+        inner = make(url, "drafter", [add])
+        graph_of(("drafter", inner), edges=[(START, "drafter")], state=MessagesState).invoke(user(PROMPTS["tool_call"]))
+
+    found = spans_of(program)
+    assert agents(found) == {("drafter", "drafter")}
+    assert [span.agent for span in found.tools] == ["drafter"]
+
+
+def test_a_nodes_own_agent_of_the_same_name_is_the_same_agent(spans_of):
+    def program(url):
+        inner = named(url, "writer")
+        graph_of(("writer", inner), edges=[(START, "writer")], state=MessagesState).invoke(user("hello"))
+
+    found = spans_of(program)
+    assert agents(found) == {("writer", "writer")}
+    assert path_of(found, "writer") == {"writer"}
+    assert len([span for span in found.spans if span.operation == names.INVOKE_AGENT]) == 1
+
+
+def test_subgraphs_and_equal_names_are_told_apart_by_their_path(spans_of):
+    def program(url):
+        inner = [graph_of(node(url, "writer", f"say {i}"), edges=[(START, "writer")]) for i in range(2)]
+        edges = [(START, "first"), ("first", "second")]
+        graph_of(("first", inner[0]), ("second", inner[1]), edges=edges, name="team").invoke({"notes": []})
+
+    found = spans_of(program)
+    assert agents(found) == {("writer", "writer")}
+    assert path_of(found, "writer") == {"team/first/writer", "team/second/writer"}
+
+
+def test_each_branch_of_a_fan_out_is_a_span_of_its_own(spans_of):
+    def program(url):
+        builder = StateGraph(Notes)
+        builder.add_node("planner", lambda state: {"notes": []})
+        builder.add_node("worker", lambda sent: {"notes": [model(url).invoke(asked("worker", sent["task"])).content]})
+        builder.add_edge(START, "planner")
+        builder.add_conditional_edges("planner", lambda _: [Send("worker", {"task": f"say {n}"}) for n in range(3)])
+        builder.compile().invoke({"notes": []})
+
+    found = spans_of(program)
+    assert agents(found) == {("worker", "worker")}
+    assert len([span for span in found.spans if span.name == "worker"]) == len(found.chats) == 3
+    assert len({span.parent_id for span in found.chats}) == 3
+
+
+def test_a_tool_call_belongs_to_the_agent_that_asked_for_it(spans_of):
+    def program(url):
+        def asks(name):
+            def work(state):
+                messages = [SystemMessage(instructions(name)), *state["messages"]]
+                return {"messages": [model(url).bind_tools([add]).invoke(messages)]}
+
+            return work
+
+        for name in ("writer", "rewriter"):
+            builder = StateGraph(MessagesState)
+            builder.add_node(name, asks(name))
+            builder.add_node("shared", ToolNode([add]))
+            builder.add_edge(START, name)
+            builder.add_conditional_edges(name, tools_condition, {"tools": "shared", END: END})
+            builder.add_edge("shared", name)
+            builder.compile().invoke(user(PROMPTS["tool_call"]))
+
+    found = spans_of(program)
+    assert agents(found) == {("writer", "writer"), ("rewriter", "rewriter")}
+    assert [span.agent for span in found.tools] == ["writer", "rewriter"]
+
+
+def test_with_agent_inside_a_node_is_the_innermost(spans_of):
+    def program(url):
+        def writer(state):
+            with agent("critic"):
+                model(url).invoke(asked("critic", "hello"))
+            return {"notes": [model(url).invoke(asked("writer", "hello")).content]}
+
+        graph_of(writer, edges=[(START, "writer")]).invoke({"notes": []})
+
+    found = spans_of(program)
+    assert agents(found) == {("critic", "critic"), ("writer", "writer")}
+    assert ("invoke_agent", "writer") in above(found, next(s for s in found.chats if s.agent == "critic"))
+
+
+def test_with_agent_around_a_graph_names_what_has_no_name(spans_of):
+    def program(url):
+        with agent("outer"):
+            chain = ChatPromptTemplate.from_messages([("system", instructions("outer")), ("user", "{x}")]) | model(url)
+            chain.batch([{"x": "say 1"}, {"x": "say 2"}])
+            make(url, "outer").invoke(user("hello"))
+            named(url, "writer").invoke(user("hello"))
+
+    found = spans_of(program)
+    assert agents(found) == {("outer", "outer"), ("writer", "writer")}
+    assert len([span for span in found.spans if span.parent_id is None]) == 1
+
+
+def test_calls_of_the_plain_client_belong_to_the_node_or_tool_they_are_made_in(spans_of):
+    def program(url):
+        def ask(text):
+            messages = [{"role": "system", "content": instructions("caller")}, {"role": "user", "content": text}]
+            openai.OpenAI(base_url=url).chat.completions.create(model=MODEL, messages=messages)
+
+        @tool
+        def look_up(what: str) -> str:
+            """Look something up."""
+            ask(f"say {what}")
+            return what
+
+        named(url, "caller", [look_up]).invoke(user('call look_up {"what": "it"}'))
+
+        def caller(state):
+            ask("say hello")
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(ask, "say in a thread").result()
+            return {"notes": []}
+
+        graph_of(caller, edges=[(START, "caller")]).invoke({"notes": []})
+
+    found = spans_of(program)
+    assert agents(found) == {("caller", "caller")}
+    inside = [span for span in found.chats if above(found, span)[0] == ("execute_tool", "look_up")]
+    assert len(inside) == 1
+
+
+def test_after_an_async_tool_the_node_is_at_work_again(spans_of):
+    def program(url):
+        async def writer(state):
+            await add.ainvoke({"a": 1, "b": 2})
+            async with openai.AsyncOpenAI(base_url=url) as client:
+                messages = [{"role": "system", "content": instructions("writer")}, {"role": "user", "content": "say x"}]
+                await client.chat.completions.create(model=MODEL, messages=messages)
+            await model(url).ainvoke(asked("writer", "hello"))
+            return {"notes": []}
+
+        asyncio.run(graph_of(writer, edges=[(START, "writer")]).ainvoke({"notes": []}))
+
+    found = spans_of(program)
+    assert agents(found) == {("writer", "writer")}
+    assert {above(found, span)[0] for span in found.chats} == {("invoke_agent", "writer")}
+
+
+@pytest.mark.parametrize("how", ["invoke", "ainvoke", "stream", "astream", "astream_events", "batch", "abatch"])
+def test_every_way_to_run_an_agent_is_recorded_alike(spans_of, how):
+    def program(url):
+        boss = named(url, "boss", [add])
+        task = user(PROMPTS["tool_call"])
+
+        async def each(items):
+            async for _ in items:
+                pass
+
+        {
+            "invoke": lambda: boss.invoke(task),
+            "ainvoke": lambda: asyncio.run(boss.ainvoke(task)),
+            "stream": lambda: list(boss.stream(task, stream_mode=["messages", "updates"])),
+            "astream": lambda: asyncio.run(each(boss.astream(task, stream_mode="messages"))),
+            "astream_events": lambda: asyncio.run(each(boss.astream_events(task, version="v2"))),
+            "batch": lambda: boss.batch([task]),
+            "abatch": lambda: asyncio.run(boss.abatch([task])),
+        }[how]()
+
+    found = spans_of(program)
+    assert [(s.operation, s.agent, s.status) for s in found.spans] == [
+        ("invoke_agent", "boss", "ok"),
+        ("chat", "boss", "ok"),
+        ("execute_tool", "boss", "ok"),
+        ("chat", "boss", "ok"),
+    ]
+    assert {span.parent_id for span in found.spans} == {None, found.spans[0].span_id}
+
+
+def test_a_graph_that_nobody_streams_on_ends(spans_of):
+    def program(url):
+        parts = named(url, "writer").stream(user("hello there"), stream_mode="messages")
+        next(parts)
+        parts.close()
+
+    found = spans_of(program)
+    assert agents(found) == {("writer", "writer")}
+    assert found.spans[0].attributes[names.ABANDONED] is True
+
+
+def test_several_prompts_in_one_generate_are_a_span_each(spans_of):
+    found = spans_of(lambda url: model(url).generate([asked("a", "say 1"), asked("a", "say 2")]))
+    assert len(found.chats) == 2
+
+
+def test_a_handoff_between_agents_is_no_error(spans_of):
+    def program(url):
+        @tool
+        def hand_over(to: str) -> Command:
+            """Hand over."""
+            return Command(update={"messages": [ToolMessage("handed over", tool_call_id=self_id[0])]}, goto=END)
+
+        self_id = ["?"]
+
+        def caller(state):
+            answer = model(url).bind_tools([hand_over]).invoke(asked("caller", 'call hand_over {"to": "writer"}'))
+            self_id[0] = answer.tool_calls[0]["id"]
+            return {"messages": [answer]}
+
+        nodes = [caller, ("tools", ToolNode([hand_over]))]
+        graph_of(*nodes, edges=[(START, "caller"), ("caller", "tools")], state=MessagesState).invoke(user("hello"))
+
+    found = spans_of(program)
+    assert {span.status for span in found.spans} == {"ok"}
+    assert found.tools[0].attributes[names.TOOL_RESULT] == "handed over"
+
+
+# Tools
+
+
+def test_arguments_that_do_not_fit_are_an_error_of_the_tool(spans_of):
+    found = spans_of(lambda url: named(url, "caller", [add]).invoke(user('call add {"a": "one", "b": 2}')))
+    (span,) = found.tools
+    assert span.status == "error"
+    assert span.attributes[names.TOOL_ARGUMENTS] == '{"a":"one","b":2}'
+
+
+def test_a_tool_that_answers_with_an_error_message_is_an_error(spans_of):
+    @tool
+    def refuse(what: str) -> ToolMessage:
+        """Refuse."""
+        return ToolMessage("no, not that", tool_call_id="?", status="error")
+
+    found = spans_of(lambda url: refuse.invoke({"what": "it"}))
+    (span,) = found.tools
+    assert (span.status, span.status_message) == ("error", "no, not that")
+    assert span.attributes[names.TOOL_RESULT] == "no, not that"
+
+
+# Models that the wire does not see
+
+
+def test_a_model_without_the_openai_client_is_one_span(spans_of):
+    def program(url):
+        def writer(state):
+            llm = FakeListChatModel(responses=["one", "two words"])
+            messages = [HumanMessage("hello")]
+            first = llm.invoke(messages)
+            messages[0].content = "changed later"
+            return {"notes": [first.content, "".join(part.content for part in llm.stream(messages))]}
+
+        return graph_of(writer, edges=[(START, "writer")]).invoke({"notes": []})
+
+    found = spans_of(program)
+    first, second = found.chats
+    assert found.output == {"notes": ["one", "two words"]}
+    assert (first.agent, second.agent) == ("writer", "writer")
+    assert '"content":"hello"' in first.attributes[names.REQUEST]
+    assert '"content":"one"' in first.attributes[names.RESPONSE]
+    assert '"content":"two words"' in second.attributes[names.RESPONSE]
+
+
+def test_a_failing_model_without_the_openai_client_is_one_error(spans_of):
+    class Broken(FakeListChatModel):
+        def _call(self, *args, **kwargs):
+            raise RuntimeError("out of ink")
+
+    def program(url):
+        with pytest.raises(RuntimeError):
+            Broken(responses=["never"]).invoke("hello")
+
+    (span,) = spans_of(program).chats
+    assert (span.status, span.status_message) == ("error", "out of ink")
+
+
+class Wrapped(BaseChatModel):
+    """A model that hands on to another one."""
+
+    inner: Any
+
+    @property
+    def _llm_type(self):
+        return "wrapped"
+
+    def _generate(self, messages, stop=None, run_manager=None, **kwargs):
+        return ChatResult(generations=[ChatGeneration(message=AIMessage(self.inner.invoke(messages).content))])
+
+
+@pytest.mark.parametrize("wired", [True, False])
+def test_a_model_that_wraps_another_is_one_span(spans_of, wired):
+    def program(url):
+        inner = model(url) if wired else FakeListChatModel(responses=["hello"])
+        return [Wrapped(inner=inner).invoke("hello").content for _ in range(2)]
+
+    assert len(spans_of(program).chats) == 2
+
+
+def test_an_answer_from_langchains_cache_is_no_call(spans_of):
+    from langchain_core.caches import InMemoryCache
+
+    def program(url):
+        llm = model(url, cache=InMemoryCache())
+        return [llm.invoke("hello").content for _ in range(2)]
+
+    found = spans_of(program)
+    assert len(found.chats) == len(found.requests) == 1
+
+
+# Attach and detach
+
+
+def test_detach_takes_the_hook_away_and_leaves_those_of_others(tmp_path):
+    before = list(tracers_context._configure_hooks)
+    with attach(store=str(tmp_path / "traces.db")):
+        assert len(tracers_context._configure_hooks) == len(before) + 1
+    assert tracers_context._configure_hooks == before
+
+
+def test_detach_in_the_middle_of_a_run_ends_what_is_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk")
+    with ScriptedServer() as server:
+        attachment = attach(store=str(tmp_path / "traces.db"))
+
+        def writer(state):
+            model(server.url).invoke(asked("writer", "hello"))
+            attachment.detach()
+            return {"notes": [model(server.url).invoke(asked("writer", "hello")).content]}
+
+        output = graph_of(writer, edges=[(START, "writer")]).invoke({"notes": []})
+        assert output == {"notes": ["writer answers 'hello'"]}
+        assert len(server.requests) == 2
+    from lightning_spans import open_store
+
+    store = open_store(str(tmp_path / "traces.db"))
+    assert [span.operation for span in store.spans()] == ["invoke_workflow", "invoke_agent", "chat"]
+    store.close()
+
+
+def test_runs_that_nobody_ended_are_let_go_with_their_root():
+    from lightning_langchain.runs import Runs
+
+    class NoRecorder:
+        pass
+
+    runs = Runs(NoRecorder())
+    root = runs.begin(1, None, "chain", "root", {})
+    runs.begin(2, 1, "chain", "child", {})
+    runs.end(1)
+    assert root.inner == {}
+    assert runs._open == {}
+
+
+def test_contexts_that_outlive_their_run_are_settled():
+    from lightning_langchain.runs import Runs, settled
+
+    runs = Runs(None)
+    outside = otel_context.get_current()
+    first = runs.begin(1, None, "chat", "first", {})
+    runs.enter(first, outside)
+    second = runs.begin(2, None, "chat", "second", {})
+    runs.enter(second, otel_context.get_current())
+    left = otel_context.get_current()
+    runs.end(1)  # ends before what began later in the same context, as two streams read in turn do
+    assert otel_context.get_current() is left
+    runs.end(2)
+    assert otel_context.get_current() is outside
+    assert settled(left) is outside
