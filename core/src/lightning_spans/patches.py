@@ -14,8 +14,8 @@ def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> 
     Args:
         owner: a class or a module.
         name: the attribute; a static or class method stays one.
-        wrap: gets the function, gives the one that takes its place and calls it. It must be inert after the undo:
-            somebody who patched later may still call it.
+        wrap: gets the function, gives the one that takes its place and calls it, or the same to leave it alone. It must
+            be inert after the undo: somebody who patched later may still call it.
 
     Returns:
         The undo. It puts the original back, unless somebody patched after us: that would undo his patch.
@@ -27,11 +27,13 @@ def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> 
         original = vars(owner)[name]
     except KeyError:
         raise AttributeError(f"{owner.__name__} has no {name} of its own to patch") from None
-    if isinstance(original, (classmethod, staticmethod)):
-        function = original.__func__
-        put: Any = type(original)(functools.wraps(function)(wrap(function)))
-    else:
-        put = functools.wraps(original)(wrap(original))
+    bound = isinstance(original, (classmethod, staticmethod))
+    function = original.__func__ if bound else original
+    wrapper = wrap(function)
+    if wrapper is function:  # it wants none
+        return lambda: None
+    functools.update_wrapper(wrapper, function)
+    put = type(original)(wrapper) if bound else wrapper
     setattr(owner, name, put)
 
     def undo() -> None:
