@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_spans.rewards import Reward
 from lightning_trainer.account import ATTEMPT_FAILED, GREEDY, NOT_SELECTED, Account
 
 
@@ -23,6 +24,7 @@ def accounts(draw):
         tokens=draw(st.integers(0, 99)),
         tokens_in_rows=100,
         tokens_in_calls=200,
+        unclaimed=draw(st.dictionaries(st.sampled_from(["writter", "editor"]), st.integers(1, 9))),
     )
 
 
@@ -54,6 +56,16 @@ def test_calls_left_out_early_are_seen_and_dropped():
     assert account.seen == 6
     assert account.dropped == {NOT_SELECTED: 4}
     assert account.plus_dropped(ATTEMPT_FAILED, 0) == account
+
+
+def test_rewards_that_reached_no_call_are_counted_by_agent():
+    def reward(agent):
+        return Reward(rollout_id="r", attempt_id="a", value=1.0, agent=agent)
+
+    account = Account().plus_unclaimed([reward("writter"), reward("writter")]).plus_unclaimed([reward("editor")])
+    assert account.unclaimed == {"writter": 2, "editor": 1}
+    assert "2 rewards for writter, which made no call in those attempts" in account.lines()
+    assert account.metrics()["rewards_unclaimed"] == 3.0
 
 
 def test_lines_tell_people_everything():

@@ -83,7 +83,8 @@ def test_an_agent_with_a_step_reward_has_0_for_its_other_steps():
 def test_a_reward_for_an_agent_that_made_no_call_is_told():
     lost = reward(1.0, "reviewer")
     assert unclaimed(TWO_AGENTS, [reward(1.0), lost, reward(1.0, "writer")]) == [lost]
-    assert unclaimed([], [reward(1.0)]) != []
+    assert unclaimed([], [lost]) == [lost]
+    assert unclaimed(TWO_AGENTS, [reward(1.0, "reviewer", span_id="s1")]) == []  # the call itself has it
 
 
 def test_later_calls_are_worth_more_when_discounted():

@@ -170,6 +170,15 @@ def test_agent_that_no_reward_concerns_is_not_trained_as_zero() -> None:
     assert batch.account.dropped == {"no reward for this agent": 2}
 
 
+def test_rewards_for_an_agent_that_made_no_call_are_counted() -> None:
+    world = World()
+    for value in (1.0, 0.0):
+        world.rollout("a", [("writer", "text")], {"writer": value, "writter": value})
+    batch = world.batch()
+    assert len(batch.rows) == 2
+    assert batch.account.unclaimed == {"writter": 2}
+
+
 def test_failed_rollouts_are_excluded_and_counted() -> None:
     world = World()
     world.rollout("a", [("writer", "w")], {None: 1.0})

@@ -140,14 +140,10 @@ def _own_to_go(transitions: Sequence[Transition], own: Sequence[Mapping[str, flo
 
 
 def unclaimed(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[Reward]:
-    """Give the rewards that reach no transition: their agent made no call in this attempt."""
-    agents = {transition.agent for transition in transitions}
+    """Give the rewards that reach nobody: they name an agent that made no call in this attempt."""
+    agents = {transition.agent for transition in transitions} | {None}
     spans = {transition.span_id for transition in transitions}
-    return [
-        reward
-        for reward in rewards
-        if not transitions or (reward.span_id not in spans and reward.agent is not None and reward.agent not in agents)
-    ]
+    return [reward for reward in rewards if reward.agent not in agents and reward.span_id not in spans]
 
 
 def credit_by_name(name: str, **options: Any) -> CreditAssigner:

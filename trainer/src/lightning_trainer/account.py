@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from lightning_spans.rewards import Reward
 
 # Why a call is not trained on. The first ones are decided by whoever chooses calls, the later ones by `make_rows`.
 NOT_SELECTED: Final = "agent not selected"
@@ -33,6 +37,7 @@ class Account:
         tokens: trained tokens (sampled by the policy), the loss's denominator.
         tokens_in_rows: all tokens of the rows, context included: what an update computes.
         tokens_in_calls: the same with one row for each call: what it would compute without merging.
+        unclaimed: number of rewards that reached no call, by the agent they name: it made none in that attempt.
     """
 
     seen: int = 0
@@ -43,6 +48,7 @@ class Account:
     tokens: int = 0
     tokens_in_rows: int = 0
     tokens_in_calls: int = 0
+    unclaimed: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.seen != self.trained + sum(self.dropped.values()):
@@ -57,21 +63,25 @@ class Account:
 
     def __add__(self, other: Account) -> Account:
         """Put two accounts together: of two attempts, or of two steps."""
-        reasons = {**self.dropped, **other.dropped}
         return Account(
             seen=self.seen + other.seen,
-            dropped={reason: self.dropped.get(reason, 0) + other.dropped.get(reason, 0) for reason in reasons},
+            dropped=_sum(self.dropped, other.dropped),
             trained=self.trained + other.trained,
             rows=self.rows + other.rows,
             rows_without_gradient=self.rows_without_gradient + other.rows_without_gradient,
             tokens=self.tokens + other.tokens,
             tokens_in_rows=self.tokens_in_rows + other.tokens_in_rows,
             tokens_in_calls=self.tokens_in_calls + other.tokens_in_calls,
+            unclaimed=_sum(self.unclaimed, other.unclaimed),
         )
 
     def plus_dropped(self, reason: str, calls: int) -> Account:
         """Count calls that were seen and left out for this reason before rows were made."""
         return self + Account(seen=calls, dropped={reason: calls}) if calls else self
+
+    def plus_unclaimed(self, rewards: Iterable[Reward]) -> Account:
+        """Count rewards that reached no call: `lightning_spans.credit.unclaimed`."""
+        return self + Account(unclaimed=dict(Counter(str(reward.agent) for reward in rewards)))
 
     def lines(self) -> list[str]:
         """Say it to people, one fact a line."""
@@ -83,6 +93,8 @@ class Account:
             found.append(f"{self.tokens} trained tokens of {self.tokens_in_rows}")
         if self.rows_without_gradient:
             found.append(f"{self.rows_without_gradient} rows teach nothing: all rewards of their group are equal")
+        for agent, count in sorted(self.unclaimed.items()):
+            found.append(f"{count} rewards for {agent}, which made no call in those attempts")
         return found
 
     def metrics(self) -> dict[str, float]:
@@ -96,9 +108,14 @@ class Account:
             "tokens": self.tokens,
             "tokens_in_rows": self.tokens_in_rows,
             "tokens_in_calls": self.tokens_in_calls,
+            "rewards_unclaimed": sum(self.unclaimed.values()),
         }
         dropped = {f"calls_dropped/{_slug(reason)}": count for reason, count in self.dropped.items()}
         return {name: float(value) for name, value in {**numbers, **dropped}.items()}
+
+
+def _sum(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
+    return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}
 
 
 def _slug(reason: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from lightning_spans import plugins
 from lightning_spans.agents import check_known, selects
-from lightning_spans.credit import CreditAssigner, credit_by_name
+from lightning_spans.credit import CreditAssigner, credit_by_name, unclaimed
 from lightning_spans.rewards import Reward
 from lightning_spans.transitions import Transition
 from lightning_trainer import account as reasons
@@ -62,11 +62,13 @@ class Episode:
         group_id: its group.
         transitions: (M,) of every agent, selected or not.
         values: (M,) credit; NaN where no reward concerns the call.
+        unclaimed: rewards for agents that made no call.
     """
 
     group_id: str
     transitions: tuple[Transition, ...]
     values: tuple[float, ...]
+    unclaimed: tuple[Reward, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,9 @@ def make_batch(
         seen = sum(len(by_attempt[a.attempt_id][0]) for a in outcome.attempts if a.attempt_id in by_attempt)
         used = len(episode.transitions) if episode is not None else 0
         account = account.plus_dropped(reasons.ATTEMPT_FAILED, seen - used)
-        episodes += [] if episode is None else [episode]
+        if episode is not None:
+            account = account.plus_unclaimed(episode.unclaimed)
+            episodes.append(episode)
 
     chosen: list[tuple[Transition, str, float]] = []
     members = Counter(episode.group_id for episode in episodes)
@@ -173,8 +177,10 @@ def _episode(
         ids = {"rollout_id": outcome.rollout.rollout_id, "attempt_id": attempt.attempt_id}
         rewards = [Reward(value=settings.failed, source="failed", **ids)]
     transitions, automatic = by_attempt.get(attempt.attempt_id, ([], []))
-    values = settings.credit(transitions, [*rewards, *automatic])
-    return Episode(outcome.rollout.group_id, tuple(transitions), tuple(values))
+    rewards += automatic
+    values = settings.credit(transitions, rewards)
+    lost = unclaimed(transitions, rewards)
+    return Episode(outcome.rollout.group_id, tuple(transitions), tuple(values), tuple(lost))
 
 
 def _why_left_out(transition: Transition, value: float, patterns: Sequence[str], members: int) -> str | None:
