@@ -1,7 +1,7 @@
 """Attention as a plan. A transformers model asks the plan it was called with; the plan knows where keys and values are.
 
 All tokens of a forward pass are packed into one sequence without padding, so the linear layers waste nothing. What may
-see what is the plan's business: `cache.StepPlan` for generation, `tree.TreePlan` for training.
+see what is the plan's business: `step.StepPlan` for generation, `tree.TreePlan` for training.
 """
 
 from __future__ import annotations
@@ -56,16 +56,3 @@ def _attention(  # noqa: PLR0917  transformers passes them by position
     layer: int = module.layer_idx  # type: ignore[assignment]  # every attention module of transformers has one
     out = plan.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
     return out[None], None
-
-
-def attend(query_BQD: Tensor, key_BDL: Tensor, value_BLD: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Softmax attention of B heads; `bias` (broadcast to (B, Q, L)) is 0 where a key may be seen, else very negative.
-
-    Three calls on plain matrices. For a few queries a head this takes half the time of torch's fused attention on
-    CPUs, provided that keys are stored with tokens last.
-
-    Returns:
-        (B, Q, D).
-    """
-    scores_BQL = torch.baddbmm(bias, query_BQD, key_BDL, alpha=scale)
-    return torch.bmm(scores_BQL.softmax(-1), value_BLD)

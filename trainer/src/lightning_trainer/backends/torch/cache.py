@@ -1,7 +1,10 @@
-"""The key-value cache of one lane: slots of one preallocated tensor, and the tokens that each slot holds.
+"""The key-value cache of one lane: slots with the last tokens of each sequence, after a prefix that many may share.
 
-Axes: Y layers, S slots, K key heads, D head width, L tokens. Keys are stored with tokens last, which is how `attend`
-wants them. Slots keep their content after a request has ended, so that a later prompt can copy what it shares.
+A sequence is a `Prefix`, kept once for all slots that begin with it, and a tail in its own slot. Attention to a shared
+prefix is one product for all of them instead of one for each, and reads its keys once. Slots keep their content after
+their request has ended, so that a later prompt can go on from it.
+
+Axes: Y layers, S slots, K key heads, D head width, P tokens of a prefix, C tokens that a tail has room for.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_trainer.backends.torch.attention import attend
+IDS = NDArray[np.int32]
 
-_BLOCK = 64  # lengths are rounded up to it: few matrix shapes, so that oneDNN seldom has to make a new kernel
+BLOCK = 64  # tails grow by it: few matrix shapes, so that oneDNN seldom has to make a new kernel
+LONGEST_TAIL = 4 * BLOCK  # a longer one becomes a prefix, so that one long sequence does not slow down the others
+SHORTEST_PREFIX = BLOCK  # a shorter one is copied: attending to it apart would cost more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,179 +34,168 @@ class CacheShape:
     device: torch.device
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """Keys and values of the first tokens of one or more sequences; each layer's lie without gaps.
+
+    Attributes:
+        keys: (Y, K, P, D).
+        values: (Y, K, P, D).
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __len__(self) -> int:
+        return int(self.keys.shape[2])
+
+
 class SlotCache:
-    """Keys and values of S sequences of at most `max_tokens` tokens; memory grows with the longest one."""
+    """Keys and values of S sequences. Used by one thread; others may only ask what is `shared`."""
 
     def __init__(self, shape: CacheShape, slots: int, max_tokens: int) -> None:
-        self.shape, self.slots, self.max_tokens = shape, slots, max_tokens
-        self.capacity = 0
-        self.tokens_SL: NDArray[np.int32] = np.zeros((slots, max_tokens), np.int32)
-        self.planned_S: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens that a slot has or is about to compute
-        self.computed_S: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens whose keys and values are there
-        self.keys_YSKDL = self.values_YSKLD = torch.empty(0)
-        self.reserve(min(max_tokens, 8 * _BLOCK))
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for sequences of this length."""
-        if tokens <= self.capacity:
-            return
-        capacity = max(tokens, 2 * self.capacity)
-        capacity = -(-capacity // _BLOCK) * _BLOCK
-        y, k, d = self.shape.layers, self.shape.key_heads, self.shape.head_width
-        place = {"dtype": self.shape.dtype, "device": self.shape.device}
-        # Zeros, not empty: what a mask hides must still be finite. The pages are not touched before they are used.
-        keys = torch.zeros((y, self.slots, k, d, capacity), **place)  # type: ignore[call-overload]
-        values = torch.zeros((y, self.slots, k, capacity, d), **place)  # type: ignore[call-overload]
-        if self.capacity:
-            keys[..., : self.capacity] = self.keys_YSKDL
-            values[..., : self.capacity, :] = self.values_YSKLD
-        self.keys_YSKDL, self.values_YSKLD, self.capacity = keys, values, capacity
+        self.shape, self.slots = shape, slots
+        self.tokens: IDS = np.zeros((slots, max_tokens), np.int32)
+        self.planned: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens that a slot has or is about to compute
+        self.computed: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens whose keys and values are there
+        self.prefixes: list[Prefix | None] = [None] * slots
+        self.room = 0
+        self.keys = self.values = torch.empty(0)  # (Y, S, K, C, D) tails
+        self.make_room(BLOCK)
 
     def clear(self) -> None:
         """Forget everything: the weights have changed."""
-        self.planned_S[:] = 0
-        self.computed_S[:] = 0
+        self.planned[:] = self.computed[:] = 0
+        self.prefixes = [None] * self.slots
 
-    def shared(self, prompt: NDArray[np.int32]) -> NDArray[np.int64]:
+    def shared(self, prompt: IDS) -> NDArray[np.int64]:
         """(S,) number of leading tokens that each slot's content, computed or planned, shares with a prompt."""
-        width = min(len(prompt), int(self.planned_S.max(initial=0)))
+        width = min(len(prompt), int(self.planned.max(initial=0)))
         if not width:
             return np.zeros(self.slots, np.int64)
-        differs_SL = self.tokens_SL[:, :width] != prompt[:width]
-        first_S = np.where(differs_SL.any(1), differs_SL.argmax(1), width)
-        return np.minimum(first_S, self.planned_S)
+        differs = self.tokens[:, :width] != prompt[:width]
+        first = np.where(differs.any(1), differs.argmax(1), width)
+        return np.minimum(first, self.planned)
 
-    def begin(self, slot: int, prompt: NDArray[np.int32], source: int, shared: int) -> None:
+    def tail(self, slot: int) -> int:
+        """Number of computed tokens after the slot's prefix."""
+        return int(self.computed[slot]) - self.start(slot)
+
+    def start(self, slot: int) -> int:
+        """Number of tokens in the slot's prefix."""
+        prefix = self.prefixes[slot]
+        return 0 if prefix is None else len(prefix)
+
+    # A sequence's way through a slot.
+
+    def begin(self, slot: int, prompt: IDS, source: int, shared: int) -> None:
         """Give a slot to a prompt of which `source` holds the first `shared` tokens."""
-        self.reserve(len(prompt) + 1)
-        if source != slot and shared:
-            self.keys_YSKDL[:, slot, :, :, :shared] = self.keys_YSKDL[:, source, :, :, :shared]
-            self.values_YSKLD[:, slot, :, :shared] = self.values_YSKLD[:, source, :, :shared]
-        self.tokens_SL[slot, : len(prompt)] = prompt
-        self.planned_S[slot], self.computed_S[slot] = len(prompt), shared
+        if self.start(source) < shared - SHORTEST_PREFIX:
+            self.seal(source, shared)
+        elif SHORTEST_PREFIX <= shared < self.start(source):
+            self._split(source, shared)
+        start = self.start(source)
+        if shared >= start:
+            own = shared - start
+            self.make_room(own)
+            if slot != source:
+                self.keys[:, slot, :, :own] = self.keys[:, source, :, :own]
+                self.values[:, slot, :, :own] = self.values[:, source, :, :own]
+            self.prefixes[slot] = self.prefixes[source]
+        else:
+            prefix = self.prefixes[source]
+            self.prefixes[slot] = None
+            if prefix is not None:
+                self.keys[:, slot, :, :shared] = prefix.keys[:, :, :shared]
+                self.values[:, slot, :, :shared] = prefix.values[:, :, :shared]
+        self.tokens[slot, : len(prompt)] = prompt
+        self.planned[slot], self.computed[slot] = len(prompt), shared
 
     def append(self, slot: int, token: int) -> None:
         """Add a sampled token to a slot's sequence; its keys and values come with the next step."""
-        length = int(self.planned_S[slot])
-        self.reserve(length + 1)
-        self.tokens_SL[slot, length] = token
-        self.planned_S[slot] = length + 1
+        self.tokens[slot, self.planned[slot]] = token
+        self.planned[slot] += 1
 
-    def keep_computed(self, slot: int) -> None:
+    def end(self, slot: int) -> None:
         """Forget what was planned and will not be computed: the slot's request has ended."""
-        self.planned_S[slot] = self.computed_S[slot]
+        self.planned[slot] = self.computed[slot]
+
+    def extend_prefix(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Put newly computed tokens after the prefix of a slot that has no tail: (Y, K, n, D) each."""
+        prefix = self.prefixes[slot]
+        if prefix is not None:
+            keys, values = torch.cat([prefix.keys, keys], 2), torch.cat([prefix.values, values], 2)
+        self.prefixes[slot] = Prefix(keys, values)
+        self.computed[slot] = len(self.prefixes[slot])  # type: ignore[arg-type]
+
+    def seal(self, slot: int, upto: int) -> None:
+        """Make the first `upto` tokens of a slot's sequence its prefix."""
+        start, computed = self.start(slot), int(self.computed[slot])
+        moved, kept = slice(0, upto - start), slice(upto - start, computed - start)
+        rest = computed - upto
+        keys, values = self.keys[:, slot], self.values[:, slot]
+        kept_keys, kept_values = keys[:, :, kept].clone(), values[:, :, kept].clone()
+        self.extend_prefix(slot, keys[:, :, moved].clone(), values[:, :, moved].clone())
+        keys[:, :, :rest], values[:, :, :rest] = kept_keys, kept_values
+        self.computed[slot] = computed
+
+    def _split(self, source: int, shared: int) -> None:
+        """Cut a prefix so that it ends where a new prompt leaves it.
+
+        Where little is cut off, all that have the prefix take the shorter one, with the rest in their tails: so the
+        prefix settles at what all prompts share. Where much is cut off, they keep theirs, and `source` alone changes.
+        """
+        old = self.prefixes[source]
+        if old is None:
+            return
+        cut = len(old) - shared
+        new = Prefix(old.keys[:, :, :shared].clone(), old.values[:, :, :shared].clone())
+        users = [slot for slot in range(self.slots) if self.prefixes[slot] is old]
+        if cut > BLOCK:
+            users = [source]
+        self.make_room(max(self.tail(slot) for slot in users) + cut)
+        for slot in users:
+            for tails, whole in ((self.keys[:, slot], old.keys), (self.values[:, slot], old.values)):
+                length = self.tail(slot)
+                tails[:, :, cut : cut + length] = tails[:, :, :length].clone()
+                tails[:, :, :cut] = whole[:, :, shared:]
+            self.prefixes[slot] = new
+
+    # Room.
+
+    def make_room(self, tail: int) -> None:
+        """Make room for tails of this length."""
+        if tail > self.room:
+            self._lay_out(_rounded(tail))
+
+    def give_back_room(self, tail: int) -> None:
+        """Keep no more than twice the room that tails need now; slots without a request may lose their last tokens."""
+        if 2 * _rounded(tail) <= self.room:
+            self._lay_out(_rounded(tail))
+
+    def _lay_out(self, room: int) -> None:
+        shape = self.shape
+        size = (shape.layers, self.slots, shape.key_heads, room, shape.head_width)
+        kept = min(room, self.room)
+        # Zeros, not empty: what a mask hides must still be finite.
+        for name in ("keys", "values"):
+            tails = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+            if kept:
+                tails[..., :kept, :] = getattr(self, name)[..., :kept, :]
+            setattr(self, name, tails)
+        self.room = room
+        for slot in range(self.slots):
+            self.computed[slot] = min(int(self.computed[slot]), self.start(slot) + room)
 
     def swap(self, a: int, b: int) -> None:
         """Exchange the content of two slots."""
-        length = int(max(self.computed_S[a], self.computed_S[b]))
-        for store in (self.keys_YSKDL[..., :length], self.values_YSKLD[..., :length, :]):
-            store[:, [a, b]] = store[:, [b, a]]
-        for kept in (self.tokens_SL, self.planned_S, self.computed_S):
+        length = max(self.tail(a), self.tail(b))
+        for tails in (self.keys[..., :length, :], self.values[..., :length, :]):
+            tails[:, [a, b]] = tails[:, [b, a]]
+        for kept in (self.tokens, self.planned, self.computed):
             kept[[a, b]] = kept[[b, a]]
+        self.prefixes[a], self.prefixes[b] = self.prefixes[b], self.prefixes[a]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive tokens of one prompt that are computed in this step."""
-
-    slot: int
-    start: int
-    length: int
-
-
-class StepPlan:
-    """One step: a token for each decoding slot, then chunks of prompts, packed in this order."""
-
-    def __init__(self, cache: SlotCache, decoding: list[int], chunks: list[Chunk]) -> None:
-        """Lay out the step.
-
-        Args:
-            cache: where keys and values are.
-            decoding: slots that compute their newest token.
-            chunks: prompt tokens to compute.
-        """
-        self._cache = cache
-        self._device = cache.shape.device
-        starts = cache.computed_S
-        spans = [Chunk(slot, int(starts[slot]), 1) for slot in decoding] + chunks
-        slots = np.repeat([c.slot for c in spans], [c.length for c in spans])
-        positions = np.concatenate([np.arange(c.start, c.start + c.length) for c in spans])
-        self.tokens_N = torch.from_numpy(cache.tokens_SL[slots, positions].astype(np.int64)).to(self._device)
-        self.positions_N = torch.from_numpy(positions).to(self._device)
-        self._slots_N = torch.from_numpy(slots).to(self._device)
-        self._rows = len(decoding)
-        self._span = max(decoding, default=-1) + 1
-        self._decoding = None if self._rows == self._span else torch.tensor(decoding, device=self._device)
-        self._decode_bias = self._bias_of_decoding(decoding, starts) if decoding else torch.empty(0)
-        self._chunks = [(chunk, self._bias_of_chunk(chunk)) for chunk in chunks]
-
-    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
-        """Store the new keys and values, then attend to all that the slots hold: `AttentionPlan`."""
-        keys_SKDL, values_SKLD = self._cache.keys_YSKDL[layer], self._cache.values_YSKLD[layer]
-        keys_SKDL[self._slots_N, :, :, self.positions_N] = key_NKD
-        values_SKLD[self._slots_N, :, self.positions_N] = value_NKD
-        parts, first = [], self._rows
-        if self._rows:
-            parts.append(self._decode(query_NHD[:first], keys_SKDL, values_SKLD, scale))
-        for chunk, bias in self._chunks:
-            query = query_NHD[first : first + chunk.length]
-            parts.append(self._prefill(query, keys_SKDL[chunk.slot], values_SKLD[chunk.slot], bias, scale))
-            first += chunk.length
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _decode(self, query_BHD: Tensor, keys_SKDL: Tensor, values_SKLD: Tensor, scale: float) -> Tensor:
-        """Attend with one query for each decoding slot; the query heads of a key head are its queries."""
-        heads, width = query_BHD.shape[1:]
-        if self._decoding is not None:  # slots in between do not decode: give them a query that nobody reads
-            spread = query_BHD.new_zeros(self._span, heads, width)
-            spread[self._decoding] = query_BHD
-            query_BHD = spread
-        key_heads, length = keys_SKDL.shape[1], self._decode_bias.shape[-1]
-        batch = self._span * key_heads
-        out = attend(
-            query_BHD.reshape(batch, heads // key_heads, width),
-            keys_SKDL[: self._span, :, :, :length].flatten(0, 1),
-            values_SKLD[: self._span, :, :length].flatten(0, 1),
-            self._decode_bias,
-            scale,
-        ).view(self._span, heads, width)
-        return out if self._decoding is None else out[self._decoding]
-
-    @staticmethod
-    def _prefill(query_QHD: Tensor, keys_KDL: Tensor, values_KLD: Tensor, bias_QL: Tensor, scale: float) -> Tensor:
-        """Attend with consecutive queries of one slot."""
-        queries, heads, width = query_QHD.shape
-        key_heads, length = keys_KDL.shape[0], bias_QL.shape[-1]
-        group = heads // key_heads
-        stacked = query_QHD.reshape(queries, key_heads, group, width).permute(1, 2, 0, 3)
-        bias = bias_QL.expand(group, queries, length).reshape(1, group * queries, length)
-        out = attend(
-            stacked.reshape(key_heads, group * queries, width),
-            keys_KDL[..., :length],
-            values_KLD[:, :length],
-            bias,
-            scale,
-        )
-        return out.view(key_heads, group, queries, width).permute(2, 0, 1, 3).reshape(queries, heads, width)
-
-    def _bias_of_decoding(self, decoding: list[int], starts: NDArray[np.int64]) -> Tensor:
-        """(span * K, 1, L): a slot sees its own tokens, the newest included."""
-        seen = np.ones(self._span, np.int64)  # a slot that does not decode sees one token, so that softmax stays finite
-        seen[decoding] = starts[decoding] + 1
-        hidden = np.arange(_rounded(int(seen.max()), self._cache.capacity)) >= seen[:, None]
-        return self._bias(np.repeat(hidden, self._cache.shape.key_heads, axis=0)[:, None])
-
-    def _bias_of_chunk(self, chunk: Chunk) -> Tensor:
-        """(Q, L): causal within the chunk, everything before it seen."""
-        length = _rounded(chunk.start + chunk.length, self._cache.capacity)
-        own = np.arange(chunk.start, chunk.start + chunk.length)
-        return self._bias(np.arange(length) > own[:, None])
-
-    def _bias(self, hidden: NDArray[np.bool_]) -> Tensor:
-        lowest = torch.finfo(self._cache.shape.dtype).min / 2  # half: adding a score must not overflow to -inf
-        bias = torch.zeros(hidden.shape, dtype=self._cache.shape.dtype)
-        return bias.masked_fill_(torch.from_numpy(hidden), lowest).to(self._device)
-
-
-def _rounded(length: int, capacity: int) -> int:
-    return min(-(-length // _BLOCK) * _BLOCK, capacity)
+def _rounded(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK

@@ -17,10 +17,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from lightning_trainer.backends.torch.cache import Chunk, SlotCache, StepPlan
+from lightning_trainer.backends.torch.cache import LONGEST_TAIL, SlotCache
 from lightning_trainer.backends.torch.model import LoadedModel
 from lightning_trainer.backends.torch.request import Request
 from lightning_trainer.backends.torch.sampling import draw
+from lightning_trainer.backends.torch.step import SHORT, Chunk, StepPlan
 from lightning_trainer.engine import Sampled
 
 _log = logging.getLogger(__name__)
@@ -133,24 +134,19 @@ class Lane:
         if not self._running:
             return
         self._compact()
-        decoding, chunks = self._divide()
-        plan = StepPlan(self._cache, decoding, chunks)
-        hidden = self._model.hidden(plan.tokens_N, plan.positions_N, plan)
-        ready, rows = list(decoding), list(range(len(decoding)))
-        end = len(decoding)
-        for slot in decoding:
-            self._cache.computed_S[slot] += 1
-        for chunk in chunks:
+        plan = StepPlan(self._cache, self._divide())
+        hidden = self._model.hidden(plan.tokens, plan.positions, plan)
+        plan.finish()
+        ready, rows, end = [], [], 0
+        for chunk in plan.chunks:
             end += chunk.length
-            self._cache.computed_S[chunk.slot] += chunk.length
-            if self._cache.computed_S[chunk.slot] == self._cache.planned_S[chunk.slot]:
-                ready.append(chunk.slot)
+            if self._cache.computed[chunk.slot] == self._cache.planned[chunk.slot]:
+                ready.append(self._running[chunk.slot])
                 rows.append(end - 1)
         if ready:
             logits = self._model.head(hidden if len(rows) == len(hidden) else hidden[rows])
-            requests = [self._running[slot] for slot in ready]
-            tokens, logprobs = draw(logits, [request.next_draw() for request in requests])
-            self._take(requests, tokens, logprobs)
+            tokens, logprobs = draw(logits, [request.next_draw() for request in ready])
+            self._take(ready, tokens, logprobs)
 
     def _drop_cancelled(self) -> None:
         for request in [request for request in self._running.values() if request.cancelled]:
@@ -161,7 +157,7 @@ class Lane:
 
     def _release(self, request: Request) -> None:
         del self._running[request.slot]
-        self._cache.keep_computed(request.slot)
+        self._cache.end(request.slot)
         self._last_used[request.slot] = self._steps
 
     def _admit(self) -> None:
@@ -179,13 +175,13 @@ class Lane:
     def _place(self, request: Request) -> bool:
         """Put a request into a slot; False when it should wait."""
         cache, last = self._cache, len(request.prompt) - 1  # the last token is always computed: it gives the logits
-        planned_S = np.minimum(cache.shared(request.prompt), last)
-        there_S = np.minimum(planned_S, cache.computed_S)
-        source = int(there_S.argmax())
-        shared = int(there_S[source])
-        if int(planned_S.max()) - shared >= _WORTH_WAITING:
+        planned = np.minimum(cache.shared(request.prompt), last)
+        there = np.minimum(planned, cache.computed)
+        source = int(there.argmax())
+        shared = int(there[source])
+        if int(planned.max()) - shared >= _WORTH_WAITING:
             return False
-        continues = source not in self._running and shared >= cache.computed_S[source] - 1
+        continues = source not in self._running and shared >= cache.computed[source] - 1
         slot = source if continues and shared else self._free_slot()
         cache.begin(slot, request.prompt, source, shared)
         request.slot = slot
@@ -199,30 +195,32 @@ class Lane:
         return min(free, key=lambda slot: (self._last_used[slot], slot))
 
     def _compact(self) -> None:
-        """Move the topmost requests into free slots below while more than a quarter of the span is free."""
-        while True:
-            top = max(self._running)
-            hole = next(slot for slot in range(self._cache.slots) if slot not in self._running or slot == top)
-            if hole == top or len(self._running) > 0.75 * (top + 1):
-                return
+        """Move requests down into free slots, so that neighbouring slots can share their products."""
+        while (top := max(self._running)) >= len(self._running):
+            hole = next(slot for slot in range(top) if slot not in self._running)
             self._cache.swap(top, hole)
             self._last_used[top] = self._last_used[hole]
             request = self._running.pop(top)
             request.slot = hole
             self._running[hole] = request
 
-    def _divide(self) -> tuple[list[int], list[Chunk]]:
-        """Say which slots decode, and which prompt tokens are computed, first come first served."""
-        decoding, chunks, left = [], [], _STEP_TOKENS
+    def _divide(self) -> list[Chunk]:
+        """Say what is computed in this step: a token of each that decodes, and prompts first come first served."""
+        cache, chunks, left = self._cache, [], _STEP_TOKENS
         for slot, request in self._running.items():
-            start = int(self._cache.computed_S[slot])
-            missing = int(self._cache.planned_S[slot]) - start
+            missing = int(cache.planned[slot] - cache.computed[slot])
             if request.drawn:
-                decoding.append(slot)
-            elif left:
-                chunks.append(Chunk(slot, start, min(missing, left)))
+                chunks.append(Chunk(slot, missing))
+            elif left >= min(missing, SHORT):
+                chunks.append(Chunk(slot, min(missing, left)))
                 left -= chunks[-1].length
-        return sorted(decoding), chunks
+        for slot in self._running:
+            if cache.tail(slot) >= LONGEST_TAIL:
+                cache.seal(slot, int(cache.computed[slot]))
+        longest = max((cache.tail(c.slot) + c.length for c in chunks if c.length <= SHORT), default=0)
+        cache.give_back_room(longest)
+        cache.make_room(longest)
+        return chunks
 
     def _take(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> None:
         """Hand drawn tokens to their requests, and end those that are done."""

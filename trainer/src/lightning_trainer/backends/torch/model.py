@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import attention
-from lightning_trainer.backends.torch.cache import CacheShape, Chunk, SlotCache, StepPlan
+from lightning_trainer.backends.torch.cache import CacheShape, SlotCache
 from lightning_trainer.backends.torch.options import TorchOptions
+from lightning_trainer.backends.torch.step import SHORT, Chunk, StepPlan
 from lightning_trainer.models import check_folder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -163,20 +164,21 @@ def _end_tokens(causal: Any, tokenizer: Any, model: Path) -> frozenset[int]:
 
 @torch.no_grad()
 def _prove(loaded: LoadedModel) -> None:
-    """Forward a few tokens by plan, in two steps, and as transformers would; refuse the model if they disagree.
+    """Forward some tokens by plan, in three steps, and as transformers would; refuse the model if they disagree.
 
     A model with something else than attention and rotary positions (biases, recurrent state, scaled logits) is found
     here, not in wrong samples.
     """
-    cache = SlotCache(loaded.shape, 1, 64)
+    steps = (SHORT + 1, 5, 1)  # into the prefix, into the tail, as in decoding
+    cache = SlotCache(loaded.shape, 1, sum(steps))
     vocabulary = loaded.causal.config.get_text_config().vocab_size
-    tokens = torch.arange(7, 7 + 12 * 5, 5) % vocabulary
+    tokens = torch.arange(7, 7 + 5 * sum(steps), 5) % vocabulary
     cache.begin(0, tokens.numpy().astype("int32"), 0, 0)
     hidden = []
-    for start, length in ((0, 7), (7, 5)):
-        plan = StepPlan(cache, [], [Chunk(0, start, length)])
-        hidden.append(loaded.hidden(plan.tokens_N, plan.positions_N, plan))
-        cache.computed_S[0] += length
+    for length in steps:
+        plan = StepPlan(cache, [Chunk(0, length)])
+        hidden.append(loaded.hidden(plan.tokens, plan.positions, plan))
+        plan.finish()
     ours = loaded.head(torch.cat(hidden)).float()
     loaded.causal.set_attn_implementation("sdpa")
     theirs = loaded.causal(input_ids=tokens[None].to(loaded.shape.device), use_cache=False).logits[0].float()
