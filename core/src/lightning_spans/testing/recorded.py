@@ -206,4 +206,6 @@ def _without_ids(span: Span) -> str:
     for key in ("trace_id", "span_id", "start_ns", "end_ns"):
         del data[key]
     data["parent_id"] = span.parent_id is not None
+    if span.attributes.get(names.ABANDONED):  # how much was read of it is chance, where a framework reads ahead
+        data["attributes"] = {key: value for key, value in span.attributes.items() if key != names.RESPONSE}
     return json.dumps(data, sort_keys=True)
