@@ -1,0 +1,702 @@
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+import threading
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("autogen_agentchat")
+
+import openai
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
+from autogen_agentchat.base import Response
+from autogen_agentchat.conditions import HandoffTermination, MaxMessageTermination, SourceMatchTermination
+from autogen_agentchat.messages import ModelClientStreamingChunkEvent, TextMessage
+from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat, SelectorGroupChat, Swarm
+from autogen_agentchat.tools import AgentTool
+from autogen_core import (
+    AgentId,
+    CancellationToken,
+    MessageContext,
+    RoutedAgent,
+    SingleThreadedAgentRuntime,
+    message_handler,
+)
+from autogen_core._message_handler_context import MessageHandlerContext
+from autogen_core.models import ChatCompletionClient, CreateResult, RequestUsage
+from autogen_core.tools import BaseStreamTool, FunctionTool
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+from opentelemetry import context as otel_context
+from opentelemetry import trace as otel_trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic import BaseModel
+
+import lightning_autogen
+from lightning_spans import Attempt, hookimpl, open_store, plugins, use_attempt
+from lightning_spans import spans as names
+from lightning_spans.context import current_agent
+from lightning_spans.testing import ScriptedServer
+from lightning_spans.testing.plugins import MODEL, PROMPTS, PluginConformance, instructions
+from lightning_spans.testing.script import Reply, agent_of, follow
+
+INFO = {
+    "vision": False,
+    "function_calling": True,
+    "json_output": True,
+    "family": "gpt-4o",
+    "structured_output": True,
+}
+
+
+def model(url, **options):
+    return OpenAIChatCompletionClient(model=MODEL, base_url=url, model_info=INFO, **options)
+
+
+def make(name, url_or_model, **options):
+    given = model(url_or_model) if isinstance(url_or_model, str) else url_or_model
+    return AssistantAgent(name, given, system_message=instructions(name), **options)
+
+
+async def ask(name, url, prompt, **options):
+    result = await make(name, url, **options).run(task=prompt)
+    return result.messages[-1].content
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+async def add(a: int, b: int) -> int:
+    return a + b
+
+
+def fail(reason: str) -> str:
+    raise ValueError(reason)
+
+
+class TestConformance(PluginConformance):
+    framework = "autogen"
+
+    def patched(self):
+        return [
+            (AssistantAgent, "on_messages"),
+            (AssistantAgent, "on_messages_stream"),
+            (AssistantAgent, "_execute_tool_call"),
+            (BaseChatAgent, "on_messages_stream"),
+            (BaseGroupChat, "run_stream"),
+            (MessageHandlerContext, "populate_context"),
+        ]
+
+    def one_agent(self, url):
+        return run(ask("writer", url, PROMPTS["one_agent"]))
+
+    def two_agents(self, url):
+        async def work():
+            return [await ask(name, url, PROMPTS["two_agents"]) for name in ("writer", "rewriter")]
+
+        return run(work())
+
+    def streaming(self, url):
+        async def work():
+            agent = make("writer", url, model_client_stream=True)
+            return [str(getattr(m, "content", "")) async for m in agent.run_stream(task=PROMPTS["streaming"])]
+
+        return run(work())
+
+    def abandoned(self, url):
+        async def work():
+            agent = make("writer", url, model_client_stream=True)
+            async for message in agent.run_stream(task=PROMPTS["abandoned"]):
+                if isinstance(message, ModelClientStreamingChunkEvent):
+                    return message.content
+            return None
+
+        return run(work())
+
+    def tool_call(self, url):
+        return run(ask("caller", url, PROMPTS["tool_call"], tools=[add], reflect_on_tool_use=True))
+
+    def parallel_tools(self, url):
+        return run(ask("caller", url, PROMPTS["parallel_tools"], tools=[add], reflect_on_tool_use=True))
+
+    def tool_error(self, url):
+        return run(ask("caller", url, PROMPTS["tool_error"], tools=[fail], reflect_on_tool_use=True))
+
+    def parallel(self, url):
+        async def work():
+            return await asyncio.gather(*(ask(name, url, PROMPTS["parallel"]) for name in ("left", "right")))
+
+        return run(work())
+
+    def nested(self, url):
+        async def ask_writer(question: str) -> str:
+            return await ask("writer", url, question)
+
+        tool = FunctionTool(ask_writer, "Ask the writer.", name="ask")
+        return run(ask("boss", url, PROMPTS["nested"], tools=[tool], reflect_on_tool_use=True))
+
+    async def asynchronous(self, url):
+        return await asyncio.gather(*(ask(name, url, PROMPTS["asynchronous"]) for name in ("writer", "rewriter")))
+
+    def threads(self, url):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda number: run(ask("writer", url, f"hello {number}")), range(2)))
+
+    def retried(self, url):
+        return run(ask("writer", url, PROMPTS["retried"]))
+
+    def failed(self, url):
+        with pytest.raises(openai.InternalServerError) as error:
+            run(ask("writer", model(url, max_retries=0), PROMPTS["failed"]))
+        return str(error.value)
+
+    def cut(self, url):
+        seen = []
+
+        async def work():
+            agent = make("writer", url, model_client_stream=True)
+            async for message in agent.run_stream(task=PROMPTS["cut"]):
+                seen.append(message.content)  # noqa: PERF401 - what came before the error counts
+
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
+            run(work())
+        return seen, type(error.value).__name__
+
+    def callbacks(self, url):
+        async def work():
+            seen = []
+            agent = make("writer", url, tools=[add])
+            team = RoundRobinGroupChat([agent], termination_condition=MaxMessageTermination(2))
+            async for message in team.run_stream(task=PROMPTS["callbacks"]):
+                seen.append(type(message).__name__)  # noqa: PERF401 - an async comprehension reads worse
+            return seen
+
+        return run(work())
+
+
+class Listener:
+    def __init__(self):
+        self.spans = []
+
+    @hookimpl
+    def lightning_span_ended(self, span):
+        self.spans.append(span)
+
+    def of(self, operation):
+        return [span for span in self.spans if span.operation == operation]
+
+    @property
+    def chats(self):
+        return self.of(names.CHAT)
+
+    @property
+    def tools(self):
+        return self.of(names.EXECUTE_TOOL)
+
+    def above(self, span):
+        """Operation and name of what is around a span, innermost first."""
+        by_id = {known.span_id: known for known in self.spans}
+        found = []
+        while span.parent_id is not None:
+            span = by_id[span.parent_id]
+            found.append((span.operation, span.name))
+        return found
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "user-key")
+
+
+@pytest.fixture
+def server():
+    with ScriptedServer() as scripted:
+        yield scripted
+
+
+@pytest.fixture
+def seen(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
+    listener = Listener()
+    plugins.register(listener, "listener")
+    with lightning_autogen.attach(store=str(tmp_path / "traces.db")):
+        yield listener
+    plugins.unregister("listener")
+
+
+def check_calls(seen, server, *, names_of=agent_of):
+    """Every request is one chat span with the agent that made it and the response's id, and nothing is an orphan."""
+    spans = {span.span_id: span for span in seen.chats}
+    assert len(spans) == len(server.requests) > 0
+    for request in server.requests:
+        span = spans[request.headers["traceparent"].split("-")[2]]
+        assert span.agent == names_of(request.body)
+        assert span.attributes.get(names.RESPONSE_ID) == request.answer.get("id")
+    known = {span.span_id for span in seen.spans}
+    assert all(span.parent_id is None or span.parent_id in known for span in seen.spans)
+
+
+STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+
+
+@STREAMED
+def test_a_round_robin_is_one_tree(streamed, server, seen):
+    async def work():
+        agents = [make(name, server.url, model_client_stream=streamed) for name in ("left", "right")]
+        return await RoundRobinGroupChat(agents, termination_condition=MaxMessageTermination(5)).run(task="hello")
+
+    run(work())
+    check_calls(seen, server)
+    assert [span.agent for span in seen.chats] == ["left", "right", "left", "right"]
+    (root,) = [span for span in seen.spans if span.parent_id is None]
+    assert (root.operation, root.name) == (names.INVOKE_WORKFLOW, "RoundRobinGroupChat")
+    assert len({span.trace_id for span in seen.spans}) == 1
+
+
+def test_the_calls_that_pick_a_speaker_are_the_managers(seen):
+    def picks(body):
+        return "role play" in json.dumps(body["messages"])
+
+    def script(body, count):
+        return Reply("right") if picks(body) else follow(body, count)
+
+    async def work(url):
+        agents = [make(name, url) for name in ("left", "right")]
+        ends = MaxMessageTermination(2)
+        team = SelectorGroupChat(agents, model_client=model(url), termination_condition=ends)
+        return await team.run(task="hello")
+
+    with ScriptedServer(script) as server:
+        run(work(server.url))
+        check_calls(seen, server, names_of=lambda body: "SelectorGroupChatManager" if picks(body) else agent_of(body))
+    assert [span.agent for span in seen.chats] == ["SelectorGroupChatManager", "right"]
+    assert seen.above(seen.chats[0]) == [
+        (names.INVOKE_AGENT, "SelectorGroupChatManager"),
+        (names.INVOKE_WORKFLOW, "SelectorGroupChat"),
+    ]
+
+
+def test_a_swarm_hands_over_with_a_tool(server, seen):
+    async def work():
+        shared = model(server.url)
+        agents = [make("left", shared, handoffs=["right"]), make("right", shared)]
+        return await Swarm(agents, termination_condition=SourceMatchTermination(["right"])).run(
+            task="call transfer_to_right {}"
+        )
+
+    run(work())
+    check_calls(seen, server)
+    assert [span.agent for span in seen.chats] == ["left", "right"]
+    (handoff,) = seen.tools
+    assert (handoff.name, handoff.agent, handoff.status) == ("transfer_to_right", "left", "ok")
+
+
+@STREAMED
+def test_an_agent_as_a_tool_is_under_the_tool(streamed, server, seen):
+    async def work():
+        writer = make("writer", server.url)
+        tool = AgentTool(writer, return_value_as_last_message=True)
+        boss = make("boss", server.url, tools=[tool], reflect_on_tool_use=True, model_client_stream=streamed)
+        return (await boss.run(task='call writer {"task": "hi"}')).messages[-1].content
+
+    assert "[writer answers 'hi']" in run(work())
+    check_calls(seen, server)
+    assert [span.agent for span in seen.chats] == ["boss", "writer", "boss"]
+    inner = [span for span in seen.chats if span.agent == "writer"][0]  # noqa: RUF015
+    assert seen.above(inner) == [
+        (names.INVOKE_AGENT, "writer"),
+        (names.EXECUTE_TOOL, "writer"),
+        (names.INVOKE_AGENT, "boss"),
+    ]
+    assert {s.attributes[names.AGENT_PATH] for s in seen.of(names.INVOKE_AGENT)} == {"boss", "boss/writer"}
+
+
+def test_agents_of_one_name_in_two_teams_are_told_apart(server, seen):
+    async def team(kind, word):
+        agents = [make("writer", server.url), make("rewriter", server.url)]
+        ends = MaxMessageTermination(3)
+        options = {"model_client": model(server.url)} if kind is SelectorGroupChat else {}
+        return await kind(agents, termination_condition=ends, **options).run(task=f"hello {word}")
+
+    async def work():
+        await asyncio.gather(team(RoundRobinGroupChat, "one"), team(RoundRobinGroupChat, "two"))
+
+    run(work())
+    check_calls(seen, server)
+    assert len([span for span in seen.spans if span.parent_id is None]) == 2
+    for span in seen.chats:
+        words = {word for word in ("one", "two") if f"hello {word}" in span.attributes[names.REQUEST]}
+        same = [s for s in seen.chats if s.trace_id == span.trace_id]
+        assert all(f"hello {word}" in s.attributes[names.REQUEST] for word in words for s in same)
+
+
+def test_a_teams_agents_are_its_own_on_a_runtime_that_was_started_elsewhere(server, seen):
+    async def one(runtime, number):
+        with use_attempt(Attempt(f"r{number}", f"a{number}")):
+            agents = [make(name, server.url_of(f"m{number}")) for name in ("left", "right")]
+            ends = MaxMessageTermination(3)
+            await RoundRobinGroupChat(agents, termination_condition=ends, runtime=runtime).run(task=f"hi {number}")
+
+    async def work():
+        runtime = SingleThreadedAgentRuntime()
+        runtime.start()
+        await asyncio.gather(*(one(runtime, number) for number in range(3)))
+        await runtime.stop()
+
+    run(work())
+    check_calls(seen, server)
+    by_id = {span.span_id: span for span in seen.chats}
+    for request in server.requests:
+        assert by_id[request.headers["traceparent"].split("-")[2]].attempt_id == f"a{request.path[2]}"
+    assert len([span for span in seen.spans if span.parent_id is None]) == 3
+
+
+@dataclass
+class Question:
+    text: str
+
+
+class Worker(RoutedAgent):
+    """An agent that is written for AutoGen's core alone."""
+
+    def __init__(self, url, tool):
+        super().__init__("works")
+        self._client = openai.AsyncOpenAI(base_url=url)
+        self._tool = tool
+
+    @message_handler
+    async def answer(self, message: Question, ctx: MessageContext) -> str:
+        number = await self._tool.run_json({"a": 1, "b": 2}, ctx.cancellation_token)
+        asked = [{"role": "system", "content": instructions("worker")}, {"role": "user", "content": str(number)}]
+        said = await self._client.chat.completions.create(model=MODEL, messages=asked)
+        return said.choices[0].message.content
+
+
+def test_an_agent_of_the_core_has_its_types_name(server, seen):
+    async def work():
+        runtime = SingleThreadedAgentRuntime()
+        tool = FunctionTool(add, "Adds.")
+        await Worker.register(runtime, "worker", lambda: Worker(server.url, tool))
+        runtime.start()
+        said = await runtime.send_message(Question("go"), AgentId("worker", "default"))
+        await runtime.stop_when_idle()
+        return said
+
+    assert run(work()) == "worker answers '3'"
+    check_calls(seen, server)
+    (agent,) = seen.of(names.INVOKE_AGENT)
+    assert agent.name == "worker"
+    assert {span.parent_id for span in [*seen.chats, *seen.tools]} == {agent.span_id}
+    assert [(t.name, t.agent, t.attributes[names.TOOL_RESULT]) for t in seen.tools] == [("add", "worker", "3")]
+
+
+@pytest.mark.parametrize("way", ["on_messages", "on_messages_stream"])
+def test_an_agent_that_is_given_messages_directly_is_named(way, server, seen):
+    async def work():
+        agent = make("writer", server.url)
+        given = [TextMessage(content="hello", source="user")]
+        if way == "on_messages":
+            return (await agent.on_messages(given, CancellationToken())).chat_message.content
+        stream = agent.on_messages_stream(given, CancellationToken())
+        return [m async for m in stream if isinstance(m, Response)][0].chat_message.content  # noqa: RUF015
+
+    assert run(work()) == "writer answers 'hello'"
+    check_calls(seen, server)
+    assert [span.name for span in seen.of(names.INVOKE_AGENT)] == ["writer"]
+
+
+class Own(BaseChatAgent):
+    """A chat agent of the user's own, defined while nothing is attached."""
+
+    def __init__(self, name, url):
+        super().__init__(name, "of the user's own")
+        self._client = openai.AsyncOpenAI(base_url=url)
+
+    @property
+    def produced_message_types(self):
+        return (TextMessage,)
+
+    async def on_messages(self, messages, cancellation_token):
+        asked = [{"role": "system", "content": instructions(self.name)}, {"role": "user", "content": "hello"}]
+        said = await self._client.chat.completions.create(model=MODEL, messages=asked)
+        return Response(chat_message=TextMessage(content=said.choices[0].message.content, source=self.name))
+
+    async def on_reset(self, cancellation_token):
+        pass
+
+
+def test_an_agent_of_the_users_own_class_is_named(server, seen):
+    class Later(Own):
+        async def on_messages(self, messages, cancellation_token):
+            return await super().on_messages(messages, cancellation_token)
+
+    async def work():
+        agents = [Own("early", server.url), Later("late", server.url)]
+        await RoundRobinGroupChat(agents, termination_condition=MaxMessageTermination(3)).run(task="hello")
+        await agents[0].run(task="hello")
+
+    run(work())
+    check_calls(seen, server)
+    assert [span.name for span in seen.of(names.INVOKE_AGENT)] == ["early", "late", "early"]
+
+
+def test_a_reader_of_a_stream_is_outside_of_the_agent(server, seen):
+    async def work():
+        client = openai.AsyncOpenAI(base_url=server.url)
+        agent = make("writer", server.url, model_client_stream=True)
+        async for _ in agent.run_stream(task="say a b c"):
+            assert current_agent() is None
+            await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "mine"}])
+        stream = agent.run_stream(task="say d e f")
+        await anext(stream)
+        await stream.aclose()
+        assert not [key for key in otel_context.get_current() if key.startswith("lightning-")]
+
+    run(work())
+    check_calls(seen, server)
+    assert {span.agent for span in seen.chats if '"mine"' in span.attributes[names.REQUEST]} == {None}
+
+
+def test_a_stream_that_is_left_behind_ends_its_agent(server, seen):
+    async def work():
+        team = RoundRobinGroupChat([make("writer", server.url)], termination_condition=MaxMessageTermination(2))
+        async for message in team.run_stream(task="hello"):
+            if getattr(message, "source", None) == "writer":
+                break
+        await make("rewriter", server.url).run(task="hello")
+
+    run(work())
+    check_calls(seen, server)
+    assert len([span for span in seen.spans if span.parent_id is None]) == 2
+
+
+def test_a_sync_tool_in_an_executor_keeps_its_agent(server, seen):
+    def look_up(word: str) -> str:
+        assert threading.current_thread() is not threading.main_thread()
+        client = openai.OpenAI(base_url=server.url)
+        asked = [{"role": "system", "content": instructions("caller")}, {"role": "user", "content": word}]
+        return client.chat.completions.create(model=MODEL, messages=asked).choices[0].message.content
+
+    run(ask("caller", server.url, 'call look_up {"word": "moon"}', tools=[look_up]))
+    check_calls(seen, server)
+    (inner,) = [span for span in seen.chats if (names.EXECUTE_TOOL, "look_up") in seen.above(span)]
+    assert inner.agent == "caller"
+
+
+class Counted(BaseModel):
+    to: int
+
+
+class Count(BaseStreamTool[Counted, TextMessage, Counted]):
+    """A streaming tool."""
+
+    def __init__(self):
+        super().__init__(Counted, Counted, "count", "Counts.")
+
+    async def run(self, args, cancellation_token):
+        return Counted(to=args.to)
+
+    async def run_stream(self, args, cancellation_token) -> AsyncGenerator[TextMessage | Counted, None]:
+        if args.to < 0:
+            raise ValueError("can't count down")
+        for number in range(args.to):
+            yield TextMessage(content=str(number), source="count")
+        yield Counted(to=args.to)
+
+
+def test_a_streaming_tool_is_one_span(server, seen):
+    async def work():
+        agent = make("caller", server.url, tools=[Count()])
+        return [type(m).__name__ async for m in agent.run_stream(task='call count {"to": 3}\ncall count {"to": -1}')]
+
+    run(work())
+    check_calls(seen, server)
+    good, bad = sorted(seen.tools, key=lambda span: span.status, reverse=True)
+    assert (good.status, json.loads(good.attributes[names.TOOL_RESULT])) == ("ok", {"to": 3})
+    assert (bad.status, bad.attributes[names.ERROR_TYPE]) == ("error", "ValueError")
+    assert "can't count down" in bad.status_message
+    assert {span.agent for span in seen.tools} == {"caller"}
+
+
+def test_a_streaming_tool_that_a_program_runs_itself_is_one_span(seen):
+    async def work():
+        items = Count().run_json_stream(args={"to": 2}, cancellation_token=CancellationToken(), call_id="c1")
+        return [type(item).__name__ async for item in items]
+
+    assert run(work()) == ["TextMessage", "TextMessage", "Counted"]
+    (tool,) = seen.tools
+    assert (tool.name, tool.attributes[names.TOOL_CALL_ID], tool.status) == ("count", "c1", "ok")
+    assert json.loads(tool.attributes[names.TOOL_RESULT]) == {"to": 2}
+
+
+def test_tool_calls_that_no_tool_answers_are_errors(server, seen):
+    run(ask("caller", server.url, "call nothing {}\ncall add {broken", tools=[add]))
+    check_calls(seen, server)
+    assert sorted((span.name, span.status) for span in seen.tools) == [("add", "error"), ("nothing", "error")]
+    assert {span.attributes[names.TOOL_ARGUMENTS] for span in seen.tools} == {"{}", "{broken"}
+
+
+MCP_SERVER = """
+try:
+    from mcp.server.mcpserver import MCPServer as Server
+except ImportError:
+    from mcp.server.fastmcp import FastMCP as Server
+server = Server("doubles")
+@server.tool()
+def double(number: int) -> int:
+    return 2 * number
+server.run()
+"""
+
+
+@pytest.mark.parametrize("by", ["agent", "program"])
+def test_tools_of_a_local_mcp_workbench(by, server, seen, tmp_path):
+    mcp = pytest.importorskip("autogen_ext.tools.mcp", exc_type=ImportError)
+    (tmp_path / "double_server.py").write_text(MCP_SERVER)
+    params = mcp.StdioServerParams(
+        command=sys.executable, args=[str(tmp_path / "double_server.py")], read_timeout_seconds=30
+    )
+
+    async def work():
+        async with mcp.McpWorkbench(params) as workbench:
+            if by == "program":
+                with lightning_autogen.agent("caller"):
+                    return (await workbench.call_tool("double", {"number": 21})).to_text()
+            return await ask("caller", server.url, 'call double {"number": 21}', workbench=workbench)
+
+    assert "42" in run(work())
+    (tool,) = seen.tools
+    assert (tool.name, tool.agent, tool.status) == ("double", "caller", "ok")
+    assert json.loads(tool.attributes[names.TOOL_ARGUMENTS]) == {"number": 21}
+    assert "42" in tool.attributes[names.TOOL_RESULT]
+
+
+class Elsewhere(ChatCompletionClient):
+    """A client that does not use openai's; `cached` as a cache around another one would say it."""
+
+    def __init__(self, *, cached=False, error=None):
+        self.cached = cached
+        self.error = error
+
+    async def create(self, messages, **options):
+        if self.error:
+            raise self.error
+        usage = RequestUsage(prompt_tokens=3, completion_tokens=2)
+        return CreateResult(finish_reason="stop", content="from elsewhere", usage=usage, cached=self.cached)
+
+    async def create_stream(self, messages, **options):
+        yield "from "
+        yield "elsewhere"
+        yield await Elsewhere.create(self, messages)
+
+    model_info = capabilities = INFO
+
+    async def close(self):
+        pass
+
+    def actual_usage(self):
+        return RequestUsage(prompt_tokens=0, completion_tokens=0)
+
+    total_usage = actual_usage
+
+    def count_tokens(self, messages, **options):
+        return 0
+
+    remaining_tokens = count_tokens
+
+
+@STREAMED
+def test_a_model_reached_elsewhere_is_one_chat_span(streamed, seen):
+    assert run(ask("writer", Elsewhere(), "hello", model_client_stream=streamed)) == "from elsewhere"
+    (chat,) = seen.chats
+    assert (chat.agent, chat.status) == ("writer", "ok")
+    assert json.loads(chat.attributes[names.REQUEST])["messages"] == [
+        {"role": "system", "content": "You are writer."},
+        {"role": "user", "content": "hello"},
+    ]
+    assert chat.attributes[names.OUTPUT_TOKENS] == 2
+    assert chat.attributes[names.FINISH_REASONS] == ["stop"]
+    assert seen.above(chat) == [(names.INVOKE_AGENT, "writer")]
+
+
+def test_an_answer_from_a_cache_is_no_call(seen):
+    run(ask("writer", Elsewhere(cached=True), "hello"))
+    assert not seen.chats
+
+
+def test_a_model_reached_elsewhere_that_fails_is_an_error(seen):
+    with pytest.raises(ConnectionError):
+        run(ask("writer", Elsewhere(error=ConnectionError("gone")), "hello"))
+    (chat,) = seen.chats
+    assert (chat.status, chat.status_message, chat.agent) == ("error", "gone", "writer")
+    assert [span.status for span in seen.of(names.INVOKE_AGENT)] == ["error"]
+
+
+def test_the_users_own_tracing_is_as_it_was(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(otel_trace, "_TRACER_PROVIDER", provider)
+
+    async def work():
+        agents = [make(name, server.url, tools=[add], reflect_on_tool_use=True) for name in ("left", "right")]
+        ends = HandoffTermination("nobody") | MaxMessageTermination(5)
+        async for _ in RoundRobinGroupChat(agents, termination_condition=ends).run_stream(
+            task='call add {"a": 2, "b": 3}'
+        ):
+            pass
+        async for _ in agents[0].run_stream(task='call add {"a": 2, "b": 3}'):
+            with provider.get_tracer("mine").start_as_current_span("read"):
+                pass
+
+    def shape():
+        spans = exporter.get_finished_spans()
+        by_id = {span.context.span_id: span.name for span in spans}
+        kept = [s for s in spans if not s.name.startswith("autogen ")]  # those have random names
+        found = sorted((s.name, by_id.get(s.parent.span_id, "?") if s.parent else "") for s in kept)
+        exporter.clear()
+        return [(name, parent if not parent.startswith("autogen ") else "autogen") for name, parent in found]
+
+    run(work())
+    alone = shape()
+    with lightning_autogen.attach(store=str(tmp_path / "traces.db")):
+        run(work())
+    assert shape() == alone
+    assert any(name == "execute_tool add" for name, _ in alone)
+
+
+def test_detaching_ends_what_is_open(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
+    attachment = lightning_autogen.attach(store=str(tmp_path / "traces.db"))
+
+    async def stop() -> str:
+        attachment.detach()
+        return "stopped"
+
+    said = run(ask("caller", server.url, "call stop {}", tools=[stop], reflect_on_tool_use=True))
+    assert "[stopped]" in said
+    store = open_store(str(tmp_path / "traces.db"))
+    spans = store.spans()
+    store.close()
+    assert sorted(span.operation for span in spans) == ["chat", "execute_tool", "invoke_agent"]
+    assert "traceparent" not in server.requests[-1].headers
+
+
+def test_detach_restores_classes_that_came_later(seen, tmp_path):
+    class Later(Own):
+        async def on_messages(self, messages, cancellation_token):
+            raise AssertionError("never called")
+
+    patched = inspect.getattr_static(Later, "on_messages")
+    lightning_autogen.attach(store=str(tmp_path / "traces.db")).detach()
+    assert inspect.getattr_static(Later, "on_messages") is patched.__wrapped__
+    assert "__init_subclass__" not in vars(BaseChatAgent)
