@@ -310,6 +310,11 @@ def test_store_that_is_not_there(folder: Path) -> None:
 
 def test_agents_that_all_fail(folder: Path) -> None:
     told(call("agents", "cli_plain:raises", "--data", "tasks.jsonl"), "all 4 tasks failed", "the oven is cold")
+    tree = call("traces")
+    assert tree.stdout.count("ValueError: the oven is cold") == 4
+    assert "cli_plain.py" not in tree.stdout
+    rollout = tree.stdout.split()[1].rpartition(".")[0]
+    assert "cli_plain.py" in call("traces", "--rollout", rollout).stdout
 
 
 def test_agents_without_tasks(folder: Path) -> None:

@@ -12,6 +12,7 @@ from lightning_spans.agents import check_known, selects
 from lightning_spans.errors import LightningError
 from lightning_spans.store import Rollout
 from lightning_spans.trace import Trace, traces_of
+from lightning_trainer.account import Account
 from lightning_trainer.algorithms.rl import Algorithm, Batch
 from lightning_trainer.backends import Backend
 from lightning_trainer.checkpoints import State, save
@@ -56,6 +57,7 @@ class Loop:
         self._parts = parts
         self.state = state
         self._saved = state.step if state.step else None
+        self._told: set[str] = set()  # reasons for which calls were left out
         self._whole = True  # whether weights and state belong together
         self._began = time.monotonic()
         self._seconds_before = state.seconds
@@ -143,6 +145,7 @@ class Loop:
         }
         self._parts.log.add("train", step, metrics)
         self._parts.progress.step(step, metrics)
+        self._tell(batch.account, outcomes)
         self._advance(batch, result)
 
     def _run(self, rollouts: Sequence[Rollout], what: str) -> list[Outcome]:
@@ -168,6 +171,15 @@ class Loop:
         chosen = self._parts.config.agents
         if chosen is not None and seen and not any(selects(chosen, name) for name in seen):
             check_known(chosen, seen)
+
+    def _tell(self, account: Account, outcomes: Sequence[Outcome]) -> None:
+        """Say what became of the batch's calls, the first time and whenever calls are left out for a new reason."""
+        if not account.dropped.keys() <= self._told or not self._told:
+            self._parts.progress.note("; ".join(account.lines()))
+            self._told |= {"", *account.dropped}
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        if errors:
+            self._parts.progress.note(f"{len(errors)} of {len(outcomes)} rollouts failed: {_end(errors[-1], 1)}")
 
     def _batch(self, outcomes: Sequence[Outcome]) -> Batch:
         """Make rows, and refuse what can't teach anything and never will."""

@@ -65,6 +65,7 @@ def command(
 
         with reading(store, key_file) as source:
             traces = traces_of(source)
+            _tell_errors([a.error for a in source.attempts() if a.error], len(traces), "attempts")
     rows = overview(traces, chosen)
     if not rows:
         raise LightningError("no model call was captured in this store. Run the agent with attach(), or name a TARGET.")
@@ -111,8 +112,12 @@ def _tell(outcomes: Sequence[Outcome], logs: Path) -> None:
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if len(errors) == len(outcomes):
         raise LightningError(f"all {len(outcomes)} tasks failed. The last error:\n{_end(errors[-1])}\nLogs: {logs}")
+    _tell_errors(errors, len(outcomes), "tasks")
+
+
+def _tell_errors(errors: Sequence[str], count: int, what: str) -> None:
     if errors:
-        click.echo(f"{len(errors)} of {len(outcomes)} tasks failed. The last error:\n{_end(errors[-1])}", err=True)
+        click.echo(f"{len(errors)} of {count} {what} failed. The last error:\n{_end(errors[-1])}", err=True)
 
 
 def _end(text: str) -> str:

@@ -45,18 +45,18 @@ def command(*, rollouts: Sequence[str], as_json: bool, limit: int, store: str, k
             for line in trace.to_json_lines():
                 print_json(line)
         return
-    _print_trees(traces[-limit:], attempts)
+    _print_trees(traces[-limit:], attempts, whole=bool(rollouts))
     if len(traces) > limit:
         click.echo(f"{len(traces) - limit} earlier traces are not shown; --limit shows more.", err=True)
     if not traces:
         click.echo("no traces in this store.", err=True)
 
 
-def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord]) -> None:
+def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord], *, whole: bool) -> None:
     from rich.tree import Tree
 
     for trace in traces:
-        tree = Tree(_title(trace, attempts.get(trace.attempt_id or "")))
+        tree = Tree(_title(trace, attempts.get(trace.attempt_id or ""), whole=whole))
         _grow(tree, trace)
         for reason, count in Counter(lost.reason for lost in trace.unjoined).items():
             tree.add(f"[yellow]{count} calls: {reason}[/yellow]")
@@ -72,7 +72,7 @@ def _grow(tree: Tree, trace: Trace) -> None:
         stack += [(branch, child) for child in reversed(node.children)]
 
 
-def _title(trace: Trace, attempt: AttemptRecord | None) -> Text:
+def _title(trace: Trace, attempt: AttemptRecord | None, *, whole: bool) -> Text:
     from rich.text import Text
 
     title = Text(f"attempt {trace.attempt_id}" if trace.attempt_id else "outside a runner", style="bold")
@@ -81,7 +81,7 @@ def _title(trace: Trace, attempt: AttemptRecord | None) -> Text:
     for reward in trace.rewards:
         title.append(f"  {reward.agent or 'reward'} {reward.value:g}", style="cyan")
     if attempt is not None and attempt.error:
-        title.append(f"\n{attempt.error.splitlines()[-1][:SHORT]}", style="red")
+        title.append(f"\n{attempt.error if whole else attempt.error.splitlines()[-1][:SHORT]}", style="red")
     return title
 
 
