@@ -122,12 +122,11 @@ def test_a_store_that_is_gone_changes_nothing_for_the_agent(toy, tmp_path, monke
 
 
 def test_plain_code_names_its_agents(toy):
-    with attach("toy"):
-        with agent("writer") as outer:
-            toy.call("a")
-            with agent("checker"):
-                toy.call("b")
-            toy.call("c")
+    with attach("toy"), agent("writer") as outer:
+        toy.call("a")
+        with agent("checker"):
+            toy.call("b")
+        toy.call("c")
     spans = stored()
     assert [s.agent for s in spans if s.operation == "chat"] == ["writer", "checker", "writer"]
     root, *_ = [s for s in spans if s.operation == "invoke_agent"]

@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_spans.transitions import Tokens, Transition  # noqa: E402
-from lightning_trainer.losses import entropy, kl_divergence, policy_loss, token_logprobs  # noqa: E402
-from lightning_trainer.rows import make_rows, token_weights  # noqa: E402
+from lightning_spans.transitions import Tokens, Transition
+from lightning_trainer.losses import entropy, kl_divergence, policy_loss, token_logprobs
+from lightning_trainer.rows import make_rows, token_weights
 
 pytestmark = pytest.mark.torch
 AGGREGATIONS = ["token-mean", "sequence-mean", "sequence-sum"]

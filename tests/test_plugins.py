@@ -83,5 +83,5 @@ def test_a_second_claim_to_a_name_names_both_plugins(registered):
     registered(Backends(), "one")
     assert "mine" in plugins.registry("lightning_register_backends")
     registered(Backends(), "two")
-    with pytest.raises(ConfigError, match="one and two|two and one"):
+    with pytest.raises(ConfigError, match=r"one and two|two and one"):
         plugins.registry("lightning_register_backends")

@@ -29,8 +29,8 @@ console = Console()
 
 
 def problems(seed: int, count: int) -> list[dict[str, object]]:
-    """Questions such as `What is 64-16?`. Training and held-out ones come from one generator: this shows that a tool and
-    a format are learned, not arithmetic."""
+    """Questions such as `What is 64-16?`. Training and held-out ones come from one generator: this shows that a tool
+    and a format are learned, not arithmetic."""
     draw = random.Random(seed)
     rows: list[dict[str, object]] = []
     for _ in range(count):
@@ -88,10 +88,13 @@ def report(result: Result) -> None:
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
     before, after = result.before, result.after
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     table.add_row("mean reward", f"{before.reward or 0.0:.2f}", f"{after.reward or 0.0:.2f}")
     for agent in sorted({*before.by_agent, *after.by_agent}):
-        table.add_row(f"success of {agent}", f"{before.by_agent.get(agent, 0):.2f}", f"{after.by_agent.get(agent, 0):.2f}")
+        table.add_row(
+            f"success of {agent}", f"{before.by_agent.get(agent, 0):.2f}", f"{after.by_agent.get(agent, 0):.2f}"
+        )
     console.print(table)
     console.print(f"curve: {result.folder / 'curve.png'}")
 
@@ -103,7 +106,9 @@ def ask(checkpoint: Path, folder: Path) -> None:
 
         question = "What is 47*12?"
         state = asyncio.run(GRAPH.ainvoke({"question": question}))
-        console.print(f"[bold]{question}[/] calculator: {state['result'] or '(no call)'}; {state.get('answer', '(none)')}")
+        console.print(
+            f"[bold]{question}[/] calculator: {state['result'] or '(no call)'}; {state.get('answer', '(none)')}"
+        )
 
 
 def main() -> None:

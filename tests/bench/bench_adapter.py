@@ -8,7 +8,7 @@ from collections.abc import Callable
 from figures import Figure, interleaved
 from records import agent_span, call_of, chat_span
 
-from lightning_spans.adapt import adapt
+from lightning_spans.adapter import adapt
 from lightning_spans.spans import Span
 from lightning_spans.store import Call
 from lightning_spans.trace import Trace

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import lightning_langchain
 import lightning_openai
-from lightning_trainer import Result, TrainConfig, train
-
 import lightning_spans
 from lightning_spans import Attachment, Reward, Span, Store, Trace, Transition
+from lightning_trainer import Result, TrainConfig, train
 
 
 def attached() -> None:
@@ -27,5 +26,7 @@ def read(store: Store) -> list[Transition]:
 
 
 def trained() -> float | None:
-    result: Result = train(TrainConfig(target="my_app:run", data=Path("train.jsonl"), model="./model", agents=("writer",)))
+    result: Result = train(
+        TrainConfig(target="my_app:run", data=Path("train.jsonl"), model="./model", agents=("writer",))
+    )
     return result.reward_after

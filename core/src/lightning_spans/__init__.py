@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_spans.attach import Attachment, attach
 
 if TYPE_CHECKING:
+    from lightning_spans.adapter import adapt
     from lightning_spans.context import Attempt, use_attempt
     from lightning_spans.hookspecs import hookimpl
     from lightning_spans.recorder import agent
     from lightning_spans.rewards import Reward, emit_reward
     from lightning_spans.spans import Span
     from lightning_spans.store import Store, open_store
-    from lightning_spans.trace import Trace
+    from lightning_spans.trace import Trace, traces_of
     from lightning_spans.transitions import Tokens, Transition, select
 
 _HOMES = {
@@ -29,11 +30,13 @@ _HOMES = {
     "Tokens": "transitions",
     "Trace": "trace",
     "Transition": "transitions",
+    "adapt": "adapter",
     "agent": "recorder",
     "emit_reward": "rewards",
     "hookimpl": "hookspecs",
     "open_store": "store",
     "select": "transitions",
+    "traces_of": "trace",
     "use_attempt": "context",
 }
 
@@ -46,12 +49,14 @@ __all__ = [
     "Tokens",
     "Trace",
     "Transition",
+    "adapt",
     "agent",
     "attach",
     "emit_reward",
     "hookimpl",
     "open_store",
     "select",
+    "traces_of",
     "use_attempt",
 ]
 

@@ -69,7 +69,8 @@ def _write(span: Span, out: ProtoSpan) -> None:
     if span.parent_id:
         out.parent_span_id = bytes.fromhex(span.parent_id)
     out.name = _utf8(span.name)
-    out.kind = 3 if span.operation == names.CHAT else 1  # CLIENT, INTERNAL
+    kind: Any = 3 if span.operation == names.CHAT else 1  # CLIENT, INTERNAL
+    out.kind = kind
     out.start_time_unix_nano = span.start_ns
     out.end_time_unix_nano = span.end_ns
     out.status.code = _CODE[span.status]

@@ -22,11 +22,11 @@ _lock = threading.RLock()
 @functools.cache
 def manager() -> PluginManager:
     """Give the process's plugin manager, with the core's own plugins registered."""
-    from lightning_spans import adapt, credit
+    from lightning_spans import adapter, credit
 
     plugin_manager = PluginManager(PROJECT)
     plugin_manager.add_hookspecs(hookspecs)
-    plugin_manager.register(adapt, "core-adapt")
+    plugin_manager.register(adapter, "core-adapter")
     plugin_manager.register(credit, "core-credit")
     return plugin_manager
 

@@ -52,81 +52,81 @@ class TrainConfig(BaseModel):
     """Further options of the backend by name, such as slots or micro_batch_tokens of torch."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or `hermes` for ours, which knows tools."""
-    lora_rank: int = Field(0, ge=0)
+    lora_rank: int = Field(default=0, ge=0)
     """Rank of LoRA adapters; 0 trains all weights."""
-    lora_alpha: float | None = Field(None, gt=0)
+    lora_alpha: float | None = Field(default=None, gt=0)
     """Scale of the adapters; twice the rank by default."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights that generate; auto takes the model's own."""
     device: str = "auto"
     """Where the backend works: auto, cpu, cuda, cuda:1, ... With verl: cpu, else its GPUs."""
-    gpus: int = Field(1, ge=1)
+    gpus: int = Field(default=1, ge=1)
     """Accelerators of each node (verl backend)."""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(default=1, ge=1)
     """Machines of the Ray cluster (verl backend)."""
-    staleness: int = Field(0, ge=0)
+    staleness: int = Field(default=0, ge=0)
     """Steps by which the weights that sampled a rollout may be older than those that learn from it (verl backend); 0
     collects and learns in turn, more does both at once and corrects for it by truncated importance sampling."""
     verl: dict[str, Any] = Field(default_factory=dict)
     """Any of verl's own options, nested or dotted, passed on as they are (verl backend)."""
 
     # How long.
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
     """Optimiser steps, one for each batch."""
-    epochs: float | None = Field(None, gt=0)
+    epochs: float | None = Field(default=None, gt=0)
     """Passes over the tasks, instead of steps. 1 when neither is given."""
     until: float | None = None
     """Stop early once the training reward has reached this in two steps running."""
-    batch_size: int = Field(8, ge=1)
+    batch_size: int = Field(default=8, ge=1)
     """Tasks in a step."""
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(default=8, ge=2)
     """Rollouts of each task in a step; their returns are compared with each other."""
 
     # How it learns.
     algorithm: str = "grpo"
     """`grpo`, or one that a plugin registers."""
-    learning_rate: float = Field(1e-5, gt=0)
+    learning_rate: float = Field(default=1e-5, gt=0)
     """Step size of AdamW: 1e-5 by default, 1e-4 with LoRA."""
     credit: str = "identical"
     """How an attempt's rewards are shared out over its calls: identical, discounted, or one that a plugin registers."""
-    gamma: float | None = Field(None, ge=0, le=1)
+    gamma: float | None = Field(default=None, ge=0, le=1)
     """Discount from one turn to the one before it, for credit = discounted; 0.9 by default."""
     normalise_std: bool = True
     """Divide advantages by the deviation of their group."""
-    advantage_eps: float = Field(1e-4, gt=0)
+    advantage_eps: float = Field(default=1e-4, gt=0)
     """Added to that deviation, so that nearly equal returns do not explode."""
     loss_aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = "token-mean"
     """Every token of the batch weighs the same (token-mean), every response (sequence-mean), or each token one
     response's share (sequence-sum)."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
     """The probability ratio is clipped below 1 minus this."""
-    clip_high: float = Field(0.28, gt=0)
+    clip_high: float = Field(default=0.28, gt=0)
     """The probability ratio is clipped above 1 plus this."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the starting policy; 0 keeps no reference model."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     failed: Literal["exclude"] | float = "exclude"
     """What a rollout that never succeeded counts as: nothing (exclude), or this reward."""
 
     # How it samples.
-    temperature: float | None = Field(None, gt=0)
+    temperature: float | None = Field(default=None, gt=0)
     """Sampling temperature forced on the trained agents' calls; by default what the agent asks for, else 1."""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of an answer, where the agent's request names no limit."""
-    max_model_len: int | None = Field(None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2)
     """Most tokens of prompt and answer together; the model's own limit by default."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     """Order of the tasks, sampling and initialisation follow from it."""
 
     # How the agent runs.
-    workers: int | None = Field(None, ge=1)
+    workers: int | None = Field(default=None, ge=1)
     """Worker processes; as many as there are cores, at most what a batch can use, by default."""
-    concurrency: int = Field(16, ge=1)
+    concurrency: int = Field(default=16, ge=1)
     """Rollouts at once in each worker."""
-    timeout_s: float = Field(300.0, gt=0)
+    timeout_s: float = Field(default=300.0, gt=0)
     """Time limit of one attempt, in seconds."""
-    max_attempts: int = Field(2, ge=1)
+    max_attempts: int = Field(default=2, ge=1)
     """Tries before a rollout counts as failed."""
 
     # What is kept.
@@ -134,17 +134,17 @@ class TrainConfig(BaseModel):
     """The run's folder; runs/DATE by default."""
     resume: Path | None = None
     """Go on from this run folder or checkpoint, exactly where it stopped."""
-    val_every: int | None = Field(None, ge=1)
+    val_every: int | None = Field(default=None, ge=1)
     """Validate every so many steps, besides before and after."""
-    val_samples: int = Field(1, ge=1)
+    val_samples: int = Field(default=1, ge=1)
     """Rollouts of each held-out task, sampled as in training."""
-    save_every: int = Field(10, ge=1)
+    save_every: int = Field(default=10, ge=1)
     """Steps between checkpoints; there is always one at the end."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
     """Checkpoints kept, newest first."""
     store: str | None = None
     """Store URL for traces and rollouts; SQLite in the run's folder by default."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """Port of the run's own server on 127.0.0.1; 0 takes a free one."""
 
     @model_validator(mode="wrap")

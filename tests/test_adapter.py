@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spans.adapt import adapt, lightning_adapt
+from lightning_spans.adapter import adapt, lightning_adapt
 from lightning_spans.plugins import manager
 from lightning_spans.spans import EXECUTE_TOOL, REQUEST, REQUEST_MODEL, RESPONSE, RESPONSE_ID, Span
 from lightning_spans.store import Choice
