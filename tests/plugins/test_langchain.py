@@ -22,11 +22,11 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 from langgraph.types import Command, Send
-from openai._base_client import AsyncAPIClient, SyncAPIClient
-from openai._streaming import AsyncStream, Stream
 from opentelemetry import context as otel_context
 
 from lightning_langchain import agent, attach
+from lightning_openai import wire
+from lightning_spans import open_store
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
 from lightning_spans.recorder import current_span
@@ -129,14 +129,7 @@ class TestConformance(PluginConformance):
     framework = "langchain"
 
     def patched(self):
-        return [
-            *(
-                (client, name)
-                for client in (SyncAPIClient, AsyncAPIClient)
-                for name in ("request", "_process_response")
-            ),
-            *((stream, "__stream__") for stream in (Stream, AsyncStream)),
-        ]
+        return [(owner, name) for owner, name, _ in wire._PATCHES]
 
     def one_agent(self, url):
         return last(named(url, "writer").invoke(user(PROMPTS["one_agent"])))
@@ -152,8 +145,8 @@ class TestConformance(PluginConformance):
 
     def abandoned(self, url):
         def writer(state):
-            for part in model(url).stream(asked("writer", PROMPTS["abandoned"])):
-                return {"notes": [part.content]}
+            parts = model(url).stream(asked("writer", PROMPTS["abandoned"]))
+            return {"notes": [next(parts).content]}
 
         return graph_of(writer, edges=[(START, "writer")]).invoke({"notes": []})
 
@@ -576,8 +569,6 @@ def test_detach_in_the_middle_of_a_run_ends_what_is_open(tmp_path, monkeypatch):
         output = graph_of(writer, edges=[(START, "writer")]).invoke({"notes": []})
         assert output == {"notes": ["writer answers 'hello'"]}
         assert len(server.requests) == 2
-    from lightning_spans import open_store
-
     store = open_store(str(tmp_path / "traces.db"))
     assert [span.operation for span in store.spans()] == ["invoke_workflow", "invoke_agent", "chat"]
     store.close()

@@ -52,7 +52,7 @@ class Run:
         self.metadata = metadata
         self.namespace: str | None = metadata.get("langgraph_checkpoint_ns")
         self.lc_agent: str | None = metadata.get("lc_agent_name")
-        self.agent: str | None = parent.agent if parent is not None else None
+        self.agent: str | None = None  # of a graph, a node or a tool: who is at work in it
         self.context: Context = otel_context.get_current()
         self.start_ns = time.time_ns()
         self.graph = False
@@ -148,6 +148,7 @@ class Runs:
 
     def _begin_graph(self, graph: Run) -> None:
         graph.graph = True
+        graph.agent = current_agent(self.place(graph.parent, graph.context))
         above = graph.parent.lc_agent if graph.parent is not None else None
         own = graph.lc_agent if graph.lc_agent and (graph.lc_agent != above or graph.name == above) else graph.name
         if own != UNNAMED:
@@ -159,7 +160,7 @@ class Runs:
             if run.lc_agent:
                 self._begin_agent(run, run.lc_agent)
             return
-        if graph.agent is None and _made_by_langchain(run) and current_agent(graph.context) is None:
+        if graph.agent is None and _made_by_langchain(run):
             with self._lock:
                 if graph.agent is None:
                     self._begin_agent(graph, UNNAMED)

@@ -1,0 +1,304 @@
+"""CrewAI's event bus, followed: its events tell who is at work, and begin and end agent and tool spans.
+
+Not by a listener: the bus calls those in threads of its own, in any order and in copies of the context. `emit` itself
+is called where the work is done, in order, so that what is entered there is what the wire finds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+from crewai import Agent, Crew, Task
+from crewai.events.event_bus import CrewAIEventsBus
+from crewai.flow.flow import Flow
+from crewai.llms.base_llm import BaseLLM
+from opentelemetry import context as otel_context
+
+from lightning_crewai.bodies import asked_in, request_body, response_body, take_asked
+from lightning_crewai.works import (
+    AGENT,
+    BEGINS,
+    CREW,
+    ENDS,
+    FLOW,
+    MODEL,
+    STEP,
+    TASK,
+    TOOL,
+    Work,
+    innermost,
+    works_around,
+)
+from lightning_openai.elsewhere import record_elsewhere, to_json
+from lightning_openai.watch import current_watch, settled
+from lightning_spans import spans as names
+from lightning_spans.context import current_agent, with_agent
+from lightning_spans.patches import Undo, replace
+from lightning_spans.recorder import agent_path
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from lightning_spans.recorder import OpenSpan, Recorder
+
+PLUGIN: Final = "lightning_crewai"
+FRAMEWORK: Final = "crewai"
+_UNNAMED: Final = "crew"  # what CrewAI calls a crew that has no name
+_WIRED: Final = "crewai.llms.providers.openai"  # the providers in here, and all made from them, use the openai client
+# Messages and tools of the call that is about to be reported: the event's own are cut at a depth of five.
+_offered: ContextVar[tuple[Any, Any] | None] = ContextVar("lightning_crewai_offered", default=None)
+
+
+def bind(recorder: Recorder) -> Callable[[], None]:
+    """Follow every event of CrewAI, until the callable that is given back is called."""
+    following = Following(recorder)
+    undo = Undo()
+    undo.add(following.stop)
+    undo.add(replace(CrewAIEventsBus, "emit", following.wrap_emit))
+    undo.add(replace(BaseLLM, "_emit_call_started_event", _wrap_started))
+    for kind, name in entries():
+        undo.add(replace(kind, name, following.wrap_entry))
+    return undo
+
+
+def entries() -> list[tuple[type, str]]:
+    """Name where work begins that CrewAI gives no end to when it is cancelled or interrupted."""
+    flow = next(kind for kind in Flow.__mro__ if "kickoff_async" in vars(kind))
+    crews = [(Crew, "kickoff"), (Crew, "akickoff"), (Task, "_execute_core"), (Task, "_aexecute_core")]
+    return [*crews, (Agent, "kickoff"), (Agent, "kickoff_async"), (flow, "kickoff_async")]
+
+
+class Following:
+    """Begins and ends our spans with CrewAI's events."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._live = True
+        self._open: dict[int, Work] = {}
+        self._calls: dict[str, Work] = {}  # open model calls by CrewAI's id
+
+    def stop(self) -> None:
+        """End what is open, and hear no more."""
+        self._live = False
+        for work in reversed(list(self._open.values())):
+            self._finish(work)
+
+    def wrap_emit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Hear an event after the bus has it: a listener's context is a copy of the one before."""
+
+        def emit(bus: Any, source: Any, event: Any) -> Any:
+            answer = original(bus, source, event)
+            if self._live:
+                with self._recorder.guard(PLUGIN):
+                    self._hear(source, event)
+            return answer
+
+        return emit
+
+    def wrap_entry(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """End what is still open in here when the call is over."""
+
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            before = current_watch()
+            try:
+                answer = original(*args, **kwargs)
+            except BaseException as error:
+                self._left(before, error)
+                raise
+            self._left(before)
+            return answer
+
+        async def async_entry(*args: Any, **kwargs: Any) -> Any:
+            before = current_watch()
+            try:
+                answer = await original(*args, **kwargs)
+            except BaseException as error:
+                self._left(before, error)
+                raise
+            self._left(before)
+            return answer
+
+        return async_entry if inspect.iscoroutinefunction(original) else entry
+
+    def _left(self, before: object, error: BaseException | None = None) -> None:
+        if current_watch() is before or not self._live:
+            return
+        with self._recorder.guard(PLUGIN):
+            outside = {id(before)}
+            while before is not None:
+                before = getattr(before, "outer", None)
+                outside.add(id(before))
+            for work in list(works_around()):
+                if id(work) not in outside:
+                    self._finish(work, error)
+
+    def _hear(self, source: Any, event: Any) -> None:
+        if kind := BEGINS.get(event.type):
+            self._begin(kind, source, event)
+        elif kind := ENDS.get(event.type):
+            self._end(kind, source, event)
+        elif event.type == "tool_failure_detected" and event.failure.reason == "invalid_input":
+            self._refused(event)
+
+    def _begin(self, kind: str, source: Any, event: Any) -> None:
+        if kind == FLOW and type(source).__module__.startswith("crewai."):
+            return  # how CrewAI itself runs an agent or its memory
+        if kind == AGENT and (failed := innermost(AGENT, TOOL)) is not None and failed.source is source:
+            self._finish_through(failed, sys.exception())  # it tries again, and has not told before that it failed
+        here = otel_context.get_current()
+        context = settled(here)
+        # Of `here`: what an agent leaves to a thread, such as to remember, is its own also when it is done.
+        agent = _agent_of(kind, source, event) or current_agent(here)
+        work = Work(kind, source)
+        if kind == MODEL:
+            self._calls[event.call_id] = work
+            work.call_id = event.call_id
+            if not _is_wired(source):
+                work.request = request_body(event, *(_offered.get() or (event.messages, event.tools)))
+                work.streamed = bool(work.request.get("stream", getattr(source, "stream", False)))
+        else:
+            work.span = self._span(kind, event, agent, context)
+        self._open[id(work)] = work
+        work.enter(with_agent(agent, context) if work.span is None else work.span.context)
+
+    def _span(self, kind: str, event: Any, agent: str | None, context: Context) -> OpenSpan | None:
+        start = self._recorder.start
+        known = {names.FRAMEWORK: FRAMEWORK}
+        if kind in {CREW, FLOW}:
+            name = str((event.crew_name if kind == CREW else event.flow_name) or _UNNAMED)
+            if kind == CREW and name != _UNNAMED:
+                known[names.AGENT_PATH] = agent_path(name, context)
+            return start(names.INVOKE_WORKFLOW, name, context=context, attributes=known)
+        if kind == AGENT:
+            known[names.AGENT_PATH] = agent_path(str(agent), context)
+            return start(names.INVOKE_AGENT, str(agent), agent=agent, context=context, attributes=known)
+        if kind == TOOL:
+            return self._tool(event.tool_name, event.tool_args, agent, context)
+        return None
+
+    def _tool(self, name: str, arguments: Any, agent: str | None, context: Context) -> OpenSpan:
+        home = innermost(AGENT)
+        asked = take_asked(home.asked, name, arguments) if home is not None else None
+        attributes = {
+            names.FRAMEWORK: FRAMEWORK,
+            names.TOOL_NAME: name,
+            names.TOOL_CALL_ID: asked.call_id if asked is not None else None,
+            names.TOOL_ARGUMENTS: arguments if isinstance(arguments, str) else to_json(arguments),
+        }
+        return self._recorder.start(names.EXECUTE_TOOL, name, agent=agent, context=context, attributes=attributes)
+
+    def _refused(self, event: Any) -> None:
+        """Record a tool call whose arguments can't be read: no tool runs, and CrewAI tells the failure alone."""
+        context = settled()
+        agent = _stripped(event.agent_role) or current_agent(context)
+        self._tool(event.tool_name, event.tool_args, agent, context).end(error=event.failure.message)
+
+    def _end(self, kind: str, source: Any, event: Any) -> None:
+        work = self._calls.get(event.call_id) if kind == MODEL else innermost(kind)
+        if work is None or work.source is not source:
+            return  # told twice, or of before we listened
+        if kind == MODEL:
+            self._answered(work, event)
+        if kind == TOOL and work.span is not None:
+            _tell_tool(work.span, event)
+        self._finish_through(work, _error_of(event))
+
+    def _answered(self, work: Work, event: Any) -> None:
+        response = getattr(event, "response", None)
+        home = innermost(AGENT)
+        if home is not None:
+            home.asked[:] = asked_in(response)
+        if work.request is not None and not work.seen:
+            error = _error_of(event)
+            self._elsewhere(work, response_body(event) if error is None else None, error)
+
+    def _elsewhere(self, work: Work, response: dict[str, Any] | None, error: BaseException | str | None) -> None:
+        request, work.request = work.request or {}, None
+        record_elsewhere(
+            self._recorder,
+            FRAMEWORK,
+            request,
+            response,
+            provider=getattr(work.source, "provider", None),
+            streamed=work.streamed,
+            error=error,
+            context=work.entered,
+            start_ns=work.start_ns,
+        )
+
+    def _finish_through(self, work: Work, error: BaseException | str | None) -> None:
+        """End a work, and first what is still open inside of it."""
+        for inner in list(works_around()):
+            if inner is work:
+                break
+            self._finish(inner, error)
+        self._finish(work, error)
+
+    def _finish(self, work: Work, error: BaseException | str | None = None) -> None:
+        if self._open.pop(id(work), None) is None:
+            return
+        if work.call_id is not None:
+            self._calls.pop(work.call_id, None)
+            if work.request is not None and not work.seen and error is not None:
+                self._elsewhere(work, None, error)
+        work.leave()
+        if work.span is not None:
+            work.span.end(error=error)
+
+
+def _wrap_started(original: Callable[..., Any]) -> Callable[..., Any]:
+    def emit_call_started_event(llm: Any, messages: Any, tools: Any = None, *args: Any, **kwargs: Any) -> Any:
+        token = _offered.set((messages, tools))
+        try:
+            return original(llm, messages, tools, *args, **kwargs)
+        finally:
+            _offered.reset(token)
+
+    return emit_call_started_event
+
+
+def _agent_of(kind: str, source: Any, event: Any) -> str | None:
+    """Give the name that an event itself tells; a call that carries no role is of the agent around it."""
+    if kind == STEP:
+        return str(event.method_name)
+    if kind == TASK:
+        return _stripped(getattr(source.agent, "role", None))
+    if kind == AGENT:
+        return _stripped(source.role)
+    return _stripped(event.agent_role)
+
+
+def _stripped(role: Any) -> str | None:
+    """Give a role as a name: in YAML, where roles often stand, they end with a line break."""
+    return str(role).strip() or None if role else None
+
+
+def _is_wired(llm: Any) -> bool:
+    return any(kind.__module__.startswith(_WIRED) for kind in type(llm).__mro__)
+
+
+def _error_of(event: Any) -> BaseException | str | None:
+    """Give what went wrong: the exception itself where it is at hand."""
+    failure = getattr(event, "failure", None)  # since 1.15: the tool ran, and said that it failed
+    error = getattr(event, "error", None)
+    if error is None:
+        return None if failure is None else str(failure.message)
+    if isinstance(error, BaseException):
+        return error
+    raised = sys.exception()
+    return raised if raised is not None and str(raised) == str(error) else str(error)
+
+
+def _tell_tool(span: OpenSpan, event: Any) -> None:
+    """Add what is known of a tool when it is over; without a model's own tool calls, its arguments are read late."""
+    span.name = event.tool_name
+    span.set(**{names.TOOL_NAME: event.tool_name})
+    if not isinstance(event.tool_args, str) and event.tool_args is not None:
+        span.set(**{names.TOOL_ARGUMENTS: to_json(event.tool_args)})
+    output = getattr(event, "output", None)
+    if output is not None:
+        span.set(**{names.TOOL_RESULT: output if isinstance(output, str) else to_json(output)})
