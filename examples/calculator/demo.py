@@ -125,6 +125,7 @@ def main() -> None:
     folder.mkdir(parents=True)
     sys.path.insert(0, str(HERE))
     os.chdir(HERE)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
     model = resolve_model(args.model)
     if set(agents) >= {"caller", "answerer"}:

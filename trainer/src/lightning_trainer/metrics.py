@@ -72,7 +72,7 @@ class MetricLog:
             "held out": self.series("val", "reward"),
         }
         for name in sorted(names):
-            curves[f"held out, {name.removeprefix('reward/')}"] = self.series("val", name)
+            curves[f"training, {name.removeprefix('reward/')}"] = self.series("train", name)
         write_atomically(path, _picture({label: points for label, points in curves.items() if points}))
         return path
 
@@ -121,10 +121,8 @@ def _picture(curves: Mapping[str, Iterable[tuple[int, float]]]) -> bytes:
     axes = figure.add_subplot()
     for label, points in curves.items():
         steps, values = zip(*points, strict=True)
-        main = "," not in label
-        axes.plot(
-            steps, values, label=label, linewidth=2 if main else 1, marker="o", markersize=3, alpha=1 if main else 0.6
-        )
+        width, style = (2.0, "-") if label == "training" else (1.0, ":" if label == "held out" else "--")
+        axes.plot(steps, values, label=label, linewidth=width, linestyle=style, marker="o", markersize=3)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
     axes.grid(visible=True, alpha=0.3)
