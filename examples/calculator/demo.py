@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from problems import problems, write
 from rich.console import Console
 from rich.table import Table
 
@@ -26,23 +26,6 @@ from lightning_trainer.progress import Shown
 
 HERE = Path(__file__).parent
 console = Console()
-
-
-def problems(seed: int, count: int) -> list[dict[str, object]]:
-    """Questions such as `What is 64-16?`. Training and held-out ones come from one generator: this shows that a tool
-    and a format are learned, not arithmetic."""
-    draw = random.Random(seed)
-    rows: list[dict[str, object]] = []
-    for _ in range(count):
-        left, sign, right = draw.randint(11, 99), draw.choice("+-*"), draw.randint(11, 99)
-        answer = {"+": left + right, "-": left - right, "*": left * right}[sign]
-        rows.append({"question": f"What is {left}{sign}{right}?", "answer": answer})
-    return rows
-
-
-def write(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @contextmanager
@@ -71,7 +54,7 @@ def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.N
         agents=agents,
         model=str(model),
         out=folder / "run",
-        learning_rate=3e-5,
+        learning_rate=4e-5,
         batch_size=8,
         group_size=8,
         steps=args.steps,
