@@ -34,7 +34,11 @@ FORBIDDEN = {
     "lightning_openai": FRAMEWORKS | TENSORS | OURS - {"lightning_spans"},
     "lightning_trainer": FRAMEWORKS | OURS - {"lightning_spans"},
 }
-OWN_FRAMEWORK = {"lightning_langchain": {"langchain", "langchain_core", "langgraph"}}
+OWN_FRAMEWORK = {
+    "lightning_autogen": {"autogen_agentchat", "autogen_core"},
+    "lightning_langchain": {"langchain", "langchain_core", "langgraph"},
+    "lightning_openai_agents": {"agents"},
+}
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
 # Imported under a name of its own, but a fixed part of what is declared.
 PART_OF = {"starlette": {"fastapi"}, "google": {"opentelemetry-proto"}}

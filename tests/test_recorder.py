@@ -11,7 +11,7 @@ from fake_sink import ListSink
 from lightning_spans import Attempt, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent, current_attempt, entered, from_environment, with_agent
-from lightning_spans.recorder import Recorder
+from lightning_spans.recorder import Recorder, agent_path
 from lightning_spans.tracers import TRACERS, make_tracer
 
 
@@ -209,3 +209,12 @@ def test_otel_switched_off_by_the_environment_is_a_clear_error(monkeypatch, sink
         make_tracer("otel", sink)
     with pytest.raises(ConfigError, match="otel, embedded"):
         make_tracer("jaeger", sink)
+
+
+def test_an_agents_path_tells_what_is_around_it(recorder):
+    assert agent_path("a/b") == "a//b"
+    team = recorder.start("invoke_workflow", "team", attributes={names.AGENT_PATH: "team"})
+    boss = recorder.start("invoke_agent", "boss/1", context=team.context)  # as `with agent(...)` makes it: no path
+    tool = recorder.start("execute_tool", "ask", context=boss.context)
+    assert agent_path("writer", team.context) == "team/writer"
+    assert agent_path("writer", tool.context) == "boss//1/writer"

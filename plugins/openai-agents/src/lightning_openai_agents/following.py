@@ -148,7 +148,7 @@ class Following:
         return from_agent_context
 
     def _begin(self, sdk: Any) -> None:
-        data = getattr(sdk, "span_data", None)
+        data: Any = getattr(sdk, "span_data", None)
         kind = "trace" if data is None else data.type
         context = settled()
         work = Work(sdk, kind)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from opentelemetry import context as otel_context
+
+from lightning_spans.context import current_agent, entered, entered_steps, overlaid, with_agent
+
+
+def test_only_our_own_values_are_laid_over():
+    theirs = otel_context.set_value("theirs", "kept", with_agent("left"))
+    ours = otel_context.set_value("theirs", "not taken", with_agent("right"))
+    both = overlaid(ours, theirs)
+    assert current_agent(both) == "right"
+    assert both["theirs"] == "kept"
+
+
+def test_a_value_of_ours_that_is_not_there_is_taken_away():
+    assert current_agent(overlaid(otel_context.Context(), with_agent("left"))) is None
+
+
+async def agents_inside(times):
+    for _ in range(times):
+        yield current_agent()
+
+
+def test_a_generator_is_inside_and_its_reader_outside():
+    async def work():
+        with entered(with_agent("reader")):
+            steps = entered_steps(with_agent("generator"), agents_inside(2))
+            return [(inside, current_agent()) async for inside in steps], current_agent()
+
+    assert asyncio.run(work()) == ([("generator", "reader")] * 2, "reader")
+
+
+def test_what_a_generator_enters_itself_is_there_at_its_next_step():
+    async def items():
+        otel_context.attach(with_agent("deeper"))
+        otel_context.attach(otel_context.set_value("theirs", 1))
+        yield current_agent()
+        yield current_agent()
+
+    async def work():
+        steps = entered_steps(with_agent("generator"), items())
+        return [(inside, current_agent(), otel_context.get_value("theirs")) async for inside in steps]
+
+    # Theirs leaks to the reader, as it would without us; ours does not.
+    assert asyncio.run(work()) == [("deeper", None, 1)] * 2
+
+
+def test_an_error_of_a_generator_reaches_its_reader_outside():
+    async def items():
+        yield 1
+        raise ValueError(current_agent())
+
+    async def work():
+        async for _ in entered_steps(with_agent("generator"), items()):
+            pass
+
+    async def checked():
+        with pytest.raises(ValueError, match="generator"):
+            await work()
+        return current_agent()
+
+    assert asyncio.run(checked()) is None
+
+
+def test_a_generator_that_is_closed_closes_the_one_inside():
+    closed = []
+
+    async def items():
+        try:
+            yield 1
+        finally:
+            closed.append(current_agent())
+
+    async def work():
+        steps = entered_steps(with_agent("generator"), items())
+        await anext(steps)
+        await steps.aclose()
+        return current_agent()
+
+    assert asyncio.run(work()) is None
+    assert closed == ["generator"]
