@@ -136,7 +136,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     before = Path.cwd()
     os.chdir(folder)
     try:
-        result = train(config(model, steps=3, val="tasks.jsonl", val_samples=2, save_every=1, keep=3))
+        result = train(config(model, steps=3, val="tasks.jsonl", val_samples=2, val_every=2, save_every=1, keep=3))
     finally:
         os.chdir(before)
     return folder, result
@@ -151,6 +151,7 @@ def test_run_leaves_everything_it_promises(whole: tuple[Path, Result]) -> None:
     assert (result.before.rollouts, result.before.failed, result.after.failed) == (10, 0, 0)
     assert result.reward_before == lines(out, "val")[0]["reward"]
     assert [line["step"] for line in lines(out)] == [0, 1, 2]
+    assert [line["step"] for line in lines(out, "val")] == [0, 2, 3]
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "tensorboard").iterdir())
     assert json.loads((out / "config.json").read_text())["group_size"] == 4
@@ -171,7 +172,7 @@ def test_every_call_is_accounted_for_and_joined_to_its_span(whole: tuple[Path, R
     calls = {call.response_id: call for call in store.calls()}
     store.close()
     chats = [node for trace in traces for node in trace.chats]
-    assert len(chats) == len(calls) == 3 * 8 + 2 * 10
+    assert len(chats) == len(calls) == 3 * 8 + 3 * 10
     for node in chats:
         call = calls[node.to_json()["response_id"]]
         assert node.span.agent == "writer"
@@ -265,7 +266,7 @@ def test_run_that_came_to_nothing_leaves_its_folder_to_the_next(
 COMMAND = """
 import json, os, sys, urllib.request
 task = json.load(sys.stdin)
-body = {"model": "gpt-9", "max_tokens": 5, "messages": [{"role": "user", "content": task["q"]}]}
+body = {"model": "gpt-9", "messages": [{"role": "user", "content": task["q"]}]}
 request = urllib.request.Request(
     os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
     {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"},
@@ -277,6 +278,13 @@ print(sum(c.isascii() and c.isalpha() for c in text) / 5)
 
 def test_command_that_knows_nothing_of_us_is_trained(folder: Path, model: Path) -> None:
     (folder / "foreign.py").write_text(COMMAND)
-    result = train(config(model, target=None, command=f"{sys.executable} foreign.py", agents=None, steps=1))
-    assert result.steps == 1
-    assert lines(folder / "out")[0]["calls_trained"] == 8
+    options = {"target": None, "command": f"{sys.executable} foreign.py", "agents": None}
+    result = train(config(model, **options, steps=9, until=-1.0, max_tokens=5, temperature=0.7))
+    assert result.steps == 2  # two steps running have reached the goal
+    assert [line["calls_trained"] for line in lines(folder / "out")] == [8, 8]
+    store = open_store(str(folder / "out" / "lightning.db"))
+    calls = store.calls()
+    store.close()
+    assert {call.agent for call in calls} == {"agent"}
+    assert {call.sampling["temperature"] for call in calls} == {0.7}
+    assert all(len(call.choices[0].token_ids or ()) <= 5 for call in calls)

@@ -174,7 +174,11 @@ class Fleet:
         number = self._started
         self._started += 1
         log = self._logs / f"worker-{number % self._size}.log"
-        worker = _Worker(await WorkerProcess.start(self._job, self._concurrency, log))
+        process = await WorkerProcess.start(self._job, self._concurrency, log)
+        if self._stopping:
+            await process.stop()
+            return
+        worker = _Worker(process)
         self.attached = worker.process.attached or self.attached
         self._workers.append(worker)
         self._begin(self._listen(worker))

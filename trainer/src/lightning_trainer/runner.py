@@ -149,10 +149,10 @@ class Runner:
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="runner-store"))
         self._stopping, self._woken, self._given = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        await self._fleet.start()
-        self._ready.set()
         beating = asyncio.create_task(self._beat())
         try:
+            await self._fleet.start()
+            self._ready.set()
             await self._given.wait()
             await self._claim_all()
             await self._drain()
