@@ -69,7 +69,6 @@ class Loop:
         except (LightningError, Interrupted):
             self._save()
             raise
-        self._save()
 
     def _run_all(self) -> None:
         steps = self._parts.config.step_count(len(self._parts.tasks))
@@ -80,6 +79,7 @@ class Loop:
                 self._save()
             self._step()
         self._refuse_flat(final=True)
+        self._save()
         self._validate()
 
     def _save(self) -> None:
