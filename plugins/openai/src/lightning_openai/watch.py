@@ -91,7 +91,8 @@ class Stay:
 def settled(context: Context | None = None) -> Context:
     """Give the innermost context whose work is not over; everybody else's values in it stay as they are."""
     context = otel_context.get_current() if context is None else context
-    found = context
+    found, alone = context, True
     while isinstance(stay := current_watch(found), Stay) and stay.over(found):
+        alone = alone and found is stay.entered  # nobody put anything on top, so nothing is to be kept
         found = stay.previous or Context()
-    return context if found is context else overlaid(found, context)
+    return found if alone else overlaid(found, context)
