@@ -11,6 +11,7 @@ from fake_sink import ListSink
 from lightning_spans import Attempt, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent, current_attempt, entered, from_environment, with_agent
+from lightning_spans.otlp import flatten
 from lightning_spans.recorder import Recorder, agent_path
 from lightning_spans.tracers import TRACERS, make_tracer
 
@@ -119,6 +120,26 @@ def test_both_tracers_give_identical_records(sink):
         )
         recorder.tracer.close()
     assert records[0] == records[1]
+
+
+def test_spans_of_the_otel_tracer_are_real_ones_with_the_same_ids_and_attributes(sink):
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    tracer = make_tracer("otel", sink)
+    tracer.provider.add_span_processor(SimpleSpanProcessor(exporter))
+    recorder = Recorder(tracer)
+    with use_attempt(Attempt("r1", "a1")):
+        outer = recorder.start(names.INVOKE_AGENT, "writer", agent="writer")
+        recorder.start(names.CHAT, "model", parent=outer, attributes={names.RESPONSE_ID: "x"}).end(error="broke")
+        outer.end()
+    for real, ours in zip(exporter.get_finished_spans(), sink.spans, strict=True):
+        assert f"{real.context.span_id:016x}" == ours.span_id
+        assert (f"{real.parent.span_id:016x}" if real.parent else None) == ours.parent_id
+        assert dict(real.attributes) == flatten(ours)
+        assert (real.start_time, real.end_time) == (ours.start_ns, ours.end_ns)
+        assert real.status.status_code.name == ours.status.upper()
 
 
 def test_limits_that_the_user_set_for_his_own_traces_cut_nothing_of_ours(monkeypatch, sink):
