@@ -36,6 +36,7 @@ FORBIDDEN = {
 }
 OWN_FRAMEWORK = {
     "lightning_autogen": {"autogen_agentchat", "autogen_core"},
+    "lightning_crewai": {"crewai"},
     "lightning_langchain": {"langchain", "langchain_core", "langgraph"},
     "lightning_openai_agents": {"agents"},
 }
