@@ -26,6 +26,7 @@ from opentelemetry import context as otel_context
 
 from lightning_langchain import agent, attach
 from lightning_openai import wire
+from lightning_openai.watch import current_watch, settled
 from lightning_spans import open_store
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
@@ -589,17 +590,16 @@ def test_runs_that_nobody_ended_are_let_go_with_their_root():
 
 
 def test_contexts_that_outlive_their_run_are_settled():
-    from lightning_langchain.runs import Runs, settled
+    from lightning_langchain.runs import Runs
 
     runs = Runs(None)
-    outside = otel_context.get_current()
     first = runs.begin(1, None, "chat", "first", {})
-    runs.enter(first, outside)
+    first.enter(otel_context.get_current())
     second = runs.begin(2, None, "chat", "second", {})
-    runs.enter(second, otel_context.get_current())
+    second.enter(otel_context.get_current())
     left = otel_context.get_current()
     runs.end(1)  # ends before what began later in the same context, as two streams read in turn do
     assert otel_context.get_current() is left
     runs.end(2)
-    assert otel_context.get_current() is outside
-    assert settled(left) is outside
+    assert current_watch() is None
+    assert current_watch(settled(left)) is None

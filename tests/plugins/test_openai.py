@@ -1,13 +1,35 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
+import gzip
+import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+from urllib.parse import unquote
 
 import openai
 import pytest
+from fake_sink import ListSink
+from hypothesis import given
+from hypothesis import strategies as st
+from openai._base_client import SyncAPIClient
+from pydantic import BaseModel, ValidationError
 
-from lightning_openai import agent, wire
+import lightning_openai
+from lightning_openai import agent, gateway, wire
+from lightning_openai.assemble import is_whole, put_together, read_events
+from lightning_openai.call import endpoint_of
+from lightning_openai.facts import response_facts
+from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import spans as names
+from lightning_spans.recorder import Recorder
 from lightning_spans.testing.plugins import MODEL, PROMPTS, PluginConformance, instructions
+from lightning_spans.testing.script import Reply, ToolCall, answer, pieces
+from lightning_spans.testing.server import ScriptedServer
+from lightning_spans.tracers import make_tracer
 
 
 def ask(url, name, prompt, *, client=None, **options):
@@ -102,3 +124,670 @@ class TestConformance(PluginConformance):
         client = openai.OpenAI(base_url=url, http_client=openai.DefaultHttpxClient(event_hooks=hooks))
         with agent("writer"):
             return [text_of(ask(url, "writer", PROMPTS["callbacks"], client=client)), seen]
+
+
+MESSAGES = [{"role": "system", "content": instructions("writer")}, {"role": "user", "content": "hello there"}]
+http = sys.modules[
+    openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]
+]  # httpx, or httpx2 for openai >= 3
+
+
+class Recorded(NamedTuple):
+    server: ScriptedServer
+    client: openai.OpenAI
+    sink: ListSink
+    recorder: Recorder
+
+
+@pytest.fixture
+def wired():
+    """A client, its server, and the spans of its calls. The client is older than the patch."""
+    sink = ListSink()
+    recorder = Recorder(make_tracer("embedded", sink))
+    with ScriptedServer() as server, openai.OpenAI(base_url=server.url, api_key="sk-user") as client:
+        undo = wire.bind(recorder)
+        yield Recorded(server, client, sink, recorder)
+        undo()
+
+
+def only(wired):
+    """The one span and the one request there must be."""
+    (span,) = wired.sink.spans
+    (request,) = wired.server.requests
+    assert request.headers["traceparent"] == f"00-{span.trace_id}-{span.span_id}-01"
+    assert json.loads(span.attributes[names.REQUEST]) == request.body
+    return span, request
+
+
+def check_whole(wired):
+    span, request = only(wired)
+    assert json.loads(span.attributes[names.RESPONSE]) == request.answer
+    assert span.attributes[names.RESPONSE_ID] == request.answer["id"]
+    assert names.ABANDONED not in span.attributes
+    assert span.status == "ok"
+    return span
+
+
+def settle():
+    for _ in range(4):
+        gc.collect()
+
+
+# Every way to call
+
+
+class Answer(BaseModel):
+    sum: int
+
+
+def _stream_helper(client):
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES) as events:
+        return [event.type for event in events]
+
+
+def _raw_stream(client):
+    with client.chat.completions.with_streaming_response.create(model=MODEL, messages=MESSAGES, stream=True) as answer:
+        return list(answer.iter_lines())
+
+
+def _late(method):
+    def call(client):
+        with client.chat.completions.with_streaming_response.create(model=MODEL, messages=MESSAGES) as answer:
+            result = getattr(answer, method)()
+            return list(result) if method.startswith("iter") else result
+
+    return call
+
+
+def _response_stream(client):
+    with client.responses.stream(model=MODEL, input="hello there") as events:
+        return [event.type for event in events]
+
+
+WAYS = {
+    "create": lambda c: c.chat.completions.create(model=MODEL, messages=MESSAGES),
+    "parse": lambda c: c.chat.completions.parse(
+        model=MODEL, messages=[{"role": "user", "content": 'say {"sum": 3}'}], response_format=Answer
+    ),
+    "choices": lambda c: c.chat.completions.create(model=MODEL, messages=MESSAGES, n=3, logprobs=True),
+    "raw": lambda c: c.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES).parse(),
+    "stream": lambda c: list(c.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)),
+    "stream of choices": lambda c: list(
+        c.chat.completions.create(
+            model=MODEL, messages=MESSAGES, stream=True, n=2, logprobs=True, stream_options={"include_usage": True}
+        )
+    ),
+    "stream of tool calls": lambda c: list(
+        c.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": 'call a {"x": 1}\ncall b {"y": "z z"}'}], stream=True
+        )
+    ),
+    "stream helper": _stream_helper,
+    "raw stream": lambda c: list(
+        c.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES, stream=True).parse()
+    ),
+    "lines of a stream": _raw_stream,
+    **{f"late {method}": _late(method) for method in ("read", "json", "text", "parse", "iter_bytes", "iter_lines")},
+    "post": lambda c: c.post("/chat/completions", body={"model": MODEL, "messages": MESSAGES}, cast_to=object),
+    "absolute": lambda c: c.post(
+        f"{c.base_url}chat/completions", body={"model": MODEL, "messages": MESSAGES}, cast_to=object
+    ),
+    "extra body": lambda c: c.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"top_k": 5}),
+    "responses": lambda c: c.responses.create(model=MODEL, input="hello there", instructions=instructions("writer")),
+    "responses tool": lambda c: c.responses.create(model=MODEL, input='call a {"x": 1}'),
+    "responses stream": lambda c: list(c.responses.create(model=MODEL, input="hello there", stream=True)),
+    "responses tool stream": lambda c: list(c.responses.create(model=MODEL, input='call a {"x": 1}', stream=True)),
+    "responses stream helper": _response_stream,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_call_is_one_whole_span(wired, way):
+    assert WAYS[way](wired.client)
+    check_whole(wired)
+
+
+async def _a_stream(client):
+    return [c async for c in await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)]
+
+
+async def _a_helper(client):
+    async with client.chat.completions.stream(model=MODEL, messages=MESSAGES) as events:
+        return [event.type async for event in events]
+
+
+async def _a_late(client):
+    async with client.chat.completions.with_streaming_response.create(model=MODEL, messages=MESSAGES) as answer:
+        return await answer.json()
+
+
+async def _a_lines(client):
+    streaming = client.chat.completions.with_streaming_response
+    async with streaming.create(model=MODEL, messages=MESSAGES, stream=True) as answer:
+        return [line async for line in answer.iter_lines()]
+
+
+ASYNC_WAYS = {
+    "create": lambda c: c.chat.completions.create(model=MODEL, messages=MESSAGES),
+    "raw": lambda c: c.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES),
+    "stream": _a_stream,
+    "stream helper": _a_helper,
+    "late json": _a_late,
+    "lines of a stream": _a_lines,
+    "responses": lambda c: c.responses.create(model=MODEL, input="hello there"),
+}
+
+
+@pytest.mark.parametrize("way", ASYNC_WAYS)
+async def test_every_async_way_to_call_is_one_whole_span(wired, way):
+    async with openai.AsyncOpenAI(base_url=wired.server.url, api_key="sk") as client:
+        assert await ASYNC_WAYS[way](client)
+    check_whole(wired)
+
+
+def test_what_is_said_beside_the_bodies(wired):
+    wired.client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, n=2, temperature=0.5, top_p=0.9, max_completion_tokens=7
+    )
+    span = check_whole(wired)
+    usage = wired.server.requests[0].answer["usage"]
+    assert {key: value for key, value in span.attributes.items() if key not in {names.REQUEST, names.RESPONSE}} == {
+        names.FRAMEWORK: "openai",
+        names.PROVIDER: "openai",
+        names.SERVER_ADDRESS: "127.0.0.1",
+        names.ENDPOINT: "/chat/completions",
+        names.STREAMED: False,
+        names.REQUEST_MODEL: MODEL,
+        names.REQUEST_TEMPERATURE: 0.5,
+        names.REQUEST_TOP_P: 0.9,
+        names.REQUEST_MAX_TOKENS: 7,
+        names.REQUEST_CHOICE_COUNT: 2,
+        names.RESPONSE_ID: wired.server.requests[0].answer["id"],
+        names.RESPONSE_MODEL: MODEL,
+        names.FINISH_REASONS: ["stop", "stop"],
+        names.INPUT_TOKENS: usage["prompt_tokens"],
+        names.OUTPUT_TOKENS: usage["completion_tokens"],
+    }
+    assert (span.operation, span.name) == ("chat", MODEL)
+
+
+def test_other_requests_are_not_recorded(wired):
+    wired.client.models.list()
+    with pytest.raises(openai.NotFoundError):
+        wired.client.embeddings.create(model=MODEL, input="hello")
+    assert wired.sink.spans == []
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("/chat/completions", "/chat/completions"),
+        ("chat/completions", "/chat/completions"),
+        ("/deployments/gpt/chat/completions", "/chat/completions"),
+        ("https://host/v1/chat/completions?api-version=1", "/chat/completions"),
+        ("/responses", "/responses"),
+        ("responses", "/responses"),
+        ("/responses/resp_1/cancel", None),
+        ("/chat/completions/chatcmpl-1", None),
+        ("/embeddings", None),
+        ("/autoresponses", None),
+    ],
+)
+def test_only_model_calls_are_recognised(url, endpoint):
+    assert endpoint_of("post", url) == endpoint
+    assert endpoint_of("get", url) is None
+
+
+# Streams that end early, calls that fail
+
+
+def test_a_stream_counts_what_the_agent_took_of_it(wired):
+    stream = wired.client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    taken = [next(stream) for _ in range(3)]
+    stream.close()
+    span, _ = only(wired)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in taken)
+    assert json.loads(span.attributes[names.RESPONSE])["choices"][0]["message"]["content"] == text
+    assert span.attributes[names.ABANDONED] is True
+
+
+def test_a_stream_left_after_its_last_word_is_whole(wired):
+    for chunk in wired.client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True):
+        if chunk.choices[0].finish_reason:
+            break
+    settle()
+    del chunk
+    settle()
+    check_whole(wired)
+
+
+def test_a_stream_that_is_never_read_is_a_span(wired):
+    wired.client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    settle()
+    span, _ = only(wired)
+    assert span.attributes[names.ABANDONED] is True
+    assert names.RESPONSE not in span.attributes
+
+
+def test_a_late_body_that_is_never_read_is_a_span(wired):
+    with wired.client.chat.completions.with_streaming_response.create(model=MODEL, messages=MESSAGES):
+        pass
+    span, _ = only(wired)
+    assert span.attributes[names.ABANDONED] is True
+
+
+def test_detach_ends_the_streams_that_are_open(wired):
+    undo = wire.bind(wired.recorder)
+    stream = wired.client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    first = next(stream)
+    wire._end_unfinished()
+    undo()
+    rest = list(stream)  # the agent reads on undisturbed
+    assert "".join(c.choices[0].delta.content or "" for c in [first, *rest]).startswith("writer answers")
+    assert len(wired.sink.spans) == 1
+
+
+async def test_an_async_stream_that_is_left_or_cancelled_is_marked(wired):
+    async with openai.AsyncOpenAI(base_url=wired.server.url, api_key="sk") as client:
+
+        async def leave():
+            async for _ in await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True):
+                return
+
+        async def linger():
+            async for _ in await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True):
+                started.set()
+                await asyncio.sleep(60)
+
+        started = asyncio.Event()
+        await leave()
+        task = asyncio.create_task(linger())
+        await started.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del task
+        for _ in range(20):
+            gc.collect()
+            await asyncio.sleep(0.01)
+            if len(wired.sink.spans) == 2:
+                break
+    assert [span.attributes.get(names.ABANDONED) for span in wired.sink.spans] == [True, True]
+
+
+async def test_a_cancelled_call_is_an_error(wired):
+    async with openai.AsyncOpenAI(base_url=wired.server.url, api_key="sk") as client:
+        slow = [{"role": "user", "content": "wait 0.3"}]
+        task = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=slow))
+        while not wired.server.requests and not task.done():
+            await asyncio.sleep(0.01)
+            if wire._current.get() is None and task.get_stack():
+                await asyncio.sleep(0.05)
+                break
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    (span,) = wired.sink.spans
+    assert (span.status, span.attributes[names.ERROR_TYPE]) == ("error", "CancelledError")
+
+
+def test_errors_say_what_happened(wired):
+    client = wired.client.with_options(max_retries=1)
+    with pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "fail 429 9"}])
+    (span,) = wired.sink.spans
+    assert span.attributes[names.ERROR_TYPE] == "RateLimitError"
+    assert span.attributes["http.response.status_code"] == 429
+    assert span.attributes["http.request.resend_count"] == 1
+    assert "fails 2 of 9" in span.status_message
+    assert json.loads(span.attributes[names.REQUEST]) == wired.server.requests[-1].body
+
+
+def test_a_call_that_never_left_has_its_request(wired):
+    client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="sk", max_retries=0)
+    with pytest.raises(openai.APIConnectionError):
+        client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    (span,) = wired.sink.spans
+    assert json.loads(span.attributes[names.REQUEST]) == {"model": MODEL, "messages": MESSAGES}
+    assert span.status == "error"
+
+
+def test_a_timeout_is_an_error(wired):
+    with pytest.raises(openai.APITimeoutError):
+        wired.client.with_options(max_retries=0, timeout=0.05).chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "wait 0.3"}]
+        )
+    (span,) = wired.sink.spans
+    assert span.attributes[names.ERROR_TYPE] == "APITimeoutError"
+
+
+def test_an_answer_that_the_client_refuses_is_kept(wired):
+    with pytest.raises(ValidationError):
+        wired.client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Answer)
+    span, request = only(wired)
+    assert (span.status, span.attributes[names.ERROR_TYPE]) == ("error", "ValidationError")
+    assert json.loads(span.attributes[names.RESPONSE]) == request.answer
+
+
+def test_a_compressed_stream_is_kept_in_clear(wired):
+    events = 'data: {"id": "c1", "choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}]}\n\n'
+
+    def answer(request):
+        body = gzip.compress(f"{events}data: [DONE]\n\n".encode())
+        headers = {"content-encoding": "gzip", "content-type": "text/event-stream"}
+        return http.Response(200, headers=headers, stream=Parts(body))
+
+    class Parts(http.SyncByteStream):
+        def __init__(self, body):
+            self.body = body
+
+        def __iter__(self):
+            yield self.body[:10]
+            yield self.body[10:]
+
+    transport = http.Client(transport=http.MockTransport(answer))
+    client = openai.OpenAI(base_url="http://model/v1", api_key="sk", http_client=transport)
+    chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
+    assert chunks[0].choices[0].delta.content == "hi"
+    (span,) = wired.sink.spans
+    assert json.loads(span.attributes[names.RESPONSE])["choices"][0]["message"]["content"] == "hi"
+
+
+# What the agent sees
+
+
+def test_the_callers_objects_are_left_as_they_are(wired):
+    messages, headers = copy.deepcopy(MESSAGES), {"x-mine": "1"}
+    wired.client.chat.completions.create(model=MODEL, messages=messages, extra_headers=headers)
+    messages[0]["content"] = "changed later"
+    assert headers == {"x-mine": "1"}
+    span, request = only(wired)
+    assert request.headers["x-mine"] == "1"
+    assert "changed later" not in span.attributes[names.REQUEST]
+
+
+def test_the_users_own_traceparent_is_kept(wired):
+    theirs = f"00-{'1' * 32}-{'2' * 16}-01"
+    wired.client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_headers={"Traceparent": theirs})
+    assert wired.server.requests[0].headers["traceparent"] == theirs
+    assert len(wired.sink.spans) == 1
+
+
+def test_the_users_own_traces_keep_their_shape(tmp_path):
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    theirs = provider.get_tracer("theirs")
+    attached = lightning_openai.attach(store=str(tmp_path / "traces.db"))
+    with attached, theirs.start_as_current_span("outer"), agent("writer"), theirs.start_as_current_span("inner"):
+        pass
+    inner, outer = exporter.get_finished_spans()
+    assert inner.parent.span_id == outer.context.span_id
+    assert len(open_spans(tmp_path)) == 1
+    assert open_spans(tmp_path)[0].parent_id is None
+
+
+def open_spans(folder):
+    store = open_store(str(folder / "traces.db"))
+    try:
+        return store.spans()
+    finally:
+        store.close()
+
+
+def test_a_recorder_that_fails_harms_nothing(wired, caplog):
+    class Broken:
+        def start(self, span, context):
+            raise RuntimeError("no ids today")
+
+    wired.recorder.tracer = Broken()
+    assert text_of(wired.client.chat.completions.create(model=MODEL, messages=MESSAGES)).startswith("writer answers")
+    assert "no ids today" in caplog.text
+    assert "lightning_openai" in caplog.text
+
+
+# Patching
+
+
+def test_two_plugins_share_one_patch_and_the_last_undo_restores(wired):
+    patched = SyncAPIClient.request
+    undo = wire.bind(wired.recorder)
+    assert SyncAPIClient.request is patched
+    wired.client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert len(wired.sink.spans) == 1
+    undo()
+    undo()  # the second time it changes nothing
+    assert SyncAPIClient.request is patched
+
+
+def test_a_patch_that_somebody_put_over_ours_stays():
+    sink = ListSink()
+    recorder = Recorder(make_tracer("embedded", sink))
+    original = SyncAPIClient.request
+    undo = wire.bind(recorder)
+    ours = SyncAPIClient.request
+    calls = []
+
+    def theirs(self, *args, **kwargs):
+        calls.append(args)
+        return ours(self, *args, **kwargs)
+
+    try:
+        SyncAPIClient.request = theirs
+        undo()
+        assert SyncAPIClient.request is theirs
+        undo = wire.bind(recorder)  # now we are above theirs, and below it
+        with ScriptedServer() as server, openai.OpenAI(base_url=server.url, api_key="sk") as client:
+            client.chat.completions.create(model=MODEL, messages=MESSAGES)
+        assert len(calls) == len(sink.spans) == 1
+        assert json.loads(sink.spans[0].attributes[names.RESPONSE]) == server.requests[0].answer
+        undo()
+        assert SyncAPIClient.request is theirs
+    finally:
+        SyncAPIClient.request = original
+
+
+# Rerouting
+
+
+@pytest.fixture
+def policy():
+    with ScriptedServer() as server:
+        yield server
+
+
+def attempt_at(policy, *agents):
+    return use_attempt(Attempt("r", "a", endpoint=policy.base, key="attempt-key", agents=agents))
+
+
+def test_nothing_of_the_users_goes_to_the_policy(wired, policy, monkeypatch):
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-env: secret")
+    monkeypatch.setenv("OPENAI_ADMIN_KEY", "sk-admin-secret")
+    own = http.Client(
+        auth=("user", "secret"), headers={"x-http": "secret"}, cookies={"c": "secret"}, params={"p": "secret"}
+    )
+    client = openai.OpenAI(
+        base_url=f"{wired.server.url}",
+        api_key="sk-secret",
+        organization="org-secret",
+        project="proj-secret",
+        default_headers={"x-default": "secret", "api-key": "secret"},
+        default_query={"q": "secret"},
+        http_client=own,
+    )
+    with attempt_at(policy, "writer"), agent("writer"):
+        client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            extra_headers={"x-call": "secret", "cookie": "secret", "idempotency-key": "mine"},
+            extra_query={"call": "secret"},
+            extra_body={"model": "theirs", "top_k": 3},
+        )
+    (request,) = policy.requests
+    assert not wired.server.requests
+    assert request.path == "/v1/chat/completions"
+    assert request.body == {"model": "policy", "messages": MESSAGES, "top_k": 3}
+    assert "secret" not in json.dumps(request.headers)
+    assert request.headers["authorization"] == "Bearer attempt-key"
+    assert request.headers["idempotency-key"] == "mine"
+    (span,) = wired.sink.spans
+    assert json.loads(span.attributes[names.REQUEST]) == request.body
+    assert request.headers["traceparent"].split("-")[2] == span.span_id
+    assert span.attributes[names.REROUTED] is True
+    assert span.attributes[names.REQUEST_MODEL] == span.name == "policy"
+
+
+def test_azure_calls_are_rerouted_without_asking_azure_for_a_token(wired, policy):
+    def token():
+        raise AssertionError("a rerouted call needs no token")
+
+    client = openai.AzureOpenAI(
+        azure_endpoint=wired.server.base, api_version="2025-01-01", azure_ad_token_provider=token, max_retries=0
+    )
+    with attempt_at(policy, "writer"), agent("writer"):
+        client.chat.completions.create(model="deployed", messages=MESSAGES)
+        list(client.chat.completions.create(model="deployed", messages=MESSAGES, stream=True))
+    assert [request.path for request in policy.requests] == ["/v1/chat/completions"] * 2
+    assert {span.attributes[names.PROVIDER] for span in wired.sink.spans} == {"azure.ai.openai"}
+
+
+def test_azure_calls_that_stay_are_recorded(wired):
+    client = openai.AzureOpenAI(azure_endpoint=wired.server.base, api_version="2025-01-01", api_key="azure-key")
+    client.chat.completions.create(model="deployed", messages=MESSAGES)
+    check_whole(wired)
+    assert "/deployments/deployed/chat/completions" in wired.server.requests[0].path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_call_is_rerouted(wired, policy, way):
+    with attempt_at(policy, "writer"), agent("writer"):
+        assert WAYS[way](wired.client)
+    assert not wired.server.requests
+    (request,), (span,) = policy.requests, wired.sink.spans
+    assert json.loads(span.attributes[names.REQUEST]) == request.body
+    assert json.loads(span.attributes[names.RESPONSE]) == request.answer
+
+
+def test_limits_of_the_users_client_hold_for_rerouted_calls(wired, policy):
+    client = openai.OpenAI(base_url=wired.server.url, api_key="sk", max_retries=0, timeout=0.05)
+    with attempt_at(policy, "writer"), agent("writer"):
+        with pytest.raises(openai.RateLimitError):
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "fail 429 9"}])
+        with pytest.raises(openai.APITimeoutError):
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "wait 0.3"}])
+        patient = client.with_options(max_retries=2, timeout=5)
+        patient.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "fail 503 1"}])
+    assert len(policy.requests) in {3, 4}  # the one that timed out may not have been counted yet
+
+
+def test_rerouting_works_in_one_event_loop_after_the_other(wired, policy):
+    async def work():
+        async with openai.AsyncOpenAI(base_url=wired.server.url, api_key="sk") as client:
+            calls = [client.chat.completions.create(model=MODEL, messages=MESSAGES) for _ in range(3)]
+            return await asyncio.gather(*calls)
+
+    with attempt_at(policy, "writer"), agent("writer"):
+        for _ in range(3):
+            asyncio.run(work())
+    assert len(policy.requests) == 9
+    assert len(gateway._by_loop) == 1  # those of loops that are over were let go
+
+
+def test_the_agents_name_is_sent_in_ascii(wired, policy):
+    with attempt_at(policy, "*"), agent("rédacteur/1 ✓"):
+        wired.client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert unquote(policy.requests[0].headers["x-lightning-agent"]) == "rédacteur/1 ✓"
+
+
+def test_a_call_without_a_known_agent_is_never_rerouted(wired, policy):
+    with attempt_at(policy, "*"):
+        wired.client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert len(wired.server.requests) == 1
+    assert not policy.requests
+
+
+def test_attach_can_limit_which_agents_are_rerouted(policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
+    with ScriptedServer() as origin:
+        client = openai.OpenAI(base_url=origin.url, api_key="sk")
+        with lightning_openai.attach(agents=["writer"], store=str(tmp_path / "traces.db")), attempt_at(policy, "*"):
+            for name in ("writer", "rewriter"):
+                with agent(name):
+                    client.chat.completions.create(model=MODEL, messages=MESSAGES)
+        assert (len(policy.requests), len(origin.requests)) == (1, 1)
+
+
+# Streams put together
+
+
+PIECES = st.lists(st.text(alphabet='ab \n"{}é✓', min_size=1, max_size=8).filter(str.strip), min_size=1, max_size=6)
+
+
+@given(texts=PIECES, n=st.integers(1, 3), usage=st.booleans(), logprobs=st.booleans())
+def test_a_stream_put_together_is_what_would_have_been_sent_without_it(texts, n, usage, logprobs):
+    body = {"model": MODEL, "messages": [], "n": n, "stream": True, "logprobs": logprobs}
+    body["stream_options"] = {"include_usage": usage}
+    for reply in (Reply(" ".join(texts)), Reply(tool_calls=[ToolCall("f", json.dumps({"x": text})) for text in texts])):
+        whole = answer("/chat/completions", body, reply, 0)
+        events = list(pieces("/chat/completions", body, whole))
+        assert put_together("/chat/completions", events) == whole
+        assert is_whole("/chat/completions", whole)
+
+
+@given(texts=PIECES, cut=st.integers(0, 400))
+def test_a_stream_cut_anywhere_gives_what_had_come(texts, cut):
+    for endpoint in ("/chat/completions", "/responses"):
+        body = {"model": MODEL, "messages": [], "input": "", "stream": True}
+        whole = answer(endpoint, body, Reply(" ".join(texts)), 0)
+        sent = "".join(f"event: x\ndata: {json.dumps(event)}\n\n" for event in pieces(endpoint, body, whole))
+        events, done = read_events(sent[: len(sent) * cut // 400])
+        assert not done
+        response = put_together(endpoint, events)
+        if cut == 400:
+            assert response == whole
+        elif events and endpoint == "/chat/completions":
+            content = response["choices"][0]["message"]["content"] or ""
+            assert whole["choices"][0]["message"]["content"].startswith(content)
+
+
+def test_odd_streams_are_put_together():
+    events, done = read_events(': ping\r\n\r\ndata: {"id": "a",\r\ndata: "choices": []}\r\n\r\ndata: [DONE]\r\n\r\n')
+    assert (events, done) == ([{"id": "a", "choices": []}], True)
+    chunks = [
+        {"id": "a", "choices": [{"index": 1, "delta": {"role": "assistant", "reasoning_content": "so "}}]},
+        {"id": "a", "choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None, "token_ids": [1]}]},
+        {"id": "a", "prompt_token_ids": [7, 8], "choices": [{"index": 1, "delta": {"reasoning_content": "it is"}}]},
+        {"id": "a", "prompt_token_ids": [7, 8], "choices": [{"index": 0, "delta": {}, "token_ids": [2, 3]}]},
+        {"id": "a", "choices": [{"index": 0, "delta": {"content": None}, "finish_reason": "stop", "stop_reason": 5}]},
+    ]
+    assert put_together("/chat/completions", chunks) == {
+        "id": "a",
+        "prompt_token_ids": [7, 8],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"content": "x"},
+                "finish_reason": "stop",
+                "token_ids": [1, 2, 3],
+                "stop_reason": 5,
+            },
+            {"index": 1, "message": {"role": "assistant", "reasoning_content": "so it is", "content": None}},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("response", "reasons"),
+    [
+        ({"status": "completed", "output": [{"type": "message"}]}, ["stop"]),
+        ({"status": "completed", "output": [{"type": "function_call"}]}, ["tool_calls"]),
+        ({"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, ["length"]),
+        ({"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}, ["content_filter"]),
+        ({"status": "failed"}, None),
+    ],
+)
+def test_responses_end_for_reasons_in_the_words_of_completions(response, reasons):
+    assert response_facts("/responses", response).get(names.FINISH_REASONS) == reasons

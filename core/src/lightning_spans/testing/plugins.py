@@ -32,6 +32,7 @@ from lightning_spans import spans as names
 from lightning_spans.spans import Span
 from lightning_spans.testing.program import (
     MODEL,
+    PATIENCE_S,
     PROMPTS,
     SCENARIOS,
     SECRET,
@@ -167,7 +168,7 @@ class PluginConformance(RecordedPromises):
             with attach(self.framework, store=str(tmp_path / "traces.db"), tracer=tracer) as first:
                 assert attach(self.framework, store=str(tmp_path / "traces.db"), tracer=tracer) is first
                 run(self.program("one_agent"), server.url)
-                first.flush()
+                first.flush(PATIENCE_S)
             assert len(_spans_in(tmp_path / "traces.db", names.CHAT)) == len(server.requests)
 
     @both_tracers
@@ -178,9 +179,10 @@ class PluginConformance(RecordedPromises):
         """
         before = [inspect.getattr_static(owner, name) for owner, name in self.patched()]
         with user_environment(tmp_path), ScriptedServer() as server:
-            with attach(self.framework, store=str(tmp_path / "traces.db"), tracer=tracer):
+            with attach(self.framework, store=str(tmp_path / "traces.db"), tracer=tracer) as attachment:
                 during = [inspect.getattr_static(owner, name) for owner, name in self.patched()]
                 run(self.program("one_agent"), server.url)
+                attachment.flush(PATIENCE_S)
             after = [inspect.getattr_static(owner, name) for owner, name in self.patched()]
             recorded = len(_spans_in(tmp_path / "traces.db"))
             run(self.program("one_agent"), server.url)
@@ -234,8 +236,9 @@ class PluginConformance(RecordedPromises):
 
     def _check_attempts(self, start: Callable[[ScriptedServer], None], tracer: str, folder: Path) -> None:
         with user_environment(folder), ScriptedServer() as server:
-            with attach(self.framework, store=str(folder / "traces.db"), tracer=tracer):
+            with attach(self.framework, store=str(folder / "traces.db"), tracer=tracer) as attachment:
                 start(server)
+                attachment.flush(PATIENCE_S)
             spans = {span.span_id: span for span in _spans_in(folder / "traces.db")}
             assert {request.path.split("/")[1] for request in server.requests} == {"m0", "m1", "m2", "m3"}
             for request in server.requests:
@@ -256,8 +259,10 @@ class PluginConformance(RecordedPromises):
         program = self.program(scenario)
         with user_environment(tmp_path), ScriptedServer() as origin, ScriptedServer() as policy:
             attempt = Attempt("r", "a", endpoint=policy.base, key="attempt-key", agents=("writer",))
-            with attach(self.framework, store=str(tmp_path / "own.db"), tracer=tracer), use_attempt(attempt):
+            attachment = attach(self.framework, store=str(tmp_path / "own.db"), tracer=tracer)
+            with attachment, use_attempt(attempt):
                 run(program, origin.url)
+                attachment.flush(PATIENCE_S)
         assert {agent_of(request.body or {}) for request in policy.requests} == {"writer"}
         assert {agent_of(request.body or {}) for request in origin.requests} == {"rewriter"}
         for request in policy.requests:
@@ -284,8 +289,10 @@ class PluginConformance(RecordedPromises):
         program = self.program(scenario)
         with user_environment(tmp_path), ScriptedServer() as origin, ScriptedServer() as policy:
             attempt = Attempt("r", "a", endpoint=policy.base, key="attempt-key", agents=("*",))
-            with attach(self.framework, store=str(tmp_path / "own.db"), tracer=tracer), use_attempt(attempt):
+            attachment = attach(self.framework, store=str(tmp_path / "own.db"), tracer=tracer)
+            with attachment, use_attempt(attempt):
                 run(program, origin.url)
+                attachment.flush(PATIENCE_S)
         assert policy.requests
         assert policy.traces
         assert not origin.requests

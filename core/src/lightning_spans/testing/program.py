@@ -61,6 +61,7 @@ AGENTS: Final = {scenario: {"writer"} for scenario in SCENARIOS} | {
     "asynchronous": {"writer", "rewriter"},
 }
 MODEL: Final = "test-model"
+PATIENCE_S: Final = 60.0  # for deliveries on a machine that has other things to do
 SECRET: Final = "user-secret"  # noqa: S105 - part of everything that must never leave
 ENVIRONMENT: Final = {
     "OPENAI_API_KEY": f"sk-{SECRET}",
@@ -145,7 +146,7 @@ def record(program: Callable[[str], Any], folder: Path, *, framework: str, trace
         path = str(folder / "traces.db")
         with attach(framework, store=path, tracer=tracer) as attachment:
             output = run(program, server.url)
-            attachment.flush()
+            attachment.flush(PATIENCE_S)
         store = open_store(path)
         try:
             return Recording(output, server.requests, store.spans())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_langchain.words import request_text, response_body, to_json
-from lightning_openai.facts import request_facts, response_facts
-from lightning_spans import spans as names
+import orjson
+
+from lightning_langchain.words import request_text, response_body
+from lightning_openai.elsewhere import record_elsewhere
 
 if TYPE_CHECKING:
     from langchain_core.messages import BaseMessage
@@ -36,7 +37,8 @@ class Elsewhere:
         """Keep what is asked, at once: the messages are the agent's, and may change."""
         run.model = ".".join((serialized or {}).get("id") or [run.name])
         if params.get("_type") not in _WIRED and run.model not in self._wired:
-            run.request = request_text(asked, params)
+            model = run.metadata.get("ls_model_name") or run.name
+            run.request = request_text(asked, {"model": model, **params})
 
     def end(self, run: Run, response: LLMResult | None, error: BaseException | None) -> None:
         """Make the span, unless the wire made one.
@@ -49,17 +51,13 @@ class Elsewhere:
         if run.request is None:
             return
         run.called()  # a model that wraps this one made no call of its own
-        model = run.metadata.get("ls_model_name")
-        body = response_body(response) if response is not None else None
-        attributes = {
-            names.FRAMEWORK: "langchain",
-            names.PROVIDER: run.metadata.get("ls_provider"),
-            names.REQUEST: run.request,
-            names.RESPONSE: to_json(body) if body is not None else None,
-            **request_facts({"model": model, "temperature": run.metadata.get("ls_temperature")}),
-            **(response_facts("/chat/completions", body) if body is not None else {}),
-        }
-        span = self._recorder.start(
-            names.CHAT, str(model or run.name), context=run.context, start_ns=run.start_ns, attributes=attributes
+        record_elsewhere(
+            self._recorder,
+            "langchain",
+            orjson.loads(run.request),
+            response_body(response) if response is not None else None,
+            provider=run.metadata.get("ls_provider"),
+            error=error,
+            context=run.context,
+            start_ns=run.start_ns,
         )
-        span.end(error=error)

@@ -16,7 +16,8 @@ from langchain_core.tracers.context import _configure_hooks, register_configure_
 from lightning_langchain.asked import remember, who_asked
 from lightning_langchain.elsewhere import Elsewhere
 from lightning_langchain.runs import Runs
-from lightning_langchain.words import to_json, tool_result
+from lightning_langchain.words import tool_result
+from lightning_openai.elsewhere import to_json
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
 
@@ -159,7 +160,7 @@ class Handler(BaseCallbackHandler):
                 names.TOOL_ARGUMENTS: to_json(arguments),
             },
         )
-        self._runs.enter(run, run.span.context)
+        run.enter(run.span.context)
 
     @_event
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
@@ -194,7 +195,7 @@ class Handler(BaseCallbackHandler):
         run = self._runs.begin(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
         run.context = self._runs.place(run.parent)
         self._elsewhere.begin(run, serialized, messages[0], details.get("invocation_params") or {})
-        self._runs.enter(run, run.context)
+        run.enter(run.context)
 
     @_start
     def on_llm_start(  # noqa: D102
@@ -210,7 +211,7 @@ class Handler(BaseCallbackHandler):
         run = self._runs.begin(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
         run.context = self._runs.place(run.parent)
         self._elsewhere.begin(run, serialized, prompts[0], details.get("invocation_params") or {})
-        self._runs.enter(run, run.context)
+        run.enter(run.context)
 
     @_event
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:  # noqa: D102

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
-from lightning_openai.watch import current_watch, watched
+from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
-from lightning_spans.context import current_agent
-from lightning_spans.recorder import current_span
+from lightning_spans.context import current_agent, overlaid
+from lightning_spans.recorder import agent_path, current_span
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from lightning_langchain.asked import Asked
     from lightning_spans.recorder import OpenSpan, Recorder
 
-INVOKE_WORKFLOW: Final = "invoke_workflow"  # the outermost run, where it is no agent itself
 UNNAMED: Final = "LangGraph"  # what LangGraph calls a graph that has no name
 _LOOP: Final = frozenset(
     {"model", "agent", "tools", "pre_model_hook", "post_model_hook", "generate_structured_response"}
@@ -34,15 +33,16 @@ _LOOP: Final = frozenset(
 _MIDDLEWARE: Final = (".before_agent", ".before_model", ".after_model", ".after_agent")
 
 
-class Run:
-    """One run of LangChain. It is also the wire's watch: a chat run learns whether the wire saw its call."""
+class Run(Stay):
+    """One run of LangChain."""
 
     __slots__ = (
-        "agent", "asked", "closed", "context", "entered", "graph", "inner", "kind", "lc_agent", "metadata", "model",
-        "name", "namespace", "outer", "parent", "previous", "request", "root", "seen", "span", "start_ns",
+        "agent", "asked", "context", "graph", "inner", "kind", "lc_agent", "metadata", "model", "name", "namespace",
+        "parent", "request", "root", "span", "start_ns",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
+        super().__init__()
         self.parent = parent
         self.root: Run = parent.root if parent is not None else self
         self.inner: dict[UUID, Run] = {}  # of a root: every open run of its tree
@@ -57,33 +57,8 @@ class Run:
         self.start_ns = time.time_ns()
         self.graph = False
         self.span: OpenSpan | None = None
-        self.entered: Context | None = None
-        self.previous: Context | None = None
-        self.outer = current_watch(self.context)
-        self.seen = False  # the wire made a chat span under it
-        self.closed = False
         self.model = ""  # of a chat run: the class of its model
         self.request: str | None = None  # of a chat run: what was asked, where the wire may not see it
-
-    def called(self) -> None:
-        """The wire began a chat span in here; models that wrap other models are told too."""
-        self.seen = True
-        if isinstance(self.outer, Run) and not self.outer.seen:
-            self.outer.called()
-
-    def outside(self) -> Context | None:
-        """Give the context around this run, if the current one outlived it."""
-        context = otel_context.get_current()
-        return settled(context) if self.closed and context is self.entered else None
-
-
-def settled(context: Context) -> Context:
-    """Give the innermost context whose run is not over."""
-    while isinstance(run := current_watch(context), Run) and run.closed and context is run.entered:
-        if run.previous is None:
-            break
-        context = run.previous
-    return context
 
 
 class Runs:
@@ -106,10 +81,8 @@ class Runs:
         run = self._open.pop(run_id, None)
         if run is None:
             return None
-        run.closed = True
+        run.leave()
         run.root.inner.pop(run_id, None)
-        if run.entered is not None and otel_context.get_current() is run.entered:
-            otel_context.attach(settled(run.entered))
         if run.parent is None:
             for inner_id, inner in reversed(list(run.inner.items())):  # cancelled without a word
                 self.end(inner_id)
@@ -122,12 +95,6 @@ class Runs:
         for run in reversed(list(self._open.values())):
             if run.span is not None:
                 run.span.end()
-
-    def enter(self, run: Run, context: Context) -> None:
-        """Make what follows in this execution context part of the run, until it ends."""
-        run.previous = otel_context.get_current()
-        run.entered = watched(run, context)
-        otel_context.attach(run.entered)
 
     def is_node(self, run: Run) -> bool:
         """Whether a chain is a node of a graph: its checkpoint namespace is its own."""
@@ -144,7 +111,7 @@ class Runs:
             self._name_loop(run, graph)
         else:
             self._begin_agent(run, node)
-        self.enter(run, self.place(run))
+        run.enter(self.place(run))
 
     def _begin_graph(self, graph: Run) -> None:
         graph.graph = True
@@ -183,7 +150,7 @@ class Runs:
             start_ns=run.start_ns,
             attributes={
                 names.FRAMEWORK: "langchain",
-                names.AGENT_PATH: _path(current_span(context), name),
+                names.AGENT_PATH: agent_path(name, context),
                 names.CONVERSATION_ID: run.metadata.get("thread_id"),
             },
         )
@@ -205,7 +172,7 @@ class Runs:
                 if (around := current_span(context)) is not None:
                     return around
                 root.span = self._recorder.start(
-                    INVOKE_WORKFLOW,
+                    names.INVOKE_WORKFLOW,
                     root.name,
                     context=context,
                     start_ns=root.start_ns,
@@ -221,12 +188,12 @@ class Runs:
 
         A context may be inside through a `with agent(...)` of the user's, and outside where it was not handed on.
         """
-        context = settled(otel_context.get_current() if context is None else context)
+        context = settled(context)
         home = self.home(run)
         inside = current_span(context)
         while inside is not None and inside is not home:
             inside = inside.parent
-        return context if home is inside else home.context if home is not None else context
+        return context if home is inside or home is None else overlaid(home.context, context)
 
 
 def _is_of_loop(node: str, run: Run, graph: Run | None) -> bool:
@@ -240,17 +207,3 @@ def _is_of_loop(node: str, run: Run, graph: Run | None) -> bool:
 
 def _made_by_langchain(run: Run) -> bool:
     return run.metadata.get("ls_integration") == "langchain_create_agent"
-
-
-def _path(around: OpenSpan | None, name: str) -> str:
-    """Tell where an agent stands, outermost first; a slash inside a name is doubled."""
-    while around is not None and around.operation != names.INVOKE_AGENT:
-        around = around.parent
-    if around is None:
-        return _escaped(name)
-    above = around.attributes.get(names.AGENT_PATH) or _escaped(around.name)
-    return f"{above}/{_escaped(name)}"
-
-
-def _escaped(name: str) -> str:
-    return name.replace("/", "//")

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
 from langchain_core.messages import BaseMessage, ToolMessage, convert_to_openai_messages
 from langchain_core.outputs import LLMResult
 
+from lightning_openai.elsewhere import to_json
 from lightning_spans.spans import Json
-
-
-def to_json(value: object) -> str:
-    """Give JSON text; what JSON does not know is given as its `str`."""
-    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
 def tool_result(output: Any) -> tuple[str, ToolMessage | None]:

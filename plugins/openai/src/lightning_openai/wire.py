@@ -8,7 +8,6 @@ made before are patched too, since these are methods of the base classes.
 from __future__ import annotations
 
 import atexit
-import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
@@ -20,13 +19,14 @@ from openai._streaming import AsyncStream, Stream
 
 from lightning_openai import gateway
 from lightning_openai.call import PLUGIN, Call, endpoint_of
+from lightning_spans.patches import Undo, replace
 
 if TYPE_CHECKING:
     from lightning_spans.recorder import Recorder
 
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
-_originals: dict[tuple[type, str], Any] = {}
+_undo_patches = Undo()
 _unfinished: WeakSet[Call] = WeakSet()
 # Which call a response belongs to, between `request` and `_process_response` of the same task.
 _current: ContextVar[Call | None] = ContextVar("lightning_openai_call", default=None)
@@ -39,38 +39,24 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     """
     with _lock:
         if not _recorders:
-            _patch()
+            for owner, name, wrap in _PATCHES:
+                _undo_patches.add(replace(owner, name, wrap))
             atexit.register(_end_unfinished)
         _recorders.append(recorder)
 
-    def undo() -> None:
-        with _lock:
-            if recorder not in _recorders:
-                return
-            _recorders.remove(recorder)
-            if not _recorders:
-                _end_unfinished()
-                atexit.unregister(_end_unfinished)
-                _unpatch()
-                gateway.forget()
-
+    undo = Undo()
+    undo.add(lambda: _unbind(recorder))
     return undo
 
 
-def _patch() -> None:
-    for owner, name, wrap in _PATCHES:
-        original = vars(owner)[name]
-        wrapper = functools.wraps(original)(wrap(original))
-        _originals[owner, name] = (original, wrapper)
-        setattr(owner, name, wrapper)
-
-
-def _unpatch() -> None:
-    for (owner, name), (original, wrapper) in _originals.items():
-        # Somebody who patched after us calls us: to put back the original would undo his patch. Ours is inert now.
-        if vars(owner)[name] is wrapper:
-            setattr(owner, name, original)
-    _originals.clear()
+def _unbind(recorder: Recorder) -> None:
+    with _lock:
+        _recorders.remove(recorder)
+        if not _recorders:
+            _end_unfinished()
+            atexit.unregister(_end_unfinished)
+            _undo_patches()
+            gateway.forget()
 
 
 def _end_unfinished() -> None:
@@ -84,18 +70,21 @@ def _begin(client: Any, options: Any, streamed: object) -> Call | None:
     endpoint = endpoint_of(options.method, str(options.url))
     if recorder is None or endpoint is None:
         return None
-    outer = _current.get()
-    if outer is not None and outer.options is options:
-        return None  # patched twice, with somebody else's patch between: the outer one has begun the span
     with recorder.guard(PLUGIN):
         return Call(recorder, client, options, endpoint, streamed=bool(streamed))
     return None
 
 
+# Below, a call whose options are those of the current one is already being recorded: we are patched in twice, with
+# somebody else's patch between.
+
+
 def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
-        call = _begin(self, options, kwargs.get("stream"))
         outer = _current.get()
+        if outer is not None and outer.options is options:
+            return original(self, cast_to, options, **kwargs)
+        call = _begin(self, options, kwargs.get("stream"))
         _current.set(call)
         try:
             if call is None:
@@ -115,8 +104,10 @@ def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
     async def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
-        call = _begin(self, options, kwargs.get("stream"))
         outer = _current.get()
+        if outer is not None and outer.options is options:
+            return await original(self, cast_to, options, **kwargs)
+        call = _begin(self, options, kwargs.get("stream"))
         _current.set(call)
         try:
             if call is None:
