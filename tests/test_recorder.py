@@ -128,7 +128,7 @@ def test_spans_of_the_otel_tracer_are_real_ones_with_the_same_ids_and_attributes
 
     exporter = InMemorySpanExporter()
     tracer = make_tracer("otel", sink)
-    tracer.provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracer.add_span_processor(SimpleSpanProcessor(exporter))
     recorder = Recorder(tracer)
     with use_attempt(Attempt("r1", "a1")):
         outer = recorder.start(names.INVOKE_AGENT, "writer", agent="writer")
