@@ -13,10 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_trainer.rows import Row
 
@@ -123,76 +120,3 @@ def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
     width = min(len(a), len(b))
     differs = a[:width] != b[:width]
     return int(differs.argmax()) if differs.any() else width
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Bucket:
-    """Segments of similar size, padded to one shape: B segments, Q new tokens, L tokens of a path."""
-
-    queries_BQ: Tensor
-    keys_BL: Tensor
-    bias_BQL: Tensor
-    real: Tensor  # which of the flattened B * Q queries are no padding
-
-
-class TreePlan:
-    """Attention along the paths of a packed micro-batch, with gradient: `attention.AttentionPlan`."""
-
-    def __init__(self, packed: Packed, dtype: torch.dtype, device: torch.device) -> None:
-        groups = _similar(packed.segments)
-        self._buckets = [_bucket(group, dtype, device) for group in groups]
-        computed = torch.cat([bucket.queries_BQ.flatten()[bucket.real] for bucket in self._buckets])
-        self._back = computed.argsort()  # from the order of the buckets to the packed order
-
-    def attend(self, _layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
-        """Attend bucket by bucket. Keys that rows share are gathered for each row, so their gradients add up."""
-        parts = [self._attend(bucket, query_NHD, key_NKD, value_NKD, scale) for bucket in self._buckets]
-        return torch.cat(parts).index_select(0, self._back)
-
-    @staticmethod
-    def _attend(bucket: _Bucket, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
-        (rows, queries), length = bucket.queries_BQ.shape, bucket.keys_BL.shape[1]
-        heads, width = query_NHD.shape[1:]
-        key_heads = key_NKD.shape[1]
-        group = heads // key_heads  # the query heads of a key head become more queries of it
-        query = query_NHD.index_select(0, bucket.queries_BQ.flatten()).view(rows, queries, key_heads, group, width)
-        query = query.permute(0, 2, 3, 1, 4).reshape(rows, key_heads, group * queries, width)
-        keys = key_NKD.index_select(0, bucket.keys_BL.flatten()).view(rows, length, key_heads, width).transpose(1, 2)
-        values = value_NKD.index_select(0, bucket.keys_BL.flatten()).view(rows, length, key_heads, width)
-        bias = bucket.bias_BQL.repeat(1, group, 1)[:, None]
-        out = scaled_dot_product_attention(query, keys, values.transpose(1, 2), attn_mask=bias, scale=scale)
-        out = out.view(rows, key_heads, group, queries, width).permute(0, 3, 1, 2, 4)
-        return out.reshape(rows * queries, heads, width)[bucket.real]
-
-
-def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Group segments so that padding at most doubles the work."""
-    groups: list[list[Segment]] = []
-    for segment in sorted(segments, key=lambda s: (s.new, len(s.path))):
-        first = groups[-1][0] if groups else None
-        if first and segment.new <= 2 * first.new and len(segment.path) <= 2 * len(first.path):
-            groups[-1].append(segment)
-        else:
-            groups.append([segment])
-    return groups
-
-
-def _bucket(group: Sequence[Segment], dtype: torch.dtype, device: torch.device) -> _Bucket:
-    queries, length = max(s.new for s in group), max(len(s.path) for s in group)
-    queries_BQ = np.zeros((len(group), queries), np.int64)
-    keys_BL = np.zeros((len(group), length), np.int64)
-    seen_BQ = np.ones((len(group), queries), np.int64)  # padding sees one key, so that softmax stays finite
-    real_BQ = np.zeros((len(group), queries), np.bool_)
-    for b, segment in enumerate(group):
-        queries_BQ[b, : segment.new] = segment.path[-segment.new :]
-        keys_BL[b, : len(segment.path)] = segment.path
-        seen_BQ[b, : segment.new] = np.arange(len(segment.path) - segment.new, len(segment.path)) + 1
-        real_BQ[b, : segment.new] = True
-    hidden = torch.from_numpy(np.arange(length) >= seen_BQ[..., None])
-    bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min / 2)
-    return _Bucket(
-        torch.from_numpy(queries_BQ).to(device),
-        torch.from_numpy(keys_BL).to(device),
-        bias.to(device),
-        torch.from_numpy(np.flatnonzero(real_BQ)).to(device),
-    )

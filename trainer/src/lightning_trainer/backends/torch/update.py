@@ -20,7 +20,8 @@ from lightning_trainer.backends.torch.head import chosen_logprobs
 from lightning_trainer.backends.torch.model import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.backends.torch.policy import Policy
-from lightning_trainer.backends.torch.tree import Packed, TreePlan, micro_batches
+from lightning_trainer.backends.torch.tree import Packed, micro_batches
+from lightning_trainer.backends.torch.tree_plan import TreePlan
 from lightning_trainer.losses import kl_divergence, policy_loss
 from lightning_trainer.rows import Row, token_weights
 
