@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ _PARAMETERS: Final = {
     "presence_penalty": "presence_penalty",
     "n": "n",
 }
+_taking: Final = threading.Lock()
 _MARK: Final = "cache_breakpoint"  # CrewAI's own; it is taken out before a message is sent
 
 
@@ -33,12 +35,14 @@ class Asked(NamedTuple):
     arguments: str
 
 
-def request_body(event: Any, messages: Any, tools: Any) -> dict[str, Json]:
+def request_body(event: Any, llm: Any, messages: Any, tools: Any) -> dict[str, Json]:
     """Give the request of a call that starts, copied: messages and tools are the agent's, and may change."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     body: dict[str, Json] = {"model": event.model, "messages": messages, "tools": tools or None}
-    body |= {name: getattr(event, key, None) for key, name in _PARAMETERS.items()}
+    for key, name in _PARAMETERS.items():  # on the event since 1.14
+        told = getattr(event, key, None)
+        body[name] = getattr(llm, key, None) if told is None else told
     copied: dict[str, Json] = json.loads(to_json({name: value for name, value in body.items() if value is not None}))
     for message in copied.get("messages") or ():
         if isinstance(message, dict):
@@ -80,12 +84,13 @@ def asked_in(response: Any) -> Iterator[Asked]:
 
 def take_asked(asked: list[Asked], name: str, arguments: Any) -> Asked | None:
     """Take out the call that a tool makes: the same name and arguments, else the same name."""
-    same = [call for call in asked if call.name == name]
-    exact = (call for call in same if call.arguments == arguments or _parsed(call.arguments) == arguments)
-    found = next(exact, same[0] if same else None)
-    if found is not None:
-        asked.remove(found)
-    return found
+    with _taking:  # tools that are called at once begin in threads
+        same = [call for call in asked if call.name == name]
+        exact = (call for call in same if call.arguments == arguments or _parsed(call.arguments) == arguments)
+        found = next(exact, same[0] if same else None)
+        if found is not None:
+            asked.remove(found)
+        return found
 
 
 def _parsed(text: str) -> Any:

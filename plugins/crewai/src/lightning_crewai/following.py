@@ -19,6 +19,7 @@ from crewai.llms.base_llm import BaseLLM
 from opentelemetry import context as otel_context
 
 from lightning_crewai.bodies import asked_in, request_body, response_body, take_asked
+from lightning_crewai.events import agent_of, error_of, stripped, tell_tool
 from lightning_crewai.works import (
     AGENT,
     BEGINS,
@@ -26,15 +27,14 @@ from lightning_crewai.works import (
     ENDS,
     FLOW,
     MODEL,
-    STEP,
-    TASK,
     TOOL,
     Work,
     innermost,
+    place,
     works_around,
 )
 from lightning_openai.elsewhere import record_elsewhere, to_json
-from lightning_openai.watch import current_watch, settled
+from lightning_openai.watch import settled
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent, with_agent
 from lightning_spans.patches import Undo, replace
@@ -79,6 +79,7 @@ class Following:
         self._recorder = recorder
         self._live = True
         self._open: dict[int, Work] = {}
+        self._begun = 0
         self._calls: dict[str, Work] = {}  # open model calls by CrewAI's id
 
     def stop(self) -> None:
@@ -100,40 +101,36 @@ class Following:
         return emit
 
     def wrap_entry(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """End what is still open in here when the call is over."""
+        """End what is still open of a call when it is over."""
 
         def entry(*args: Any, **kwargs: Any) -> Any:
-            before = current_watch()
+            begun = self._begun
             try:
                 answer = original(*args, **kwargs)
             except BaseException as error:
-                self._left(before, error)
+                self._left(begun, error)
                 raise
-            self._left(before)
+            self._left(begun)
             return answer
 
         async def async_entry(*args: Any, **kwargs: Any) -> Any:
-            before = current_watch()
+            begun = self._begun
             try:
                 answer = await original(*args, **kwargs)
             except BaseException as error:
-                self._left(before, error)
+                self._left(begun, error)
                 raise
-            self._left(before)
+            self._left(begun)
             return answer
 
         return async_entry if inspect.iscoroutinefunction(original) else entry
 
-    def _left(self, before: object, error: BaseException | None = None) -> None:
-        if current_watch() is before or not self._live:
-            return
+    def _left(self, begun: int, error: BaseException | None = None) -> None:
+        """End what began since, in this task of this thread: others end their own, and may go on."""
+        here = place()
         with self._recorder.guard(PLUGIN):
-            outside = {id(before)}
-            while before is not None:
-                before = getattr(before, "outer", None)
-                outside.add(id(before))
-            for work in list(works_around()):
-                if id(work) not in outside:
+            for work in reversed(list(self._open.values())):
+                if work.number > begun and work.place == here:
                     self._finish(work, error)
 
     def _hear(self, source: Any, event: Any) -> None:
@@ -152,14 +149,15 @@ class Following:
         here = otel_context.get_current()
         context = settled(here)
         # Of `here`: what an agent leaves to a thread, such as to remember, is its own also when it is done.
-        agent = _agent_of(kind, source, event) or current_agent(here)
-        work = Work(kind, source)
+        agent = agent_of(kind, source, event) or current_agent(here)
+        self._begun += 1
+        work = Work(kind, source, self._begun)
         if kind == MODEL:
             self._calls[event.call_id] = work
             work.call_id = event.call_id
             if not _is_wired(source):
-                work.request = request_body(event, *(_offered.get() or (event.messages, event.tools)))
-                work.streamed = bool(work.request.get("stream", getattr(source, "stream", False)))
+                work.request = request_body(event, source, *(_offered.get() or (event.messages, event.tools)))
+                work.streamed = bool(work.request.get("stream"))
         else:
             work.span = self._span(kind, event, agent, context)
         self._open[id(work)] = work
@@ -194,7 +192,7 @@ class Following:
     def _refused(self, event: Any) -> None:
         """Record a tool call whose arguments can't be read: no tool runs, and CrewAI tells the failure alone."""
         context = settled()
-        agent = _stripped(event.agent_role) or current_agent(context)
+        agent = stripped(event.agent_role) or current_agent(context)
         self._tool(event.tool_name, event.tool_args, agent, context).end(error=event.failure.message)
 
     def _end(self, kind: str, source: Any, event: Any) -> None:
@@ -204,16 +202,16 @@ class Following:
         if kind == MODEL:
             self._answered(work, event)
         if kind == TOOL and work.span is not None:
-            _tell_tool(work.span, event)
-        self._finish_through(work, _error_of(event))
+            tell_tool(work.span, event)
+        self._finish_through(work, error_of(event))
 
     def _answered(self, work: Work, event: Any) -> None:
         response = getattr(event, "response", None)
-        home = innermost(AGENT)
-        if home is not None:
-            home.asked[:] = asked_in(response)
+        home, asked = innermost(AGENT), list(asked_in(response))
+        if home is not None and asked:
+            home.asked[:] = asked
         if work.request is not None and not work.seen:
-            error = _error_of(event)
+            error = error_of(event)
             self._elsewhere(work, response_body(event) if error is None else None, error)
 
     def _elsewhere(self, work: Work, response: dict[str, Any] | None, error: BaseException | str | None) -> None:
@@ -261,44 +259,5 @@ def _wrap_started(original: Callable[..., Any]) -> Callable[..., Any]:
     return emit_call_started_event
 
 
-def _agent_of(kind: str, source: Any, event: Any) -> str | None:
-    """Give the name that an event itself tells; a call that carries no role is of the agent around it."""
-    if kind == STEP:
-        return str(event.method_name)
-    if kind == TASK:
-        return _stripped(getattr(source.agent, "role", None))
-    if kind == AGENT:
-        return _stripped(source.role)
-    return _stripped(event.agent_role)
-
-
-def _stripped(role: Any) -> str | None:
-    """Give a role as a name: in YAML, where roles often stand, they end with a line break."""
-    return str(role).strip() or None if role else None
-
-
 def _is_wired(llm: Any) -> bool:
     return any(kind.__module__.startswith(_WIRED) for kind in type(llm).__mro__)
-
-
-def _error_of(event: Any) -> BaseException | str | None:
-    """Give what went wrong: the exception itself where it is at hand."""
-    failure = getattr(event, "failure", None)  # since 1.15: the tool ran, and said that it failed
-    error = getattr(event, "error", None)
-    if error is None:
-        return None if failure is None else str(failure.message)
-    if isinstance(error, BaseException):
-        return error
-    raised = sys.exception()
-    return raised if raised is not None and str(raised) == str(error) else str(error)
-
-
-def _tell_tool(span: OpenSpan, event: Any) -> None:
-    """Add what is known of a tool when it is over; without a model's own tool calls, its arguments are read late."""
-    span.name = event.tool_name
-    span.set(**{names.TOOL_NAME: event.tool_name})
-    if not isinstance(event.tool_args, str) and event.tool_args is not None:
-        span.set(**{names.TOOL_ARGUMENTS: to_json(event.tool_args)})
-    output = getattr(event, "output", None)
-    if output is not None:
-        span.set(**{names.TOOL_RESULT: output if isinstance(output, str) else to_json(output)})

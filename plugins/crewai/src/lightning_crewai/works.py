@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -63,12 +65,14 @@ ENDS: Final = {
 class Work(Stay):
     """A stretch of work between two events."""
 
-    __slots__ = ("asked", "call_id", "kind", "request", "source", "span", "start_ns", "streamed")
+    __slots__ = ("asked", "call_id", "kind", "number", "place", "request", "source", "span", "start_ns", "streamed")
 
-    def __init__(self, kind: str, source: Any) -> None:
+    def __init__(self, kind: str, source: Any, number: int) -> None:
         super().__init__()
         self.kind = kind
         self.source = source
+        self.number = number  # works are counted as they begin
+        self.place = place()
         self.span: OpenSpan | None = None
         self.start_ns = time.time_ns()
         self.asked: list[Asked] = []  # of an agent: the tool calls that its model asked for, until they are made
@@ -82,6 +86,15 @@ class Work(Stay):
             self.seen = True
         else:
             super().called()
+
+
+def place() -> tuple[int, int | None]:
+    """Say which thread, and which task of its event loop, this is."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        task = None
+    return threading.get_ident(), None if task is None else id(task)
 
 
 def works_around() -> Iterator[Work]:
