@@ -48,28 +48,25 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     return undo
 
 
-def _event(method: Callable[..., None]) -> Any:
-    """Guard an event."""
+def _start(method: Callable[..., None]) -> Any:
+    """Guard an event that begins something, and ignore it once recording has stopped: graphs that run keep handlers."""
+
+    @functools.wraps(method)
+    def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
+        if self.live:
+            with self.recorder.guard(PLUGIN):
+                method(self, *args, **kwargs)
+
+    return handle
+
+
+def _end(method: Callable[..., None]) -> Any:
+    """Guard an event that ends something: always heard, so that the contexts that were entered are left."""
 
     @functools.wraps(method)
     def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
         with self.recorder.guard(PLUGIN):
             method(self, *args, **kwargs)
-
-    return handle
-
-
-def _start(method: Callable[..., None]) -> Any:
-    """Guard an event, and ignore it once recording has stopped: graphs that run keep their handlers.
-
-    Events that end something are always heard, so that the contexts that were entered are left.
-    """
-    guarded = _event(method)
-
-    @functools.wraps(method)
-    def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
-        if self.live:
-            guarded(self, *args, **kwargs)
 
     return handle
 
@@ -112,13 +109,13 @@ class Handler(BaseCallbackHandler):
         if self._runs.is_node(run):
             self._runs.begin_node(run)
 
-    @_event
+    @_end
     def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002, D102
         run = self._runs.end(run_id)
         if run is not None and run.span is not None:
             run.span.end()
 
-    @_event
+    @_end
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
         run = self._runs.end(run_id)
         if run is None or run.span is None:
@@ -162,7 +159,7 @@ class Handler(BaseCallbackHandler):
         )
         run.enter(run.span.context)
 
-    @_event
+    @_end
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
         run = self._runs.end(run_id)
         if run is None or run.span is None:
@@ -173,7 +170,7 @@ class Handler(BaseCallbackHandler):
         failed = message is not None and message.status == "error"
         run.span.end(error=text if failed else None, attributes={names.TOOL_RESULT: text})
 
-    @_event
+    @_end
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
         run = self._runs.end(run_id)
         if run is not None and run.span is not None:
@@ -213,14 +210,14 @@ class Handler(BaseCallbackHandler):
         self._elsewhere.begin(run, serialized, prompts[0], details.get("invocation_params") or {})
         run.enter(run.context)
 
-    @_event
+    @_end
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
         run = self._runs.end(run_id)
         if run is not None and self.live:
             self._elsewhere.end(run, response, None)
             remember(run, response)
 
-    @_event
+    @_end
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
         run = self._runs.end(run_id)
         if run is not None and self.live:
