@@ -23,7 +23,7 @@ import lightning_spans
 from lightning_spans import hookimpl, plugins
 from lightning_spans.attach import live_recorder
 
-TURNS = 200
+TURNS = 60
 FEW, MANY = 5, 50  # calls of one turn
 TRACERS = ("otel", "embedded")
 OTHERS = "2,400 µs wall (agent-lightning 0.3); openinference 250-520 µs"
@@ -48,14 +48,14 @@ EVENTS = [
         "model": "policy",
         "choices": [{"index": 0, "delta": {"content": f"word{number} "}, "finish_reason": None}],
     }
-    for number in range(60)
+    for number in range(20)
 ]
 STREAM = "".join(f"data: {json.dumps(event)}\n\n" for event in EVENTS) + "data: [DONE]\n\n"
 
 
 CASES = {  # what the table says: framework, call
     "openai": ("openai", "chat"),
-    "openai, 60 streamed events": ("openai", "stream"),
+    "openai, 20 streamed events": ("openai", "stream"),
     "LangChain's ChatOpenAI": ("langchain", "langchain_chat"),
 }
 
