@@ -564,6 +564,7 @@ def test_detach_in_the_middle_of_a_run_ends_what_is_open(tmp_path, monkeypatch):
 
         def writer(state):
             model(server.url).invoke(asked("writer", "hello"))
+            attachment.flush(60)
             attachment.detach()
             return {"notes": [model(server.url).invoke(asked("writer", "hello")).content]}
 

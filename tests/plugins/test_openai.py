@@ -521,9 +521,10 @@ def test_the_users_own_traces_keep_their_shape(tmp_path):
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     theirs = provider.get_tracer("theirs")
-    attached = lightning_openai.attach(store=str(tmp_path / "traces.db"))
-    with attached, theirs.start_as_current_span("outer"), agent("writer"), theirs.start_as_current_span("inner"):
-        pass
+    with lightning_openai.attach(store=str(tmp_path / "traces.db")) as attached:
+        with theirs.start_as_current_span("outer"), agent("writer"), theirs.start_as_current_span("inner"):
+            pass
+        attached.flush(60)
     inner, outer = exporter.get_finished_spans()
     assert inner.parent.span_id == outer.context.span_id
     assert len(open_spans(tmp_path)) == 1

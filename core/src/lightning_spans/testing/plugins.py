@@ -151,8 +151,9 @@ class PluginConformance(RecordedPromises):
         """
         (tmp_path / "file").write_text("not a folder")
         with user_environment(tmp_path), ScriptedServer() as server:
-            with attach(self.framework, store=str(tmp_path / "file" / "traces.db"), tracer=tracer):
+            with attach(self.framework, store=str(tmp_path / "file" / "traces.db"), tracer=tracer) as attachment:
                 output = run(self.program("one_agent"), server.url)
+                attachment.flush(PATIENCE_S)
             assert output == recorded("one_agent", None).output
         assert any((tmp_path / "spool").iterdir())
 

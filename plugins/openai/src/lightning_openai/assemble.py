@@ -22,8 +22,7 @@ def read_events(body: str) -> tuple[list[dict[str, Json]], bool]:
     """
     events: list[dict[str, Json]] = []
     for block in body.replace("\r\n", "\n").split("\n\n"):
-        lines = [line[5:].removeprefix(" ") for line in block.split("\n") if line.startswith("data:")]
-        data = "\n".join(lines)
+        data = block[6:] if block.startswith("data: ") and "\n" not in block else _data_of(block)
         if data.startswith(DONE):
             return events, True
         if data:
@@ -34,6 +33,11 @@ def read_events(body: str) -> tuple[list[dict[str, Json]], bool]:
             if isinstance(event, dict):
                 events.append(event)
     return events, False
+
+
+def _data_of(block: str) -> str:
+    lines = [line[5:].removeprefix(" ") for line in block.split("\n") if line.startswith("data:")]
+    return "\n".join(lines)
 
 
 def put_together(endpoint: str, events: Sequence[Mapping[str, Json]]) -> dict[str, Json] | None:
@@ -58,13 +62,19 @@ def _chat(events: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
     choices: dict[int, dict[str, Json]] = {}
     for event in events:
         for key, value in event.items():
-            if key != "choices" and (value is not None or key not in response):
+            if value is not None or key not in response:
                 response[key] = value
         for part in event.get("choices") or ():
-            choice = choices.setdefault(part.get("index", 0), {"index": part.get("index", 0), "message": {}})
-            _merge(choice["message"], part.get("delta") or {})
-            _merge(choice, {key: value for key, value in part.items() if key not in {"index", "delta"}})
+            index = part.get("index", 0)
+            choice = choices.get(index)
+            if choice is None:
+                choice = choices[index] = {"index": index, "message": {}}
+            if delta := part.get("delta"):
+                _merge(choice["message"], delta)
+            _merge(choice, part, but="delta")
     for choice in choices.values():
+        choice["message"] = _joined(choice["message"])
+        choice.update({key: "".join(value) for key, value in choice.items() if isinstance(value, _Pieces)})
         choice["message"].setdefault("content", None)
         for call in choice["message"].get("tool_calls") or ():
             call.pop("index", None)
@@ -74,24 +84,45 @@ def _chat(events: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
     return response
 
 
-def _merge(into: dict[str, Json], part: Mapping[str, Json]) -> None:
+class _Pieces(list[str]):
+    """A text that grows: joined once, since adding to a long string piece by piece copies it each time."""
+
+
+def _joined(value: Json) -> Json:
+    if isinstance(value, _Pieces):
+        return "".join(value)
+    if isinstance(value, dict):
+        return {key: _joined(item) for key, item in value.items()}
+    return [_joined(item) for item in value] if isinstance(value, list) else value
+
+
+def _merge(into: dict[str, Json], part: Mapping[str, Json], but: str | None = None) -> None:
     """Add one delta: text and lists grow, parts of a list with an index grow in place, the rest is as last sent."""
     for key, value in part.items():
-        known = into.get(key)
+        if key == but:
+            continue
         if value is None:
             into.setdefault(key, None)
-        elif known is None and not isinstance(value, (list, dict)):
-            into[key] = value
-        elif isinstance(value, str) and isinstance(known, str):
-            into[key] = known + value if key in _TEXT else value or known
+        elif isinstance(value, str):
+            _write(into, key, value)
         elif isinstance(value, list) and key not in _WHOLE:
             _extend(into, key, value)
         elif isinstance(value, dict):
-            if not isinstance(known, dict):
+            if not isinstance(into.get(key), dict):
                 into[key] = {}
             _merge(into[key], value)
         else:
             into[key] = value
+
+
+def _write(into: dict[str, Json], key: str, value: str) -> None:
+    known = into.get(key)
+    if key not in _TEXT:
+        into[key] = value or known or value  # some servers send an empty id with every delta but the first
+    elif isinstance(known, _Pieces):
+        known.append(value)
+    else:
+        into[key] = _Pieces([value])
 
 
 def _extend(into: dict[str, Json], key: str, parts: list[Json]) -> None:
