@@ -23,8 +23,8 @@ import lightning_spans
 from lightning_spans import hookimpl, plugins
 from lightning_spans.attach import live_recorder
 
-TURNS = 60
-FEW, MANY = 5, 50  # calls of one turn
+TURNS = 150
+FEW, MANY = 5, 25  # calls of one turn
 TRACERS = ("otel", "embedded")
 OTHERS = "2,400 µs wall (agent-lightning 0.3); openinference 250-520 µs"
 MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is 12 + 7?"}]
@@ -82,7 +82,7 @@ def measure() -> list[Figure]:
 
 
 def cost(what: str, framework: str, call: Callable[[], None], tracer: str) -> list[Figure]:
-    """Median difference between a call with the plugin bound and one without it, by each clock."""
+    """Difference between a call with the plugin bound and one without it, by each clock."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIGHTNING_SPOOL"] = str(Path(folder) / "spool")
         store = str(Path(folder) / "bench.db")
@@ -111,7 +111,7 @@ def cost(what: str, framework: str, call: Callable[[], None], tracer: str) -> li
 
 
 def turns(framework: str, clock: Callable[[int], float], count: int, calls: int) -> tuple[float, float]:
-    """Medians, in µs a call, of what recording adds and of a bare call."""
+    """Medians, in µs a call, of what recording adds to the turn before it, and of a bare call."""
     bare, added = [], []
     for _ in range(count):
         bare.append(1e6 * clock(calls) / calls)

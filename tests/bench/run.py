@@ -71,7 +71,15 @@ def _lines(path: str) -> list[str]:
 
 
 def table(results: list[dict[str, Any]]) -> Table:
-    shown = Table(title="Ours, beside what others were measured to do", show_lines=False)
+    load, cores = (
+        os.getloadavg()[0],
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    )
+    busy = (
+        f"The machine is busy (load {load:.0f} on {cores} cores): times, CPU times too, are longer than they need be."
+    )
+    caption = busy if load > 1.5 * cores else None
+    shown = Table(title="Ours, beside what others were measured to do", caption=caption)
     for column in ("benchmark", "what", "ours", "goal", "", "others", "how"):
         shown.add_column(column, justify="right" if column in {"ours", "goal"} else "left", overflow="fold")
     for result in results:
