@@ -23,6 +23,7 @@ from lightning_openai import agent, gateway, wire
 from lightning_openai.assemble import is_whole, put_together, read_events
 from lightning_openai.call import endpoint_of
 from lightning_openai.facts import response_facts
+from lightning_openai.leftovers import leftovers
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.recorder import Recorder
@@ -152,6 +153,7 @@ def wired():
 
 def only(wired):
     """The one span and the one request there must be."""
+    leftovers.wait()
     (span,) = wired.sink.spans
     (request,) = wired.server.requests
     assert request.headers["traceparent"] == f"00-{span.trace_id}-{span.span_id}-01"

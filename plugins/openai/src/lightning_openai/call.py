@@ -13,6 +13,7 @@ from openai._compat import model_copy
 from lightning_openai import gateway
 from lightning_openai.assemble import is_whole, put_together, read_events
 from lightning_openai.facts import request_facts, response_facts
+from lightning_openai.leftovers import leftovers
 from lightning_openai.tee import body_of, tee
 from lightning_openai.watch import current_watch
 from lightning_spans import spans as names
@@ -143,8 +144,17 @@ class Call:
             self.failed(error)
 
     def closed(self) -> None:
-        """End the span: nobody reads any further."""
-        if self.span.end_ns is None and not self.reading:
+        """End the span: nobody reads any further. Perhaps it is the garbage collector that says so: see `leftovers`."""
+        if self.span.end_ns is not None or self.reading:
+            return
+        if self._to_end:
+            self.end_left()
+        else:
+            leftovers.take(self)
+
+    def end_left(self) -> None:
+        """End the span with what was read."""
+        if self.span.end_ns is None:
             with self._recorder.guard(PLUGIN, self.span):
                 self._end_stream(None)
 

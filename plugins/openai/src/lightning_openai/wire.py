@@ -19,6 +19,7 @@ from openai._streaming import AsyncStream, Stream
 
 from lightning_openai import gateway
 from lightning_openai.call import PLUGIN, Call, endpoint_of
+from lightning_openai.leftovers import leftovers
 from lightning_spans.patches import Undo, replace
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def bind(recorder: Recorder) -> Callable[[], None]:
         if not _recorders:
             for owner, name, wrap in _PATCHES:
                 _undo_patches.add(replace(owner, name, wrap))
+            leftovers.start()
             atexit.register(_end_unfinished)
         _recorders.append(recorder)
 
@@ -53,6 +55,7 @@ def _unbind(recorder: Recorder) -> None:
     with _lock:
         _recorders.remove(recorder)
         if not _recorders:
+            leftovers.stop()
             _end_unfinished()
             atexit.unregister(_end_unfinished)
             _undo_patches()
@@ -61,7 +64,7 @@ def _unbind(recorder: Recorder) -> None:
 
 def _end_unfinished() -> None:
     for call in list(_unfinished):
-        call.closed()
+        call.end_left()
 
 
 def _begin(client: Any, options: Any, streamed: object) -> Call | None:
