@@ -29,7 +29,7 @@ pytestmark = pytest.mark.torch
 
 
 def make_engine(folder: Path, **options: object) -> TorchEngine:
-    chosen = make_options(folder, {"lanes": 1, "threads": 1, **options})
+    chosen = make_options(folder, {"threads": 1, **options})
     return TorchEngine(loading.load(chosen), chosen)
 
 
@@ -255,16 +255,6 @@ async def test_a_prompt_longer_than_a_step_and_the_first_cache_is_right(tmp_path
     engine.close()
 
 
-async def test_several_lanes_share_the_work(tiny_model: Path) -> None:
-    engine = make_engine(tiny_model, lanes=3, slots=7)
-    prompts = [ids(engine, f"prompt {n}") for n in range(12)]
-    answers = await asyncio.gather(*(collect(engine, p, max_tokens=8, temperature=0) for p in prompts))
-    assert sum(lane.counts["requests"] > 0 for lane in engine._lanes) == 3
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.logprobs == pytest.approx(plain_logprobs(engine._model, prompt, answer.token_ids), abs=1e-5)
-    engine.close()
-
-
 async def test_any_event_loop_may_ask(engine: TorchEngine) -> None:
     prompt = ids(engine, "loops")
     here = await collect(engine, prompt, max_tokens=6, temperature=0)
@@ -340,7 +330,7 @@ async def test_weights_change_only_between_requests(tiny_model: Path) -> None:
 
     def change() -> bool:
         with engine.still():
-            busy = engine._lanes[0].load
+            busy = engine._batcher.requests
             engine.weights_changed(7)
             return busy == 0
 
@@ -376,7 +366,7 @@ def test_bfloat16_with_laid_out_weights_is_close_to_the_plain_model(tmp_path: Pa
 
 async def test_the_engine_generates_with_the_adapters(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "base", dtype="bfloat16")
-    backend = TorchBackend(folder, lora_rank=4, lanes=1, threads=1)
+    backend = TorchBackend(folder, lora_rank=4, threads=1)
     engine, prompt = backend.engine, ids(backend.engine, "adapters")
     before = await collect(engine, prompt, max_tokens=10, temperature=0)
     with engine.still(), torch.no_grad():
@@ -425,7 +415,7 @@ def test_a_qwen_model_runs_too(tmp_path: Path) -> None:
     [
         {"dtype": "float16"},
         {"slots": 0},
-        {"lanes": 99},
+        {"generate_threads": 0},
         {"device": "abacus"},
         {"max_model_len": 10**6},
         {"lora_alpha": 2.0},

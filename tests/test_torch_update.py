@@ -30,7 +30,7 @@ Gradients = dict[str, "torch.Tensor"]
 
 
 def make_backend(folder: Path, **options: object) -> TorchBackend:
-    return TorchBackend(folder, **{"lanes": 1, "threads": 1, **options})
+    return TorchBackend(folder, **{"threads": 1, **options})
 
 
 def make_row(tokens: list[int], answer: slice, advantage: float = 1.0, logprob: float = -5.0, **changes: object) -> Row:

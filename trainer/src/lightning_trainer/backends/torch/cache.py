@@ -1,4 +1,4 @@
-"""The key-value cache of one lane: slots with the last tokens of each sequence, after a prefix that many may share.
+"""The key-value cache of the engine: slots with the last tokens of each sequence, after a prefix that many may share.
 
 A sequence is a `Prefix`, kept once for all slots that begin with it, and a tail in its own slot. Attention to a shared
 prefix is one product for all of them instead of one for each, and reads its keys once. Slots keep their content after

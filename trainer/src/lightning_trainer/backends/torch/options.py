@@ -26,8 +26,8 @@ class TorchOptions:
         seed: of everything that is drawn: samples without a seed of their own, and the start of LoRA adapters.
         slots: most requests that generate at once; more wait.
         max_model_len: most tokens of prompt and answer; None: the model's own limit.
-        lanes: threads that generate, each with its share of the slots; None: as many as suit the machine.
-        threads: cores to use; None: all.
+        threads: cores that the update uses; None: all.
+        generate_threads: cores that generation uses; None: as many as suit the model's size.
         lora_rank: rank of LoRA adapters; 0 trains all weights.
         lora_alpha: scale of the adapters; None: twice the rank.
         lora_targets: names of the modules that get adapters; None: all linear ones but the head.
@@ -55,8 +55,8 @@ class TorchOptions:
     seed: int = 0
     slots: int = 64
     max_model_len: int | None = None
-    lanes: int | None = None
     threads: int | None = None
+    generate_threads: int | None = None
     lora_rank: int = 0
     lora_alpha: float | None = None
     lora_targets: tuple[str, ...] | None = None
@@ -78,8 +78,8 @@ class TorchOptions:
             in ("auto", "float32", "bfloat16"),
             "slots must be at least 1": self.slots >= 1,
             "max_model_len must be at least 2": self.max_model_len is None or self.max_model_len >= 2,
-            "lanes must be at least 1 and at most slots": self.lanes is None or 1 <= self.lanes <= self.slots,
             "threads must be at least 1": self.threads is None or self.threads >= 1,
+            "generate_threads must be at least 1": self.generate_threads is None or self.generate_threads >= 1,
             "lora_rank must be 0 (all weights) or more": self.lora_rank >= 0,
             "lora_alpha needs lora_rank, and must be above 0": self.lora_alpha is None
             or (self.lora_rank > 0 and self.lora_alpha > 0),

@@ -26,7 +26,7 @@ class Request:
         text: turns tokens into text.
         loop: event loop that takes the answer.
         pieces: the answer, piece by piece, or the error that ended it.
-        cancelled: nobody waits for the answer any more. Set by the event loop's thread, read by the lane's.
+        cancelled: nobody waits for the answer any more. Set by the event loop, read by the batcher.
         drawn: number of tokens drawn.
         slot: where its keys and values are; -1 while it waits.
     """

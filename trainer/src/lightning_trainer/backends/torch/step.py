@@ -1,4 +1,4 @@
-"""One forward pass of a lane: which tokens are computed, and how they attend to a `SlotCache`.
+"""One forward pass of the batcher: which tokens are computed, and how they attend to a `SlotCache`.
 
 Axes: N packed tokens, R slots of a run, Q queries of a slot, H query heads, K key heads, D head width, P tokens of a
 prefix, L tokens that a slot holds itself. The H / K query heads of a key head are that many more queries of it.

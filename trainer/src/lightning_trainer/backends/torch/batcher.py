@@ -1,8 +1,7 @@
 """A thread that generates: continuous batching over the slots of one cache.
 
 Each step computes one token for every request that decodes and some prompt tokens of those that begin, all packed into
-one forward pass. On two small cores two lanes of one thread each are faster than one lane of two threads: a step's
-matrices are too small for threads to meet in the middle of each.
+one forward pass.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _STEP_TOKENS = 512  # most prompt tokens in a step, so that those who decode nev
 _WORTH_WAITING = 16  # shared tokens for which a request waits until another has computed them
 
 
-class Lane:
-    """One generating thread with its slots, its waiting requests and its cache."""
+class Batcher:
+    """The generating thread with its slots, its waiting requests and its cache."""
 
-    def __init__(self, model: LoadedModel, slots: int, threads: int, name: str) -> None:
+    def __init__(self, model: LoadedModel, slots: int, threads: int) -> None:
         self._model, self._threads = model, threads
         self._cache = SlotCache(model.shape, slots, model.max_model_len)
         self._running: dict[int, Request] = {}  # by slot
@@ -45,17 +44,13 @@ class Lane:
         self._held = 0
         self._busy = False
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="lightning-generate", daemon=True)
         self._thread.start()
 
     @property
-    def load(self) -> int:
-        """Number of requests here, running or waiting."""
+    def requests(self) -> int:
+        """Number of requests that run or wait."""
         return len(self._running) + len(self._waiting)
-
-    def shares(self, request: Request) -> int:
-        """Give the longest prefix that this lane holds of the request's prompt; a hint, read without the lock."""
-        return int(self._cache.shared(request.prompt).max())
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -71,7 +66,7 @@ class Lane:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let running requests end, start no others, and keep the lane still until the block is left."""
+        """Let running requests end, start no others, and keep the thread still until the block is left."""
         with self._changed:
             self._held += 1
             self._changed.notify_all()
@@ -84,7 +79,7 @@ class Lane:
                 self._changed.notify_all()
 
     def forget(self) -> None:
-        """Drop the prefix cache. Call it while the lane is held."""
+        """Drop the prefix cache. Call it while the thread is held."""
         self._cache.clear()
 
     def close(self) -> None:
@@ -112,7 +107,7 @@ class Lane:
         self._fail(left, RuntimeError("the engine was closed"))
 
     def _next(self) -> bool:
-        """Sleep until there is a step to take; False when the lane is closed."""
+        """Sleep until there is a step to take; False when the engine is closed."""
         with self._changed:
             self._busy = False
             self._changed.notify_all()
