@@ -187,7 +187,7 @@ def _one_of(names: Any) -> Callable[[Json], Any]:
 
 _READERS: dict[type, dict[str, Callable[[Json], Any]]] = {
     Span: {
-        **dict.fromkeys(("operation", "name", "trace_id", "span_id", "status_message"), _text),
+        **dict.fromkeys(("operation", "name", "trace_id", "span_id", "status_message", "origin"), _text),
         **dict.fromkeys(("parent_id", "agent", "rollout_id", "attempt_id"), _maybe(_text)),
         **dict.fromkeys(("start_ns", "end_ns"), _whole),
         "status": _one_of(Status),
@@ -201,7 +201,7 @@ _READERS: dict[type, dict[str, Callable[[Json], Any]]] = {
         "message": _object,
     },
     Call: {
-        **dict.fromkeys(("call_id", "response_id", "policy"), _text),
+        **dict.fromkeys(("call_id", "response_id", "policy", "origin"), _text),
         **dict.fromkeys(("trace_id", "span_id", "rollout_id", "attempt_id", "agent", "error"), _maybe(_text)),
         **dict.fromkeys(("start_ns", "end_ns", "policy_version"), _whole),
         "prompt_token_ids": _maybe(_ids),
@@ -215,7 +215,7 @@ _READERS: dict[type, dict[str, Callable[[Json], Any]]] = {
         "value": _number,
     },
     Rollout: {
-        **dict.fromkeys(("rollout_id", "group_id", "mode"), _text),
+        **dict.fromkeys(("rollout_id", "group_id", "mode", "origin"), _text),
         "task": _object,
         "max_attempts": _whole,
         "timeout_s": _maybe(_number),
@@ -229,7 +229,7 @@ _READERS: dict[type, dict[str, Callable[[Json], Any]]] = {
     AttemptRecord: {
         **dict.fromkeys(("attempt_id", "worker"), _text),
         "rollout": lambda value: from_json(Rollout, value),
-        **dict.fromkeys(("number", "fence", "lease_until_ns", "started_ns"), _whole),
+        **dict.fromkeys(("number", "fence", "lease_until_ns", "started_ns", "disturbed"), _whole),
         "ended_ns": _maybe(_whole),
         "status": _one_of(AttemptStatus),
         "error": _maybe(_text),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from lightning_spans.context import Attempt
 from lightning_spans.errors import ConfigError
 from lightning_spans.rewards import Reward
-from lightning_spans.spans import Json, Span
+from lightning_spans.spans import TRAINING, Json, Span
 
 RolloutStatus: TypeAlias = Literal["queued", "running", "succeeded", "failed", "cancelled"]
-AttemptStatus: TypeAlias = Literal["running", "succeeded", "failed", "timeout", "lost", "cancelled"]
+# ``released``: given back, nothing was wrong with it; ``disturbed``: its process ended while others ran there too.
+AttemptStatus: TypeAlias = Literal[
+    "running", "succeeded", "failed", "timeout", "lost", "cancelled", "released", "disturbed"
+]
+UNCOUNTED: Final[tuple[AttemptStatus, ...]] = ("released", "disturbed")
+"""Ends that are no fault of the agent's: they use up none of the rollout's tries."""
+UNCOUNTED_MOST: Final = 20  # of a rollout; more of them count, so that nothing is tried for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,7 @@ class Call:
         rollout_id: from the attempt's key.
         attempt_id: from the attempt's key.
         agent: from the ``x-lightning-agent`` header or the key; the span's name goes before it.
+        origin: what the call was made for: ``training``, ``live``, or a label of the user's own.
         policy: the model or policy that answered.
         policy_version: the number of its weights when the call began.
         prompt_token_ids: (P,) ids given to the engine; None where it did not send them.
@@ -68,6 +75,7 @@ class Call:
     rollout_id: str | None = None
     attempt_id: str | None = None
     agent: str | None = None
+    origin: str = TRAINING
     prompt_token_ids: tuple[int, ...] | None = None
     choices: tuple[Choice, ...] = ()
     request: Mapping[str, Json] = field(default_factory=dict)
@@ -83,7 +91,8 @@ class Rollout:
         rollout_id: its id.
         group_id: the group whose returns are compared: rollouts of one task in one step.
         task: the row of the user's data.
-        mode: ``train`` or ``val``; an origin label for anything else.
+        mode: ``train`` or ``val``.
+        origin: what it is run for: ``training``, ``live``, or a label of the user's own; its attempts have it too.
         max_attempts: tries before the rollout counts as failed.
         timeout_s: time limit of one attempt in seconds; None: none.
         status: where it stands.
@@ -93,6 +102,7 @@ class Rollout:
     group_id: str
     task: Mapping[str, Json]
     mode: str = "train"
+    origin: str = TRAINING
     max_attempts: int = 2
     timeout_s: float | None = 300.0
     status: RolloutStatus = "queued"
@@ -114,6 +124,8 @@ class AttemptRecord:
         ended_ns: Unix time in nanoseconds; None while it runs.
         error: why it failed; None otherwise.
         context: what the agent's process gets, its key among it; made by the server that a runner claims from.
+        disturbed: earlier attempts of the rollout that ended ``disturbed``: it may be what ends processes, so it is run
+            alone in one. Filled in by `claim`, 0 elsewhere.
     """
 
     attempt_id: str
@@ -127,6 +139,7 @@ class AttemptRecord:
     ended_ns: int | None = None
     error: str | None = None
     context: Attempt | None = None
+    disturbed: int = 0
 
 
 @runtime_checkable
@@ -156,6 +169,7 @@ class Store(Protocol):
         rollout_ids: Sequence[str] | None = None,
         attempt_ids: Sequence[str] | None = None,
         trace_ids: Sequence[str] | None = None,
+        origin: str | None = None,
     ) -> list[Span]:
         """Give spans in the order of their start."""
         ...
@@ -166,6 +180,7 @@ class Store(Protocol):
         rollout_ids: Sequence[str] | None = None,
         attempt_ids: Sequence[str] | None = None,
         trace_ids: Sequence[str] | None = None,
+        origin: str | None = None,
     ) -> list[Call]:
         """Give calls in the order of their start."""
         ...
@@ -202,7 +217,8 @@ class Store(Protocol):
     ) -> RolloutStatus:
         """End an attempt, with its rewards, in one transaction. Gives where the rollout stands now.
 
-        The same end told twice (same fence, same status) is answered alike and counted once.
+        The same end told twice (same fence, same status) is answered alike and counted once. An end in `UNCOUNTED` is
+        tried again without using up one of the rollout's tries, up to `UNCOUNTED_MOST` times.
 
         Raises:
             LeaseLostError: the fence is old, or the attempt already ended otherwise.
@@ -221,14 +237,19 @@ class Store(Protocol):
         rollout_ids: Sequence[str] | None = None,
         group_ids: Sequence[str] | None = None,
         status: RolloutStatus | None = None,
+        origin: str | None = None,
     ) -> list[Rollout]:
         """Give rollouts in the order they were queued."""
         ...
 
     def attempts(
-        self, *, rollout_ids: Sequence[str] | None = None, attempt_ids: Sequence[str] | None = None
+        self,
+        *,
+        rollout_ids: Sequence[str] | None = None,
+        attempt_ids: Sequence[str] | None = None,
+        origin: str | None = None,
     ) -> list[AttemptRecord]:
-        """Give attempts in the order of their start."""
+        """Give attempts in the order of their start; `origin` is that of their rollout."""
         ...
 
     def consume_group(self, group_id: str, consumer: str) -> bool:

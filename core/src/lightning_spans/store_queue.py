@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, TypeVar, get_args
 
-from sqlalchemy import Connection, and_, bindparam, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, func, insert, select, update
 
 from lightning_spans.errors import LeaseLostError, RefusedError
 from lightning_spans.rewards import Reward
-from lightning_spans.store import AttemptRecord, AttemptStatus, Rollout, RolloutStatus
+from lightning_spans.store import UNCOUNTED, UNCOUNTED_MOST, AttemptRecord, AttemptStatus, Rollout, RolloutStatus
 from lightning_spans.store_rows import reward_values, rollout_values, row_attempt
 from lightning_spans.store_schema import QUEUED, RUNNING, attempts, consumed_groups, lease_clock, rewards, rollouts
 from lightning_spans.store_sqlite import insert_new
@@ -121,7 +122,28 @@ def claim(connection: Connection, clock: LeaseClock, worker: str, limit: int, le
     _set_rollouts(connection, [row.rollout_id for row in waiting], status="running", tries=rollouts.c.tries + 1)
     ids = [str(row["attempt_id"]) for row in new]
     query = ATTEMPTS.order_by(rollouts.c.seq)
-    return [row_attempt(row) for chunk in chunks(ids) for row in connection.execute(query.where(_attempts_in(chunk)))]
+    found = [row for chunk in chunks(ids) for row in connection.execute(query.where(_attempts_in(chunk)))]
+    disturbed = _ends(connection, [row.rollout_id for row in waiting if row.tries], ("disturbed",))
+    return [replace(row_attempt(row), disturbed=disturbed.get(row.rollout_id, 0)) for row in found]
+
+
+def _ends(connection: Connection, rollout_ids: Sequence[str], kinds: Sequence[AttemptStatus]) -> dict[str, int]:
+    """Count the attempts of each rollout that ended so."""
+    counts: dict[str, int] = {}
+    for chunk in chunks(rollout_ids):
+        query = select(attempts.c.rollout_id, func.count()).where(
+            attempts.c.rollout_id.in_(chunk), attempts.c.status.in_(kinds)
+        )
+        counts |= {row[0]: row[1] for row in connection.execute(query.group_by(attempts.c.rollout_id))}
+    return counts
+
+
+def _tries_left(connection: Connection, rows: Sequence[Any]) -> set[str]:
+    """Name the rollouts, given as rows with tries and max_attempts, that may be tried again."""
+    spent = [row.rollout_id for row in rows if row.tries >= row.max_attempts]
+    free = _ends(connection, spent, UNCOUNTED)
+    counted = {row.rollout_id: row.tries - min(free.get(row.rollout_id, 0), UNCOUNTED_MOST) for row in rows}
+    return {row.rollout_id for row in rows if counted[row.rollout_id] < row.max_attempts}
 
 
 def _ns(seconds: float) -> int:
@@ -153,8 +175,9 @@ def expire(connection: Connection, now: int) -> None:
     ended = {"status": "lost", "ended_ns": time.time_ns(), "error": LEASE_RAN_OUT}
     for chunk in chunks(row.attempt_id for row in late):
         connection.execute(update(attempts).where(_attempts_in(chunk)).values(**ended))
-    _set_rollouts(connection, [row.rollout_id for row in late if row.tries < row.max_attempts], status="queued")
-    _set_rollouts(connection, [row.rollout_id for row in late if row.tries >= row.max_attempts], status="failed")
+    again = _tries_left(connection, late)
+    _set_rollouts(connection, again, status="queued")
+    _set_rollouts(connection, {row.rollout_id for row in late} - again, status="failed")
 
 
 def heartbeat(
@@ -203,7 +226,7 @@ def finish(
     connection.execute(_END_ATTEMPT, ended)
     if earned:
         connection.execute(_KEEP_REWARDS, [reward_values(reward) for reward in earned])
-    stands = _after(status, tries_left=row.tries < row.max_attempts)
+    stands = _after(status, tries_left=bool(_tries_left(connection, [row])))
     connection.execute(_SET_ROLLOUT, {"its_id": row.rollout_id, "status": stands})
     return stands
 

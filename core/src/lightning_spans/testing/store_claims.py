@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from lightning_spans.errors import LeaseLostError, RefusedError, RewardError
-from lightning_spans.store import AttemptRecord, AttemptStatus, Rollout, RolloutStatus, Store
+from lightning_spans.store import UNCOUNTED, UNCOUNTED_MOST, AttemptRecord, AttemptStatus, Rollout, RolloutStatus, Store
 from lightning_spans.testing import samples
 from lightning_spans.testing.samples import ANY, a_reward, a_rollout, a_span, an_id
 
@@ -213,6 +213,35 @@ class QueuePromises:
         assert store.finish(second.attempt_id, second.fence, status=status) == "failed"
         assert [a.error for a in store.attempts(rollout_ids=[rollout.rollout_id])] == ["it broke", None]
         assert store.claim("worker") == []
+
+    @pytest.mark.parametrize("status", UNCOUNTED)
+    def test_an_end_without_fault_uses_up_no_try(self, store: Store, status: AttemptStatus) -> None:
+        """If it fails: tries that ended released or disturbed don't count towards max_attempts; others do."""
+        rollout = a_rollout(max_attempts=1)
+        attempt = _claimed(store, rollout)
+        for number in (2, 3):
+            assert store.finish(attempt.attempt_id, attempt.fence, status=status) == "queued"
+            (attempt,) = store.claim("worker")
+            assert (attempt.number, attempt.disturbed) == (number, number - 1 if status == "disturbed" else 0)
+        assert store.finish(attempt.attempt_id, attempt.fence, status="failed") == "failed"
+
+    def test_ends_without_fault_are_bounded(self, store: Store) -> None:
+        """If it fails: after UNCOUNTED_MOST of them each one counts, or a rollout could be tried for ever."""
+        rollout = a_rollout(max_attempts=1)
+        attempt = _claimed(store, rollout)
+        for _ in range(UNCOUNTED_MOST):
+            assert store.finish(attempt.attempt_id, attempt.fence, status="disturbed") == "queued"
+            (attempt,) = store.claim("worker")
+        assert store.finish(attempt.attempt_id, attempt.fence, status="disturbed") == "failed"
+
+    def test_a_lease_that_ran_out_after_an_end_without_fault_is_the_first_try(self, store: Store) -> None:
+        """If it fails: the tries of an expired attempt are counted as those of one that ended."""
+        rollout = a_rollout(max_attempts=2)
+        attempt = _claimed(store, rollout)
+        store.finish(attempt.attempt_id, attempt.fence, status="released")
+        store.claim("worker", lease_s=_SHORT_S)
+        time.sleep(2 * _SHORT_S)
+        assert [a.number for a in store.claim("worker")] == [3]
 
     def test_an_end_that_makes_no_sense_changes_nothing(self, store: Store) -> None:
         """If it fails: check attempt, status and rewards before anything is written."""

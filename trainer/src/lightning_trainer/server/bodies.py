@@ -44,7 +44,7 @@ class FinishBody(Body):
     """How an attempt ended, with its rewards."""
 
     fence: int
-    status: Literal["succeeded", "failed", "timeout", "cancelled", "lost"]
+    status: Literal["succeeded", "failed", "timeout", "cancelled", "lost", "released", "disturbed"]
     rewards: list[dict[str, Any]] = []
     error: str | None = None
 
