@@ -106,6 +106,12 @@ def test_no_more_workers_than_a_batch_fills() -> None:
     assert config(workers=5).worker_count() == 5
 
 
+def test_no_workers_here_where_others_run_the_agent() -> None:
+    assert config(backend="verl", workers=0).worker_count() == 0
+    with pytest.raises(ConfigError, match="leaves the rollouts to runners elsewhere"):
+        config(workers=0)
+
+
 def test_json_form_makes_the_same_configuration_again() -> None:
     original = config(agents="writer", failed=-1.0, val="dev.jsonl", val_every=3)
     assert TrainConfig.model_validate_json(to_json(original)) == original

@@ -58,7 +58,9 @@ def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.N
         batch_size=8,
         group_size=8,
         steps=args.steps,
-        until=0.92,
+        until=0.92 if args.backend == "torch" else None,  # verl's trainer can't be stopped between two steps
+        backend=args.backend,
+        device=args.device,
         concurrency=32,
         seed=args.seed,
     )
@@ -99,6 +101,8 @@ def main() -> None:
     parser.add_argument("--agents", default="caller,answerer", help="agents to train, with commas between")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--steps", type=int, default=14, help="most steps; it stops earlier once it is good")
+    parser.add_argument("--backend", default="torch", choices=("torch", "verl"))
+    parser.add_argument("--device", default="auto", help="such as cpu or cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("calculator-%Y%m%d-%H%M%S"))
     args = parser.parse_args()

@@ -62,7 +62,7 @@ def test_two_nodes_learn_together_with_agents_elsewhere(options, cluster, tmp_pa
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    options |= {"algorithm": "rloo", "nodes": 2, "gpus": 1, "steps": 2, "port": port, "concurrency": 2}
+    options |= {"algorithm": "rloo", "nodes": 2, "gpus": 1, "steps": 2, "port": port, "workers": 0}
     address = ray.util.get_node_ip_address()
     elsewhere = Elsewhere(options["out"], f"http://{address}:{port}", tmp_path / "blocked")
     elsewhere.start()
@@ -82,4 +82,4 @@ def test_two_nodes_learn_together_with_agents_elsewhere(options, cluster, tmp_pa
         workers = {attempt.worker for attempt in store.attempts()}
     finally:
         store.close()
-    assert len(workers) == 2, "the run's own runner, and the one elsewhere"
+    assert len(workers) == 1, "the runner elsewhere ran them all"

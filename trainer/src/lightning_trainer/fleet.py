@@ -70,7 +70,7 @@ class Fleet:
 
     Args:
         job: what is run.
-        workers: number of processes.
+        workers: number of processes; with 0, runners elsewhere do the work.
         concurrency: attempts at once in each.
         logs: folder for what the agents print.
         on_end: told once of each attempt placed, unless it was forgotten by `cancel`.
@@ -110,6 +110,8 @@ class Fleet:
         Raises:
             LightningError: the agent can't be imported or called.
         """
+        if self._size == 0:  # others run the rollouts
+            return
         await self._spawn()
         await asyncio.gather(*(self._spawn() for _ in range(self._size - 1)))
 
