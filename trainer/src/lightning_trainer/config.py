@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer import policies
 
 
 class TrainConfig(BaseModel):
@@ -44,6 +45,9 @@ class TrainConfig(BaseModel):
     # What is trained.
     agents: tuple[str, ...] | None = None
     """Names or globs of the agents to train. All agents that have a name, by default."""
+    policies: dict[str, str] = Field(default_factory=dict)
+    """Adapters of agents over one frozen model, written AGENT=lora (its own), AGENT=lora:NAME (shared by those that
+    name it) or AGENT=base (served, never trained), with commas between. Agents to train that have none share one."""
     model: str
     """The policy to start from: a local model folder, a hub id, or a name that the backend knows."""
     backend: str = "torch"
@@ -53,7 +57,7 @@ class TrainConfig(BaseModel):
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or `hermes` for ours, which knows tools."""
     lora_rank: int = Field(default=0, ge=0)
-    """Rank of LoRA adapters; 0 trains all weights."""
+    """Rank of LoRA adapters; 0 trains all weights. 16 with policies."""
     lora_alpha: float | None = Field(default=None, gt=0)
     """Scale of the adapters; twice the rank by default."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -120,8 +124,9 @@ class TrainConfig(BaseModel):
     """Order of the tasks, sampling and initialisation follow from it."""
 
     # How the agent runs.
-    workers: int | None = Field(default=None, ge=1)
-    """Worker processes; as many as there are cores, at most what a batch can use, by default."""
+    workers: int | None = Field(default=None, ge=0)
+    """Worker processes; as many as there are cores, at most what a batch can use, by default. With backend = "verl", 0
+    leaves the rollouts to runners on other machines."""
     concurrency: int = Field(default=16, ge=1)
     """Rollouts at once in each worker."""
     timeout_s: float = Field(default=300.0, gt=0)
@@ -170,7 +175,7 @@ class TrainConfig(BaseModel):
     def worker_count(self) -> int:
         """Worker processes to start: as asked, else one a core, and no more than a batch fills."""
         full = math.ceil(self.batch_size * self.group_size / self.concurrency)
-        return self.workers or max(1, min(cores(), full))
+        return max(1, min(cores(), full)) if self.workers is None else self.workers
 
 
 def cores() -> int:
@@ -237,10 +242,17 @@ def to_json(config: TrainConfig) -> str:
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the defaults that depend on other options, and take `agents` as one text with commas too."""
     filled = dict(values)
+    if filled.get("policies"):
+        if isinstance(filled["policies"], (str, tuple)):
+            filled["policies"] = policies.read_text(filled["policies"])
+        filled["lora_rank"] = filled.get("lora_rank") or policies.DEFAULT_RANK
     if filled.get("lora_rank") and filled.get("learning_rate") is None:
         filled["learning_rate"] = 1e-4  # adapters start at zero and take about ten times the step of full weights
     if isinstance(filled.get("agents"), str):
         filled["agents"] = tuple(name.strip() for name in filled["agents"].split(",") if name.strip())
+    chosen = filled.get("policies")
+    if isinstance(chosen, Mapping) and chosen and all(isinstance(value, str) for value in chosen.values()):
+        filled["policies"], filled["agents"] = policies.complete(chosen, filled.get("agents"))
     return filled
 
 
@@ -269,6 +281,11 @@ def _cross_check(config: TrainConfig) -> None:
             config.gamma is not None and config.credit == "identical"
         ),
         "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
+        "verl trains one policy for all agents. Leave policies out, or train on backend = torch.": bool(config.policies)
+        and config.backend == "verl",
+        'workers = 0 leaves the rollouts to runners elsewhere. Only backend = "verl" has a key for them.': (
+            config.workers == 0 and config.backend != "verl"
+        ),
         'gpus, nodes, staleness and verl are options of backend = "verl". Set it, or leave them out.': config.backend
         == "torch"
         and (config.gpus, config.nodes, config.staleness, dict(config.verl)) != (1, 1, 0, {}),

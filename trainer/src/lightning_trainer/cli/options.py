@@ -97,6 +97,8 @@ def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
         text += f" [default: {shown}]"
     if field.annotation is bool:
         return click.option(f"{flag}/--no-{name.replace('_', '-')}", name, default=None, help=text)
+    if name == "policies":
+        return click.option("--policy", "--policies", name, multiple=True, metavar="AGENT=POLICY,...", help=text)
     if typing.get_origin(field.annotation) is dict:
         return click.option(flag, name, multiple=True, metavar="NAME=VALUE", help=f"{text} May be repeated.")
     return click.option(flag, name, metavar=_metavar(field.annotation), help=text)
@@ -123,7 +125,7 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {name: value for name, value in flags.items() if value is not None and value != ()}
     for name, value in kept.items():
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and name != "policies":  # whose commas `TrainConfig` reads
             kept[name] = dict(_pair(name, item) for item in value)
     return kept
 

@@ -1,0 +1,143 @@
+"""Which policy answers which agent: `writer=lora,rewriter=lora:team,checker=base`, read once.
+
+A value is `lora` (an adapter of the agent's own, named after it), `lora:NAME` (an adapter with this name; agents that
+name the same one share it) or `base` (the starting model, served and never trained). No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from lightning_spans.agents import selects
+from lightning_spans.errors import ConfigError
+
+BASE: Final = "base"  # the name under which the starting model is served, and how a policy says so
+SHARED: Final = "shared"  # the adapter of agents that are trained and have no policy of their own
+DEFAULT_RANK: Final = 16
+_LORA: Final = "lora"
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_GLOB: Final = frozenset("*?[")
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """Policies by agent.
+
+    Attributes:
+        by_agent: policy of each agent name or glob; exact names go before globs, these in the order given.
+    """
+
+    by_agent: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, agent: str | None) -> str | None:
+        """Give the policy of an agent; None for one that has none, or has no name."""
+        if agent is not None and agent in self.by_agent:
+            return self.by_agent[agent]
+        return next((policy for pattern, policy in self.by_agent.items() if selects((pattern,), agent)), None)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters, in the order in which they are first named."""
+        return tuple(dict.fromkeys(policy for policy in self.by_agent.values() if policy != BASE))
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names and globs of the agents that have an adapter."""
+        return tuple(agent for agent, policy in self.by_agent.items() if policy != BASE)
+
+
+def parse(values: Mapping[str, str]) -> Policies:
+    """Read what `--policy` says.
+
+    Raises:
+        ConfigError: a value is none of the three forms, a name can't be used, or two agents' own adapters would have
+            one name.
+    """
+    owners: dict[str, str] = {}  # who has an adapter named after it
+    by_agent: dict[str, str] = {}
+    for agent, value in sorted(values.items(), key=lambda item: bool(_GLOB & set(item[0]))):
+        kind, _, name = value.partition(":")
+        if value == BASE:
+            by_agent[agent] = BASE
+            continue
+        if kind != _LORA or (":" in value and not name):
+            raise ConfigError(
+                f"policy {agent}={value}: write {agent}=lora, {agent}=lora:NAME to share, or {agent}=base."
+            )
+        if not name:
+            name = _own_name(agent)
+            if name in owners:
+                raise ConfigError(f"the adapters of {owners[name]} and {agent} would both be named {name}. {_NAME_IT}")
+            owners[name] = agent
+        _check_name(agent, name)
+        by_agent[agent] = name
+    return Policies(by_agent)
+
+
+_NAME_IT: Final = "Give one a name: AGENT=lora:NAME."
+
+
+def complete(values: Mapping[str, str], agents: Sequence[str] | None) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Put `--policy` and `--agents` together.
+
+    Args:
+        values: policies as given; not empty.
+        agents: names and globs of the agents to train; None: those that have an adapter.
+
+    Returns:
+        The policies, with the shared adapter for agents that are trained and name none; and the agents to train.
+
+    Raises:
+        ConfigError: see `parse`; or a policy is of an agent that is not to be trained, or none is.
+    """
+    trained = parse(values).trained
+    if agents is None:
+        agents = trained
+    if not agents:
+        raise ConfigError("no policy is trained: give at least one agent lora instead of base.")
+    for agent in trained:
+        if agent not in agents:
+            raise ConfigError(
+                f"policy {agent}={values[agent]} has no effect: agents does not name {agent}. Name it there."
+            )
+    for agent in agents:
+        if values.get(agent) == BASE:
+            raise ConfigError(f"{agent} is to be trained, but its policy is the starting model. Give it lora.")
+    filled = {agent: values.get(agent, f"{_LORA}:{SHARED}") for agent in agents}
+    return {**filled, **{agent: value for agent, value in values.items() if agent not in filled}}, tuple(agents)
+
+
+def read_text(texts: str | Iterable[str]) -> dict[str, str]:
+    """Read `a=lora,b=lora:team`, in one text or several.
+
+    Raises:
+        ConfigError: a part is not AGENT=POLICY, or an agent stands there twice.
+    """
+    found: dict[str, str] = {}
+    for part in ",".join([texts] if isinstance(texts, str) else texts).split(","):
+        if not part.strip():
+            continue
+        agent, equals, value = (piece.strip() for piece in part.rpartition("="))
+        if not (agent and equals and value):
+            raise ConfigError(f"policy {part!r}: write AGENT=lora, AGENT=lora:NAME or AGENT=base, with commas between.")
+        if agent in found:
+            raise ConfigError(f"policy: {agent} has two. Give it one.")
+        found[agent] = value
+    return found
+
+
+def _own_name(agent: str) -> str:
+    """Name an adapter after its agent; a folder and a model name allow less than an agent's name does."""
+    if _GLOB & set(agent):
+        raise ConfigError(f"policy {agent}=lora: many agents share it, so it needs a name: {agent}=lora:NAME.")
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", agent).strip("_-")
+
+
+def _check_name(agent: str, name: str) -> None:
+    if not _NAME.fullmatch(name) or name in {BASE, "default"}:
+        raise ConfigError(
+            f"policy of {agent}: an adapter can't be named {name!r}. Use letters, digits, - and _; not base or default."
+        )
