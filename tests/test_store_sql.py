@@ -254,6 +254,8 @@ def test_a_file_of_version_1_opens(path: Path) -> None:
     assert call.choices[0].logprobs == (-0.1, -0.25)
     assert reward.value == 0.1
     assert [rollout.status for rollout in store.rollouts()] == ["succeeded", "queued"]
+    assert {span.origin, call.origin} == {"training"}
+    assert store.spans(origin="live") == store.calls(origin="live") == []
     assert store.claim("worker")[0].fence == 2
     assert not store.consume_group("group 1", "another")
     store.close()

@@ -2,7 +2,8 @@
 
 A credit assigner takes all transitions of one attempt, those of agents that are not trained among them, and its
 rewards, and gives one value for each transition. Selection comes after, so that no reward is lost with the agents left
-out.
+out. How the values of several attempts are compared is said by the answer itself: a plain list is compared over all
+calls of an agent, a `credit_levels.Credited` by places.
 """
 
 from __future__ import annotations
@@ -65,17 +66,65 @@ def discounted(transitions: Sequence[Transition], rewards: Sequence[Reward], *, 
     if not 0.0 <= gamma <= 1.0:
         raise ConfigError(f"gamma is {gamma}. Discounting needs a number from 0 to 1.")
     sources = _Sources.of(transitions, rewards)
-    last = max((transition.turn for transition in transitions), default=0)
-    last_of: dict[str | None, int] = {}
-    for transition in transitions:
-        last_of[transition.agent] = max(transition.turn, last_of.get(transition.agent, 0))
+    end, last_of = _last_turns(transitions)
     values = [
-        sum(sources.shared) * gamma ** (last - transition.turn)
+        sum(sources.shared) * gamma ** (end - transition.turn)
         + sum(sources.by_agent[transition.agent]) * gamma ** (last_of[transition.agent] - transition.turn)
         + own
         for transition, own in zip(transitions, _own_to_go(transitions, sources.own, gamma), strict=True)
     ]
     return sources.nan_where_silent(transitions, values)
+
+
+def last(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
+    """Give every reward to one call: the attempt's to its last one, an agent's to the agent's last, a call's own to it.
+
+    Credit is conserved: the values of the calls, each call counted once however many choices it has, sum to the rewards
+    that reach anybody. Last calls are compared with last calls, earlier ones with each other: a call that gets nothing
+    learns nothing, rather than that it was worse than the end.
+
+    Args:
+        transitions: all of one attempt.
+        rewards: of that attempt, as in `identical`.
+
+    Returns:
+        One value for each transition; NaN as in `identical`.
+    """
+    from lightning_spans.credit_levels import Credited
+
+    end, end_of = _last_turns(transitions)
+    final = [transition.turn in (end, end_of[transition.agent]) for transition in transitions]
+    return Credited(discounted(transitions, rewards, gamma=0.0), places=["last" if f else "earlier" for f in final])
+
+
+def per_agent(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
+    """Judge every agent by its own rewards, where it has any: the attempt's reward is for those that none names.
+
+    A free rider in a team that did well gets what it was given, not what the team was. Rewards of single calls (AIR)
+    are the caller's own, and no verdict on the agent: they are added to either. Where every reward names an agent,
+    credit is conserved over agents: what one call of each got sums to the rewards.
+
+    Args:
+        transitions: all of one attempt.
+        rewards: of that attempt, as in `identical`.
+
+    Returns:
+        One value for each transition; NaN as in `identical`.
+    """
+    sources = _Sources.of(transitions, rewards)
+    values = [
+        sum(sources.by_agent[t.agent]) + (0.0 if t.agent in sources.judged else sum(sources.shared)) + sum(own.values())
+        for t, own in zip(transitions, sources.own, strict=True)
+    ]
+    return sources.nan_where_silent(transitions, values)
+
+
+def _last_turns(transitions: Sequence[Transition]) -> tuple[int, dict[str | None, int]]:
+    """Give the last turn of the attempt, and of each agent in it."""
+    last_of: dict[str | None, int] = {}
+    for transition in transitions:
+        last_of[transition.agent] = max(transition.turn, last_of.get(transition.agent, 0))
+    return max(last_of.values(), default=0), last_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +135,7 @@ class _Sources:
     by_agent: defaultdict[str | None, list[float]]
     own: list[dict[str, float]]  # by reward id, for each transition
     silent: frozenset[str | None]  # agents that no reward concerns
+    judged: frozenset[str | None]  # agents that a reward of no single span names
 
     @classmethod
     def of(cls, transitions: Sequence[Transition], rewards: Sequence[Reward]) -> _Sources:
@@ -96,6 +146,7 @@ class _Sources:
         carried = {reward.reward_id for transition in transitions for reward in transition.rewards}
         own = [{reward.reward_id: reward.value for reward in transition.rewards} for transition in transitions]
         heard = {transition.agent for transition in transitions if transition.rewards}
+        judged = {reward.agent for reward in rewards if reward.span_id is None} - {None}
         shared: list[float] = []
         by_agent: defaultdict[str | None, list[float]] = defaultdict(list)
         for reward in rewards:
@@ -111,7 +162,7 @@ class _Sources:
                 by_agent[reward.agent].append(reward.value)
                 heard.add(reward.agent)
         silent = set() if shared else {transition.agent for transition in transitions} - heard
-        return cls(shared, by_agent, own, frozenset(silent))
+        return cls(shared, by_agent, own, frozenset(silent), frozenset(judged))
 
     def nan_where_silent(self, transitions: Sequence[Transition], values: list[float]) -> list[float]:
         """Replace the empty sum of calls that no reward concerns."""
@@ -169,5 +220,11 @@ def credit_by_name(name: str, **options: Any) -> CreditAssigner:
 @hookimpl
 def lightning_register_credit(register: Callable[[str, Any], None]) -> None:
     """Register the core's own."""
+    from lightning_spans.credit_levels import gigpo, turn
+
     register("identical", identical)
     register("discounted", discounted)
+    register("last", last)
+    register("per-agent", per_agent)
+    register("turn", turn)
+    register("gigpo", gigpo)

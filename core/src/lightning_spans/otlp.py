@@ -26,8 +26,10 @@ _CODE: dict[Status, Any] = {status: code for code, status in _STATUS.items()}
 
 
 def flatten(span: Span) -> dict[str, Json]:
-    """Give the span's attributes with the fields that OTel keeps as attributes: operation, agent, rollout, attempt."""
+    """Give the span's attributes with the fields that OTel keeps as attributes: operation, agent, rollout, attempt, origin."""
     lifted = {key: getattr(span, field) for key, field in _LIFTED.items()}
+    if span.origin != names.TRAINING:
+        lifted[names.ORIGIN] = span.origin
     return {names.SCHEMA: names.SCHEMA_VERSION, **{k: v for k, v in lifted.items() if v is not None}, **span.attributes}
 
 
@@ -36,6 +38,8 @@ def lift(attributes: Mapping[str, Json]) -> dict[str, Any]:
     rest = dict(attributes)
     fields: dict[str, Any] = {field: rest.pop(key, None) for key, field in _LIFTED.items()}
     rest.pop(names.SCHEMA, None)
+    origin = rest.pop(names.ORIGIN, None)
+    fields["origin"] = origin if isinstance(origin, str) and origin else names.TRAINING
     fields["operation"] = fields["operation"] or "internal"
     return {**fields, "attributes": rest}
 

@@ -20,6 +20,9 @@ EXECUTE_TOOL: Final = "execute_tool"
 INVOKE_AGENT: Final = "invoke_agent"
 INVOKE_WORKFLOW: Final = "invoke_workflow"  # what is around several agents: a team, a graph, a run with handoffs
 
+TRAINING: Final = "training"  # origin of what a runner or a plain script records
+LIVE: Final = "live"  # origin of what an agent in production records
+
 OPERATION: Final = "gen_ai.operation.name"
 AGENT_NAME: Final = "gen_ai.agent.name"
 CONVERSATION_ID: Final = "gen_ai.conversation.id"
@@ -44,6 +47,7 @@ SERVER_ADDRESS: Final = "server.address"
 FRAMEWORK: Final = "lightning.framework"
 ROLLOUT_ID: Final = "lightning.rollout.id"
 ATTEMPT_ID: Final = "lightning.attempt.id"
+ORIGIN: Final = "lightning.origin"  # left out where it is "training"
 SCHEMA: Final = "lightning.schema.version"
 REQUEST: Final = "lightning.request"  # JSON text of the request body as sent
 RESPONSE: Final = "lightning.response"  # JSON text of the response body; for a stream, of the message put together
@@ -71,6 +75,7 @@ class Span:
         agent: the agent at work; None where nothing named one.
         rollout_id: the rollout; None for traces made outside a runner.
         attempt_id: the attempt; None for traces made outside a runner.
+        origin: what it was recorded for: ``training``, ``live``, or a label of the user's own.
         attributes: JSON-like values by attribute name. Values are str, bool, int, float or lists of those.
     """
 
@@ -86,6 +91,7 @@ class Span:
     agent: str | None = None
     rollout_id: str | None = None
     attempt_id: str | None = None
+    origin: str = TRAINING
     attributes: Mapping[str, Json] = field(default_factory=dict)
 
 
@@ -100,6 +106,7 @@ def to_json(span: Span) -> dict[str, Json]:
         "parent_id": span.parent_id,
         "rollout_id": span.rollout_id,
         "attempt_id": span.attempt_id,
+        "origin": span.origin,
         "start_ns": span.start_ns,
         "end_ns": span.end_ns,
         "status": span.status,

@@ -104,13 +104,19 @@ class HttpStore:
         _check_finite(rewards)
         return self._add("rewards", rewards)
 
-    def spans(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Span]:
+    def spans(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Span]:
         """Give spans in the order of their start."""
-        return self._query(Span, "spans", rollout_ids=rollout_ids, attempt_ids=attempt_ids, trace_ids=trace_ids)
+        ids = {"rollout_ids": rollout_ids, "attempt_ids": attempt_ids, "trace_ids": trace_ids}
+        return self._query(Span, "spans", **ids, origin=origin)
 
-    def calls(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Call]:
+    def calls(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Call]:
         """Give calls in the order of their start."""
-        return self._query(Call, "calls", rollout_ids=rollout_ids, attempt_ids=attempt_ids, trace_ids=trace_ids)
+        ids = {"rollout_ids": rollout_ids, "attempt_ids": attempt_ids, "trace_ids": trace_ids}
+        return self._query(Call, "calls", **ids, origin=origin)
 
     def rewards(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[Reward]:
         """Give rewards in the order of their arrival."""
@@ -154,14 +160,23 @@ class HttpStore:
         return self._ask("/api/rollouts/cancel", {"rollout_ids": list(rollout_ids)}, "cancelled", int)
 
     def rollouts(
-        self, *, rollout_ids: Ids = None, group_ids: Ids = None, status: RolloutStatus | None = None
+        self,
+        *,
+        rollout_ids: Ids = None,
+        group_ids: Ids = None,
+        status: RolloutStatus | None = None,
+        origin: str | None = None,
     ) -> list[Rollout]:
         """Give rollouts in the order they were queued."""
-        return self._query(Rollout, "rollouts", rollout_ids=rollout_ids, group_ids=group_ids, status=status)
+        ids = {"rollout_ids": rollout_ids, "group_ids": group_ids}
+        return self._query(Rollout, "rollouts", **ids, status=status, origin=origin)
 
-    def attempts(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[AttemptRecord]:
+    def attempts(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
+    ) -> list[AttemptRecord]:
         """Give attempts in the order of their start."""
-        return self._query(AttemptRecord, "attempts", rollout_ids=rollout_ids, attempt_ids=attempt_ids)
+        ids = {"rollout_ids": rollout_ids, "attempt_ids": attempt_ids}
+        return self._query(AttemptRecord, "attempts", **ids, origin=origin)
 
     def consume_group(self, group_id: str, consumer: str) -> bool:
         """Mark a group as trained on by `consumer`. False when another consumer had it."""

@@ -63,7 +63,7 @@ _JOINED: Final = attempts.c.rollout_id == rollouts.c.rollout_id
 ATTEMPTS: Final = select(  # with the columns that `row_attempt` reads
     *(attempts.c[name] for name in ("attempt_id", "number", "fence", "worker", "status")),
     *(attempts.c[name] for name in ("lease_until_ns", "started_ns", "ended_ns", "error")),
-    *(rollouts.c[name] for name in ("rollout_id", "group_id", "task", "mode", "max_attempts", "timeout_s")),
+    *(rollouts.c[name] for name in ("rollout_id", "group_id", "task", "mode", "origin", "max_attempts", "timeout_s")),
     rollouts.c.status.label("rollout_status"),
 ).join_from(attempts, rollouts, _JOINED)
 _STANDING: Final = (

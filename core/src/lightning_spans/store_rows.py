@@ -65,6 +65,7 @@ def span_values(span: Span) -> Values:
         "agent": _text(span.agent),
         "rollout_id": span.rollout_id,
         "attempt_id": span.attempt_id,
+        "origin": _text(span.origin),
         "start_ns": span.start_ns,
         "end_ns": span.end_ns,
         "status": span.status,
@@ -77,7 +78,7 @@ def row_span(row: Row) -> Span:
     """Read a row of `spans`, its columns in the order of the table."""
     (
         _seq, trace_id, span_id, parent_id, operation, name, agent, rollout_id, attempt_id, start_ns, end_ns, status,
-        status_message, attributes,
+        status_message, attributes, origin,
     ) = row  # fmt: skip
     return Span(
         operation=operation,
@@ -92,6 +93,7 @@ def row_span(row: Row) -> Span:
         agent=agent,
         rollout_id=rollout_id,
         attempt_id=attempt_id,
+        origin=origin,
         attributes=_object(attributes),
     )
 
@@ -106,6 +108,7 @@ def call_values(call: Call) -> Values:
         "rollout_id": call.rollout_id,
         "attempt_id": call.attempt_id,
         "agent": _text(call.agent),
+        "origin": _text(call.origin),
         "policy": call.policy,
         "policy_version": call.policy_version,
         "start_ns": call.start_ns,
@@ -153,6 +156,7 @@ def row_call(row: Row, choices: Iterable[Choice]) -> Call:
         rollout_id=row.rollout_id,
         attempt_id=row.attempt_id,
         agent=row.agent,
+        origin=row.origin,
         prompt_token_ids=_unblob("i", row.prompt_token_ids),
         choices=tuple(choices),
         request=_lazy(row.request),
@@ -198,6 +202,7 @@ def rollout_values(rollout: Rollout, now_ns: int) -> Values:
         "group_id": rollout.group_id,
         "task": _json(rollout.task),
         "mode": rollout.mode,
+        "origin": _text(rollout.origin),
         "max_attempts": rollout.max_attempts,
         "timeout_s": rollout.timeout_s,
         "status": rollout.status,
@@ -213,6 +218,7 @@ def row_rollout(row: Row, *, status: Any = None) -> Rollout:
         group_id=row.group_id,
         task=_object(row.task),
         mode=row.mode,
+        origin=row.origin,
         max_attempts=row.max_attempts,
         timeout_s=row.timeout_s,
         status=status or row.status,

@@ -30,9 +30,10 @@ from sqlalchemy import (
 
 from lightning_spans.errors import StoreError
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 metadata = MetaData()
+_TRAINING: Final = text("'training'")  # what rows are of that were written before there were origins
 _SERIAL = BigInteger().with_variant(Integer, "sqlite")  # SQLite counts up only in a column typed INTEGER
 
 schema_version = Table(
@@ -59,6 +60,7 @@ spans = Table(
     Column("status", Text, nullable=False),
     Column("status_message", Text, nullable=False),
     Column("attributes", Text, nullable=False),  # JSON object
+    Column("origin", Text, nullable=False, server_default=_TRAINING),
 )
 Index("spans_by_id", spans.c.trace_id, spans.c.span_id, unique=True)
 
@@ -81,6 +83,7 @@ calls = Table(
     Column("prompt_token_ids", LargeBinary),  # (P,) int32
     Column("request", Text, nullable=False),  # JSON object
     Column("sampling", Text, nullable=False),  # JSON object
+    Column("origin", Text, nullable=False, server_default=_TRAINING),
 )
 
 choices = Table(
@@ -121,6 +124,7 @@ rollouts = Table(
     Column("status", Text, nullable=False),
     Column("tries", Integer, nullable=False),  # attempts begun so far
     Column("queued_ns", BigInteger, nullable=False),
+    Column("origin", Text, nullable=False, server_default=_TRAINING),
 )
 
 attempts = Table(
@@ -153,6 +157,7 @@ lease_clock = Table(
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("now_ns", BigInteger, nullable=False),
+    Column("wrote_ns", BigInteger, nullable=False, server_default=text("0")),  # by the clock that `LeaseClock` compares
 )
 
 
@@ -169,9 +174,36 @@ RUNNING: Final = text("attempts.status = 'running'")
 _partial("rollouts_queued", rollouts.c.seq, "status = 'queued'")
 _partial("attempts_running", attempts.c.lease_until_ns, "status = 'running'")
 
+# Other origins than training's have an index; training, whose records are found by rollout and attempt, pays nothing.
+NOT_TRAINING: Final = {table.name: text(f"{table.name}.origin <> 'training'") for table in (spans, calls)}
+for _table in (spans, calls):
+    _condition = text("origin <> 'training'")
+    Index(
+        f"{_table.name}_by_origin",
+        _table.c.origin,
+        _table.c.start_ns,
+        sqlite_where=_condition,
+        postgresql_where=_condition,
+    )
+
 Migration: TypeAlias = Callable[[Connection], None]
 
-MIGRATIONS: Final[Mapping[int, Migration]] = {}
+
+def _add_origins(connection: Connection) -> None:
+    """Version 2: origins; what the lease clock needs to bear clocks that jump.
+
+    A migration says what it does in its own words, not in those of the tables above, which go on changing.
+    """
+    for table in ("spans", "calls", "rollouts"):
+        connection.execute(text(f"ALTER TABLE {table} ADD COLUMN origin TEXT NOT NULL DEFAULT 'training'"))
+    for table in ("spans", "calls"):
+        connection.execute(
+            text(f"CREATE INDEX {table}_by_origin ON {table} (origin, start_ns) WHERE origin <> 'training'")
+        )
+    connection.execute(text("ALTER TABLE lease_clock ADD COLUMN wrote_ns BIGINT NOT NULL DEFAULT 0"))
+
+
+MIGRATIONS: Final[Mapping[int, Migration]] = {2: _add_origins}
 """How to bring a file of version n-1 to version n, by n. New files are made at `VERSION` at once."""
 
 

@@ -15,7 +15,7 @@ from lightning_spans import store_rows as rows
 from lightning_spans import store_schema as schema
 from lightning_spans.errors import LightningError, RefusedError, StoreError
 from lightning_spans.rewards import Reward
-from lightning_spans.spans import Span
+from lightning_spans.spans import TRAINING, Span
 from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Choice, Rollout, RolloutStatus
 from lightning_spans.store_sqlite import insert_new, open_engine, parse_url, writer_connection
 from lightning_spans.store_writer import Writer
@@ -92,17 +92,23 @@ class SqlStore:
         """
         return self._insert(schema.rewards, rows.reward_values, rewards)
 
-    def spans(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Span]:
+    def spans(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Span]:
         """Give spans in the order of their start."""
+        query = _of_origin(select(schema.spans), schema.spans, origin)
         filters = {"rollout_id": rollout_ids, "attempt_id": attempt_ids, "trace_id": trace_ids}
-        found = self._read(lambda connection: _find(connection, select(schema.spans), schema.spans, filters))
+        found = self._read(lambda connection: _find(connection, query, schema.spans, filters))
         found.sort(key=lambda row: (row.start_ns, row.seq))
         return [rows.row_span(row) for row in found]
 
-    def calls(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Call]:
+    def calls(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Call]:
         """Give calls in the order of their start."""
+        query = _of_origin(select(schema.calls), schema.calls, origin)
         filters = {"rollout_id": rollout_ids, "attempt_id": attempt_ids, "trace_id": trace_ids}
-        found, choices = self._read(lambda connection: _find_calls(connection, filters))
+        found, choices = self._read(lambda connection: _find_calls(connection, query, filters))
         found.sort(key=lambda row: (row.start_ns, row.seq))
         return [rows.row_call(row, choices.get(row.call_id, ())) for row in found]
 
@@ -144,11 +150,16 @@ class SqlStore:
         return self._writer.do(lambda connection: q.cancel(connection, rollout_ids))
 
     def rollouts(
-        self, *, rollout_ids: Ids = None, group_ids: Ids = None, status: RolloutStatus | None = None
+        self,
+        *,
+        rollout_ids: Ids = None,
+        group_ids: Ids = None,
+        status: RolloutStatus | None = None,
+        origin: str | None = None,
     ) -> list[Rollout]:
         """Give rollouts in the order they were queued."""
         self._settle()
-        query = select(schema.rollouts)
+        query = _of_origin(select(schema.rollouts), schema.rollouts, origin)
         if status is not None:
             query = query.where(schema.rollouts.c.status == status)
         filters = {"rollout_id": rollout_ids, "group_id": group_ids}
@@ -156,11 +167,13 @@ class SqlStore:
         found.sort(key=lambda row: row.seq)
         return [rows.row_rollout(row) for row in found]
 
-    def attempts(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[AttemptRecord]:
+    def attempts(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
+    ) -> list[AttemptRecord]:
         """Give attempts in the order of their start."""
         self._settle()
         filters = {"rollout_id": rollout_ids, "attempt_id": attempt_ids}
-        query = q.ATTEMPTS
+        query = _of_origin(q.ATTEMPTS, schema.rollouts, origin)
         found = self._read(lambda connection: _find(connection, query, schema.attempts, filters))
         found.sort(key=lambda row: row.fence)
         return [rows.row_attempt(row) for row in found]
@@ -230,11 +243,22 @@ def _find(connection: Connection, query: Select[Any], table: Table, filters: Map
     ]
 
 
-def _find_calls(connection: Connection, filters: Mapping[str, Ids]) -> tuple[list[Any], Mapping[str, Iterable[Choice]]]:
-    found = _find(connection, select(schema.calls), schema.calls, filters)
+def _of_origin(query: Select[Any], table: Table, origin: str | None) -> Select[Any]:
+    if origin is None:
+        return query
+    if origin != TRAINING and table.name in schema.NOT_TRAINING:
+        query = query.where(schema.NOT_TRAINING[table.name])  # written out, so that the index can be used
+    return query.where(table.c.origin == origin)
+
+
+def _find_calls(
+    connection: Connection, wanted: Select[Any], filters: Mapping[str, Ids]
+) -> tuple[list[Any], Mapping[str, Iterable[Choice]]]:
+    found = _find(connection, wanted, schema.calls, filters)
     query = select(schema.choices).order_by(schema.choices.c.call_id, schema.choices.c.position)
     choices: defaultdict[str, list[Choice]] = defaultdict(list)
-    ids = None if all(ids is None for ids in filters.values()) else [row.call_id for row in found]
+    everything = wanted.whereclause is None and all(ids is None for ids in filters.values())
+    ids = None if everything else [row.call_id for row in found]
     for row in _find(connection, query, schema.choices, {"call_id": ids}):
         choices[row.call_id].append(rows.row_choice(row))
     return found, choices

@@ -98,6 +98,7 @@ def spans(draw: st.DrawFn) -> Span:
         agent=draw(_MAYBE_TEXT),
         rollout_id=draw(_MAYBE_TEXT),
         attempt_id=draw(_MAYBE_TEXT),
+        origin=draw(_TEXT),
         attributes=draw(_OBJECT),
     )
 
@@ -130,6 +131,7 @@ def calls(draw: st.DrawFn) -> Call:
         rollout_id=draw(_MAYBE_TEXT),
         attempt_id=draw(_MAYBE_TEXT),
         agent=draw(_MAYBE_TEXT),
+        origin=draw(_TEXT),
         prompt_token_ids=draw(st.none() | _TOKENS),
         choices=tuple(draw(choices(index)) for index in range(draw(st.integers(0, 4)))),
         request=draw(_OBJECT),
@@ -159,6 +161,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         group_id=an_id(),
         task=draw(_OBJECT),
         mode=draw(_TEXT),
+        origin=draw(_TEXT),
         max_attempts=draw(st.integers(1, 2**31 - 1)),
         timeout_s=draw(st.none() | _NUMBER),
     )

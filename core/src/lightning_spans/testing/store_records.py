@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
 from lightning_spans.store import Call, Choice, Store
 from lightning_spans.testing import samples
-from lightning_spans.testing.samples import ANY, a_call, a_reward, a_span, an_id
+from lightning_spans.testing.samples import ANY, a_call, a_reward, a_rollout, a_span, an_id
 
 
 class RecordPromises:
@@ -126,6 +127,26 @@ class RecordPromises:
         assert not store.calls(trace_ids=[])
         assert not store.rewards(rollout_ids=[])
         assert both in store.spans()
+
+    def test_origins_are_kept_apart(self, store: Store) -> None:
+        """If it fails: an origin is a column of spans, calls and rollouts, and filters with the other filters."""
+        origin, rollout = an_id(), a_rollout()
+        labelled = replace(rollout, rollout_id=an_id(), origin=origin)
+        store.enqueue([rollout, labelled])
+        store.claim("worker", limit=2)
+        span, call = a_span(rollout_id=rollout.rollout_id), a_call(rollout_id=rollout.rollout_id)
+        spans = [span, a_span(rollout_id=labelled.rollout_id, origin=origin), a_span(origin=origin)]
+        calls = [call, a_call(rollout_id=labelled.rollout_id, origin=origin), a_call(origin=origin)]
+        store.add_spans(spans)
+        store.add_calls(calls)
+        assert store.spans(origin=origin) == spans[1:]
+        assert store.calls(origin=origin) == calls[1:]
+        assert store.spans(origin=origin, rollout_ids=[labelled.rollout_id, rollout.rollout_id]) == [spans[1]]
+        assert store.spans(origin="training", rollout_ids=[labelled.rollout_id, rollout.rollout_id]) == [span]
+        assert [one.rollout_id for one in store.rollouts(origin=origin)] == [labelled.rollout_id]
+        assert [one.rollout.origin for one in store.attempts(origin=origin)] == [origin]
+        assert span in store.spans(origin="training")
+        assert store.calls(origin=an_id()) == []
 
     def test_thousands_of_ids_can_be_asked_for(self, store: Store) -> None:
         """If it fails: cut long lists into several statements, or send them in a body; and don't count twice."""

@@ -22,6 +22,7 @@ from lightning_trainer.server.refusals import bad_request
 from lightning_trainer.server.settings import Limits, Routing
 
 Ids = Annotated[list[str] | None, Query()]
+Origin = Annotated[str | None, Query()]
 _RUNNING = ("queued", "running", "succeeded", "failed", "cancelled")
 
 
@@ -75,9 +76,11 @@ def enqueue(request: Request, body: b.RolloutsBody) -> Response:
 
 
 @router.get("/rollouts", dependencies=_ADMIN, response_model=b.RolloutsBody)
-def rollouts(request: Request, rollout_id: Ids = None, group_id: Ids = None, status: str | None = None) -> Response:
+def rollouts(
+    request: Request, rollout_id: Ids = None, group_id: Ids = None, status: str | None = None, origin: Origin = None
+) -> Response:
     """Give rollouts in the order they were queued."""
-    query = b.QueryBody(what="rollouts", rollout_ids=rollout_id, group_ids=group_id, status=status)
+    query = b.QueryBody(what="rollouts", rollout_ids=rollout_id, group_ids=group_id, status=status, origin=origin)
     return _read(_parts(request).store, query)
 
 
@@ -144,23 +147,29 @@ def finish(request: Request, attempt_id: str, body: b.FinishBody) -> Response:
 
 
 @router.get("/attempts", dependencies=_ADMIN, response_model=b.Attempts)
-def attempts(request: Request, rollout_id: Ids = None, attempt_id: Ids = None) -> Response:
+def attempts(request: Request, rollout_id: Ids = None, attempt_id: Ids = None, origin: Origin = None) -> Response:
     """Give attempts in the order of their start."""
-    query = b.QueryBody(what="attempts", rollout_ids=rollout_id, attempt_ids=attempt_id)
+    query = b.QueryBody(what="attempts", rollout_ids=rollout_id, attempt_ids=attempt_id, origin=origin)
     return _read(_parts(request).store, query)
 
 
 @router.get("/spans", dependencies=_ADMIN, response_model=b.SpansBody)
-def spans(request: Request, rollout_id: Ids = None, attempt_id: Ids = None, trace_id: Ids = None) -> Response:
+def spans(
+    request: Request, rollout_id: Ids = None, attempt_id: Ids = None, trace_id: Ids = None, origin: Origin = None
+) -> Response:
     """Give spans in the order of their start."""
-    query = b.QueryBody(what="spans", rollout_ids=rollout_id, attempt_ids=attempt_id, trace_ids=trace_id)
+    ids = {"rollout_ids": rollout_id, "attempt_ids": attempt_id, "trace_ids": trace_id}
+    query = b.QueryBody(what="spans", **ids, origin=origin)
     return _read(_parts(request).store, query)
 
 
 @router.get("/calls", dependencies=_ADMIN, response_model=b.CallsBody)
-def calls(request: Request, rollout_id: Ids = None, attempt_id: Ids = None, trace_id: Ids = None) -> Response:
+def calls(
+    request: Request, rollout_id: Ids = None, attempt_id: Ids = None, trace_id: Ids = None, origin: Origin = None
+) -> Response:
     """Give calls in the order of their start."""
-    query = b.QueryBody(what="calls", rollout_ids=rollout_id, attempt_ids=attempt_id, trace_ids=trace_id)
+    ids = {"rollout_ids": rollout_id, "attempt_ids": attempt_id, "trace_ids": trace_id}
+    query = b.QueryBody(what="calls", **ids, origin=origin)
     return _read(_parts(request).store, query)
 
 
@@ -180,10 +189,10 @@ def query(request: Request, body: b.QueryBody) -> Response:
 def _read(store: Store, query: b.QueryBody) -> Response:
     given = {name: value for name, value in query.model_dump(exclude={"what"}).items() if value is not None}
     allowed = {
-        "rollouts": {"rollout_ids", "group_ids", "status"},
-        "attempts": {"rollout_ids", "attempt_ids"},
-        "spans": {"rollout_ids", "attempt_ids", "trace_ids"},
-        "calls": {"rollout_ids", "attempt_ids", "trace_ids"},
+        "rollouts": {"rollout_ids", "group_ids", "status", "origin"},
+        "attempts": {"rollout_ids", "attempt_ids", "origin"},
+        "spans": {"rollout_ids", "attempt_ids", "trace_ids", "origin"},
+        "calls": {"rollout_ids", "attempt_ids", "trace_ids", "origin"},
         "rewards": {"rollout_ids", "attempt_ids"},
     }[query.what]
     if wrong := given.keys() - allowed:

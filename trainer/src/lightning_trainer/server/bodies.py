@@ -83,6 +83,7 @@ class QueryBody(Body):
     trace_ids: list[str] | None = None
     group_ids: list[str] | None = None
     status: str | None = None
+    origin: str | None = None
 
 
 class Queued(Body):
