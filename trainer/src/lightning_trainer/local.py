@@ -69,7 +69,7 @@ class Local:
 
 @contextmanager
 def serving(
-    store: Store, runner: Runner, *, routing: Routing, engine: Engine | None = None, port: int = 0
+    store: Store, runner: Runner, *, routing: Routing, engine: Engine | Sequence[Engine] | None = None, port: int = 0
 ) -> Iterator[Local]:
     """Serve the store on 127.0.0.1 and let a runner that has started claim from it, until the block ends.
 
@@ -77,7 +77,7 @@ def serving(
         store: closed by the caller.
         runner: stopped by the caller, after the block.
         routing: what attempts are told.
-        engine: answers model calls; None: there is no gateway.
+        engine: answers model calls, or several that do, each for its policy; None: there is no gateway.
         port: 0 takes a free one.
 
     Raises:

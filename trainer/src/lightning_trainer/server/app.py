@@ -110,7 +110,7 @@ def create_app(
     store: Store,
     *,
     keys: Keys,
-    engine: Engine | None = None,
+    engine: Engine | Sequence[Engine] | None = None,
     upstreams: Sequence[Upstream] = (),
     routing: Routing | None = None,
     limits: Limits | None = None,
@@ -120,7 +120,7 @@ def create_app(
     Args:
         store: where everything is kept; the caller closes it, after the server has stopped.
         keys: issue and check what requests carry.
-        engine: answers calls for `engine.model`; None: only upstreams answer.
+        engine: answers calls for `engine.model`; several each for theirs; None: only upstreams answer.
         upstreams: OpenAI-compatible servers, by the model they answer for.
         routing: what attempts are told; the training loop replaces it as ``app.state.routing``.
         limits: sizes and times.
@@ -129,13 +129,14 @@ def create_app(
         ConfigError: two policies have one name.
     """
     limits = limits or Limits()
-    routing = routing or Routing(model=engine.model if engine is not None else "policy")
+    engines = [] if engine is None else list(engine) if isinstance(engine, Sequence) else [engine]
+    routing = routing or Routing(model=engines[0].model if engines else "policy")
     metrics, writer = Metrics(), Writer(store, max_waiting_spans=limits.waiting_spans)
     attempts = EndedAttempts(store)
     door = Door(keys, attempts)
-    embedded = EmbeddedEngine(engine) if engine is not None else None
+    embedded = [EmbeddedEngine(each) for each in engines]
     forwarding = [(upstream.model, UpstreamPolicy(upstream)) for upstream in upstreams]
-    policies = _by_name([*forwarding, *([(embedded.engine.model, embedded)] if embedded is not None else [])])
+    policies = _by_name([*forwarding, *((each.engine.model, each) for each in embedded)])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - FastAPI's signature
@@ -175,11 +176,11 @@ def _by_name(policies: Sequence[tuple[str, Policy]]) -> dict[str, Policy]:
     return table
 
 
-def _forgetter(attempts: EndedAttempts, embedded: EmbeddedEngine | None) -> Callable[[str], None]:
+def _forgetter(attempts: EndedAttempts, embedded: Sequence[EmbeddedEngine]) -> Callable[[str], None]:
     def forget(attempt_id: str) -> None:
         attempts.ended(attempt_id)
-        if embedded is not None:
-            embedded.forget(attempt_id)
+        for each in embedded:
+            each.forget(attempt_id)
 
     return forget
 

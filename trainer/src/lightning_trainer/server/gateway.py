@@ -102,12 +102,18 @@ class Gateway:
             await _tell(await kept.refused(draft, error), events, send)
 
     def _policy(self, draft: Draft, grant: Grant, routing: Routing) -> Policy:
-        if draft.policy not in self._policies and grant.attempt_id is not None:
-            draft.policy = routing.model  # a program that was not changed asks for its usual model
+        if grant.attempt_id is not None:
+            own = routing.policies.of(draft.agent)
+            if own is not None:
+                draft.policy = own
+            elif draft.policy not in self._policies:
+                draft.policy = routing.model  # a program that was not changed asks for its usual model
         policy = self._policies.get(draft.policy)
         if policy is None:
             known = ", ".join(self._policies) or "none"
-            raise Refusal(404, f"no model {draft.policy!r} here. Models: {known}", code="model_not_found")
+            nameless = grant.attempt_id is not None and routing.policies.by_agent and draft.agent is None
+            hint = ". This call names no agent: send x-lightning-agent, or ask for one of these" if nameless else ""
+            raise Refusal(404, f"no model {draft.policy!r} here. Models: {known}{hint}", code="model_not_found")
         return policy
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
@@ -20,10 +21,10 @@ _PATIENCE_S: Final = 5.0
 class Health:
     """Checks store and engine when asked."""
 
-    def __init__(self, store: Store, writer: Writer, engine: EmbeddedEngine | None) -> None:
+    def __init__(self, store: Store, writer: Writer, engines: Sequence[EmbeddedEngine]) -> None:
         self._store = store
         self._writer = writer
-        self._engine = engine
+        self._engines = engines
         self._checked_s = float("-inf")
         self._answer: dict[str, Any] = {}
         self._lock = asyncio.Lock()
@@ -55,12 +56,19 @@ class Health:
         return {"status": "ok"}
 
     def _check_engine(self) -> dict[str, Any] | None:
-        if self._engine is None:
-            return None
-        try:
-            state: dict[str, Any] = {"model": self._engine.engine.model, "version": self._engine.engine.version}
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
-            return {"status": "error", "error": f"{type(error).__name__}: {error}"}
-        if self._engine.failure is not None:
-            return {**state, "status": "error", "error": f"the last call failed: {self._engine.failure}"}
-        return {**state, "status": "ok"}
+        """Say how the engine is: the first policy's state, of several the first that failed."""
+        states = [_state(engine) for engine in self._engines]
+        shown = next((state for state in states if state["status"] != "ok"), states[0] if states else None)
+        if shown is not None and len(states) > 1:
+            shown = {**shown, "policies": {state.get("model"): state.get("version") for state in states}}
+        return shown
+
+
+def _state(engine: EmbeddedEngine) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = {"model": engine.engine.model, "version": engine.engine.version}
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        return {"status": "error", "error": f"{type(error).__name__}: {error}"}
+    if engine.failure is not None:
+        return {**state, "status": "error", "error": f"the last call failed: {engine.failure}"}
+    return {**state, "status": "ok"}

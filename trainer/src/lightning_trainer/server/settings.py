@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_trainer.policies import Policies
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
@@ -17,6 +19,8 @@ class Routing:
         seed: of the run; with it, calls of attempts that ask for no seed are drawn repeatably. None: drawn freely.
         temperature: holds for every call, whatever it asks for, and is recorded in its sampling; None: as asked.
         max_tokens: most tokens of an answer whose request names no limit; None: what the context leaves.
+        policies: policy by agent name or glob, for agents that have one of their own: it answers whatever model their
+            calls name.
         unnamed: agent of calls that nothing names: of a program that is not attached. None: they stay without one.
         versions: number of the weights by model, for upstreams that can't tell it themselves.
     """
@@ -27,6 +31,7 @@ class Routing:
     seed: int | None = None
     temperature: float | None = None
     max_tokens: int | None = None
+    policies: Policies = field(default_factory=Policies)
     unnamed: str | None = None
     versions: Mapping[str, int] = field(default_factory=dict)
 
