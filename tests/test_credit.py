@@ -145,7 +145,7 @@ def test_credit_is_found_by_name_with_its_options():
 
 
 def test_an_unknown_credit_or_option_lists_what_there_is():
-    with pytest.raises(ConfigError, match="discounted, identical"):
+    with pytest.raises(ConfigError, match="discounted, gigpo, identical, last, per-agent, turn"):
         credit_by_name("discount")
     with pytest.raises(ConfigError, match="It has: gamma"):
         credit_by_name("discounted", lam=0.5)
@@ -157,10 +157,10 @@ def test_a_plugin_registers_its_own_credit():
     class Plugin:
         @hookimpl
         def lightning_register_credit(self, register):
-            register("last", lambda transitions, rewards: [0.0] * (len(transitions) - 1) + [rewards[0].value])
+            register("final", lambda transitions, rewards: [0.0] * (len(transitions) - 1) + [rewards[0].value])
 
     plugins.register(Plugin(), "test-credit")
     try:
-        assert credit_by_name("last")(TWO_AGENTS, [reward(1.0)]) == [0.0, 0.0, 1.0]
+        assert credit_by_name("final")(TWO_AGENTS, [reward(1.0)]) == [0.0, 0.0, 1.0]
     finally:
         plugins.unregister("test-credit")
