@@ -10,9 +10,8 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from lightning_spans.context import Attempt
+from lightning_spans.records import dumps
 
 OUTPUT_LIMIT = 1 << 20  # bytes kept of each output stream: its end
 ENVIRONMENT_LIMIT = 100_000  # Linux refuses to start a program with a variable above 128 KiB
@@ -37,7 +36,7 @@ async def run_command(words: Sequence[str], task: dict[str, Any], attempt: Attem
     Raises:
         CommandError: its exit status is not 0; the message has the end of its standard error.
     """
-    body = orjson.dumps(task)
+    body = dumps(task).strip()  # without the mark of numbers beyond 64 bits: other languages read this
     process = await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.PIPE,

@@ -38,7 +38,13 @@ class Outcome:
 
 
 async def execute(
-    agent: Agent, score: Score | None, task: Mapping[str, Any], attempt: Attempt, *, needs_reward: bool
+    agent: Agent,
+    score: Score | None,
+    task: Mapping[str, Any],
+    attempt: Attempt,
+    *,
+    needs_reward: bool,
+    on_score: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Run one attempt to its end. Never raises.
 
@@ -48,10 +54,13 @@ async def execute(
         task: the row of the user's data; the agent gets a copy.
         attempt: what root spans begun inside belong to.
         needs_reward: whether an attempt that gave no reward has failed.
+        on_score: called when the agent has answered and its reward begins.
     """
     with use_attempt(attempt), collecting() as emitted:
         try:
             result = await agent(copy.deepcopy(dict(task)), attempt)
+            if score is not None:
+                on_score()
             value = result if score is None else await score(dict(task), result)
             given = _rewards(value, attempt, "run" if score is None else "score", emitted, needs_reward)
         except asyncio.CancelledError as error:

@@ -1,35 +1,30 @@
-"""Worker processes and the attempts that run in them: placing, time limits, crashes."""
+"""Workers and the attempts that run in them: placing, time limits, crashes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
+from lightning_spans import watch
 from lightning_spans.context import Attempt
 from lightning_spans.errors import LightningError
 from lightning_spans.rewards import Reward
-from lightning_spans.store import AttemptRecord, AttemptStatus
+from lightning_spans.store import AttemptRecord
+from lightning_trainer.deaths import Ended, Victim, too_late, verdict
 from lightning_trainer.messages import Message, attempt_to_json
-from lightning_trainer.process import WorkerProcess
-from lightning_trainer.target import Job
+from lightning_trainer.workers import Blocking, Start, Worker
 
 logger = logging.getLogger("lightning_trainer")
 
 RESPAWN_S: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How an attempt ended, for the store."""
-
-    status: AttemptStatus
-    rewards: tuple[Reward, ...] = ()
-    error: str | None = None
+SPAWN_TRIES: Final = 3  # in a row, with no worker left, before the runner gives up
+SUSPECT_S: Final = 600.0  # as long after a crash, attempts that ran in its process are looked for among the claimed
+LEAKED_MOST: Final = 32  # threads that attempts may leave behind in a process before it is replaced
 
 
 @dataclass(slots=True, eq=False)
@@ -37,23 +32,28 @@ class _Running:
     number: int
     record: AttemptRecord
     alone: bool
+    wait: watch.Wait
     forgotten: bool = False  # nobody waits for its result any more
     overdue: bool = False  # its time is up, and it was told so
     heard: bool = False  # the worker's event loop took that message, so it is not blocked
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def stop_timers(self) -> None:
+        self.wait.end()
         for timer in self.timers:
             timer.cancel()
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
-    process: WorkerProcess
+class _Place:
+    """A worker, and what runs in it."""
+
+    worker: Worker
     running: dict[int, _Running] = field(default_factory=dict)
     waiting: deque[AttemptRecord] = field(default_factory=deque)  # to run alone in this process
-    draining: bool = False  # takes no more work: a thread in it hangs
-    blocked: bool = False  # was killed because an attempt blocked its event loop
+    draining: bool = False  # takes no more work: a thread in it hangs, or too many were left behind
+    stood_still: bool = False  # was killed because its event loop did not answer
+    held_by: Blocking | None = None  # what blocked it then
 
     @property
     def reserved(self) -> bool:
@@ -61,41 +61,38 @@ class _Worker:
 
 
 class Fleet:
-    """The worker processes of a runner. All methods belong to its event loop.
+    """The workers of a runner. All methods belong to its event loop.
 
     An attempt that outlives its time limit is cancelled; when its thread hangs, its process takes no more work and is
-    ended once its other attempts have ended; when it blocks the event loop, the process is ended at once. A process
-    that dies takes all its attempts with it, and which of them killed it is not known: each is run again alone in a
-    process, so that the next crash costs nobody else.
+    ended once its other attempts have ended; when the event loop does not answer, the process is ended at once. A
+    process that dies takes all its attempts with it; `deaths` says which of them pays. Those that may have killed it
+    are run again alone in a process, so that the next crash costs nobody else.
 
     Args:
-        job: what is run.
-        workers: number of processes; with 0, runners elsewhere do the work.
+        start: starts a worker.
+        workers: number of them.
         concurrency: attempts at once in each.
-        logs: folder for what the agents print.
         on_end: told once of each attempt placed, unless it was forgotten by `cancel`.
         grace_s: seconds that a cancelled attempt gets to end.
     """
 
     def __init__(
         self,
-        job: Job,
+        start: Start,
         *,
         workers: int,
         concurrency: int,
-        logs: Path,
         on_end: Callable[[AttemptRecord, Ended], None],
         grace_s: float = 5.0,
     ) -> None:
-        self._job = job
+        self._start = start
         self._size = workers
         self._concurrency = concurrency
-        self._logs = logs
         self._on_end = on_end
         self._grace_s = grace_s
-        self._workers: list[_Worker] = []
+        self._places: list[_Place] = []
         self._homeless: list[AttemptRecord] = []
-        self._suspects: set[str] = set()  # rollouts that ran in a process when it died
+        self._suspects: dict[str, float] = {}  # rollouts that ran in a process when it died, and when
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = 0
         self._started = 0
@@ -105,85 +102,90 @@ class Fleet:
         self.failure: LightningError | None = None
 
     async def start(self) -> None:
-        """Start all processes; the first goes ahead, so that a wrong target is told once.
+        """Start all workers; the first goes ahead, so that a wrong target is told once.
 
         Raises:
             LightningError: the agent can't be imported or called.
         """
-        if self._size == 0:  # others run the rollouts
-            return
         await self._spawn()
         await asyncio.gather(*(self._spawn() for _ in range(self._size - 1)))
 
     def free(self) -> int:
-        """Attempts that could be placed now."""
-        return sum(self._concurrency - len(w.running) for w in self._workers if not w.reserved)
+        """Attempts that could be placed now. After a crash, one for each idle worker, for it may have to run alone."""
+        now = time.monotonic()
+        self._suspects = {rollout: at for rollout, at in self._suspects.items() if now - at < SUSPECT_S}
+        open_places = [place for place in self._places if not place.reserved]
+        if self._suspects:
+            return sum(not place.running for place in open_places) if not self._homeless else 0
+        return sum(self._concurrency - len(place.running) for place in open_places)
 
     def held(self) -> list[AttemptRecord]:
         """Attempts placed and not ended."""
-        placed = [record for w in self._workers for record in (*(r.record for r in w.running.values()), *w.waiting)]
+        placed = [record for p in self._places for record in (*(r.record for r in p.running.values()), *p.waiting)]
         return [*placed, *self._homeless]
 
     def place(self, record: AttemptRecord) -> None:
-        """Run an attempt in the process with the fewest; one under suspicion waits for a process to itself."""
-        usable = [w for w in self._workers if not w.draining]
+        """Run an attempt in the worker with the fewest; one that may end processes waits for a worker to itself."""
+        usable = [place for place in self._places if not place.draining]
         if not usable:
-            self._homeless.append(record)  # until the next process is there
+            self._homeless.append(record)  # until the next worker is there
             return
-        worker = min(usable, key=lambda w: (w.reserved, len(w.running) + len(w.waiting)))
-        if worker.reserved or record.rollout.rollout_id in self._suspects:
-            worker.waiting.append(record)
-            self._advance(worker)
+        place = min(usable, key=lambda p: (p.reserved, len(p.running) + len(p.waiting)))
+        if place.reserved or record.disturbed:
+            place.waiting.append(record)
+            self._advance(place)
         else:
-            self._run(worker, record, alone=False)
+            self._run(place, record, alone=False)
 
     def cancel(self, attempt_id: str) -> None:
         """End an attempt whose result nobody wants any more: its lease is lost. `on_end` is not told."""
         self._homeless = [record for record in self._homeless if record.attempt_id != attempt_id]
-        for worker in self._workers:
-            for record in [r for r in worker.waiting if r.attempt_id == attempt_id]:
-                worker.waiting.remove(record)
-            for running in [r for r in worker.running.values() if r.record.attempt_id == attempt_id]:
+        for place in self._places:
+            for record in [r for r in place.waiting if r.attempt_id == attempt_id]:
+                place.waiting.remove(record)
+            for running in [r for r in place.running.values() if r.record.attempt_id == attempt_id]:
                 running.forgotten = True
-                self._time_is_up(worker, running)
+                self._time_is_up(place, running)
 
     async def stop(self) -> None:
-        """End all processes. Attempts that still run are told as lost, so that another runner may take them."""
+        """End all workers. Attempts that still run are released, so that another runner takes them."""
         self._stopping = True
-        stopped = Ended("lost", error="the runner stopped")
+        stopped = Ended("released", error="the runner stopped")
         for record in self._homeless:
             self._on_end(record, stopped)
-        for worker in self._workers:
-            for record in worker.waiting:
+        for place in self._places:
+            for record in place.waiting:
                 self._on_end(record, stopped)
-            for running in list(worker.running.values()):
-                self._end(worker, running, stopped)
-        await asyncio.gather(*(worker.process.stop() for worker in self._workers))
+            for running in list(place.running.values()):
+                self._end(place, running, stopped)
+        with watch.waiting("shutdown", lambda: f"the end of the workers:\n{self.describe()}"):
+            await asyncio.gather(*(place.worker.stop() for place in self._places))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def describe(self) -> str:
-        """Say what each process does, for messages about what stalls."""
+        """Say what each worker does, for messages about what stalls."""
         lines = []
-        for worker in self._workers:
-            ids = [running.record.rollout.rollout_id for running in worker.running.values()]
+        for place in self._places:
+            ids = [running.record.rollout.rollout_id for running in place.running.values()]
             doing = f"runs {len(ids)}: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''}" if ids else "is idle"
-            lines.append(f"worker {worker.process.pid} {doing}; its log: {worker.process.log}")
-        return "\n".join(lines) or "no worker process is alive"
+            held = place.worker.blocking
+            still = f"; its event loop has stood still for {held.seconds:.0f} s at {held.where}" if held else ""
+            lines.append(f"worker {place.worker.name} {doing}{still}; its log: {place.worker.log}")
+        return "\n".join(lines) or "no worker is alive"
 
     async def _spawn(self) -> None:
         number = self._started
         self._started += 1
-        log = self._logs / f"worker-{number % self._size}.log"
-        process = await WorkerProcess.start(self._job, self._concurrency, log)
+        worker = await self._start(number % self._size)
         if self._stopping:
-            await process.stop()
+            await worker.stop()
             return
-        worker = _Worker(process)
-        self.attached = worker.process.attached or self.attached
-        self._workers.append(worker)
-        self._begin(self._listen(worker))
+        place = _Place(worker)
+        self.attached = worker.attached or self.attached
+        self._places.append(place)
+        self._begin(self._listen(place))
         homeless, self._homeless = self._homeless, []
         for record in homeless:
             self.place(record)
@@ -193,36 +195,59 @@ class Fleet:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _listen(self, worker: _Worker) -> None:
-        while (message := await worker.process.receive()) is not None:
-            self._take(worker, message)
+    async def _listen(self, place: _Place) -> None:
+        looking = asyncio.ensure_future(_look_at_loop(place.worker))
+        try:
+            while (message := await place.worker.receive()) is not None:
+                self._take(place, message)
+        finally:
+            looking.cancel()
         if not self._stopping:
-            self._lost(worker, await worker.process.ended())
+            await self._lost(place)
 
-    def _take(self, worker: _Worker, message: Message) -> None:
-        running = worker.running.get(message["id"])
+    def _take(self, place: _Place, message: Message) -> None:
+        running = place.running.get(message["id"])
         if running is None:
             return
         if message["type"] == "cancelling":
             running.heard = True
             return
+        if message["type"] == "scoring":
+            running.wait.moved("reward function", f"the reward of attempt {running.record.attempt_id}")
+            return
         self.attached = tuple(message["attached"]) or self.attached
         if not message["flushed"]:
             logger.warning("spans of attempt %s were not delivered in time", running.record.attempt_id)
+        self._watch_threads(place, message["threads"])
         if running.overdue:
-            self._end(worker, running, _too_late(running.record))
+            self._end(place, running, too_late(running.record))
         else:
             self._crashes = 0
             rewards = tuple(Reward(**reward) for reward in message["rewards"])
-            self._end(worker, running, Ended(message["status"], rewards, message["error"]))
+            self._end(place, running, Ended(message["status"], rewards, message["error"]))
 
-    def _run(self, worker: _Worker, record: AttemptRecord, *, alone: bool) -> None:
+    def _watch_threads(self, place: _Place, leaked: int) -> None:
+        if leaked > LEAKED_MOST and not place.draining:
+            logger.warning(
+                "attempts left %d threads running in worker %s: it takes no more work", leaked, place.worker.name
+            )
+            self._drain(place)
+
+    def _drain(self, place: _Place) -> None:
+        if not place.draining:
+            place.draining = True
+            self._begin(self._replace(0.0))
+
+    def _run(self, place: _Place, record: AttemptRecord, *, alone: bool) -> None:
         # A store without a server gives no context: such an attempt is recorded, its calls go nowhere else.
         context = record.context or Attempt(record.rollout.rollout_id, record.attempt_id)
         self._numbers += 1
-        running = _Running(self._numbers, record, alone)
-        worker.running[running.number] = running
-        worker.process.send(
+        limit_s = record.rollout.timeout_s
+        bound_s = None if limit_s is None else limit_s + 2 * self._grace_s + 1.0
+        what = f"attempt {record.attempt_id} in worker {place.worker.name}"
+        running = _Running(self._numbers, record, alone, watch.begin("agent", what, bound_s))
+        place.running[running.number] = running
+        place.worker.send(
             {
                 "type": "run",
                 "id": running.number,
@@ -230,83 +255,111 @@ class Fleet:
                 "context": attempt_to_json(context),
             }
         )
-        if (limit_s := record.rollout.timeout_s) is not None:
+        if limit_s is not None:
             loop = asyncio.get_running_loop()
-            running.timers.append(loop.call_later(limit_s, self._time_is_up, worker, running))
+            running.timers.append(loop.call_later(limit_s, self._time_is_up, place, running))
 
-    def _time_is_up(self, worker: _Worker, running: _Running) -> None:
+    def _time_is_up(self, place: _Place, running: _Running) -> None:
         running.overdue = True
-        worker.process.send({"type": "cancel", "id": running.number})
+        place.worker.send({"type": "cancel", "id": running.number})
         loop = asyncio.get_running_loop()
-        running.timers.append(loop.call_later(self._grace_s, self._does_not_end, worker, running))
+        running.timers.append(loop.call_later(self._grace_s, self._does_not_end, place, running))
 
-    def _does_not_end(self, worker: _Worker, running: _Running) -> None:
-        if running.number not in worker.running:
+    def _does_not_end(self, place: _Place, running: _Running) -> None:
+        if running.number not in place.running or place.stood_still:
             return
         if running.heard:
             logger.warning("attempt %s does not end: its worker takes no more work", running.record.attempt_id)
-            if not worker.draining:
-                worker.draining = True
-                self._begin(self._replace(0.0))
+            self._drain(place)
+            self._end(place, running, too_late(running.record))
         else:
-            logger.warning("attempt %s blocks its worker, which is ended", running.record.attempt_id)
-            worker.blocked = True
-            worker.process.kill()  # `_lost` then tells of all its attempts
-            return
-        self._end(worker, running, _too_late(running.record))
+            place.stood_still, place.held_by = True, place.worker.blocking
+            logger.warning("the event loop of worker %s stands still: it is ended", place.worker.name)
+            place.worker.kill()  # `_lost` then tells of all its attempts
 
-    def _end(self, worker: _Worker, running: _Running, ended: Ended) -> None:
-        del worker.running[running.number]
+    def _end(self, place: _Place, running: _Running, ended: Ended) -> None:
+        del place.running[running.number]
         self._tell(running, ended)
-        self._advance(worker)
+        self._advance(place)
 
     def _tell(self, running: _Running, ended: Ended) -> None:
         running.stop_timers()
-        if ended.status == "succeeded":
-            self._suspects.discard(running.record.rollout.rollout_id)
+        rollout_id = running.record.rollout.rollout_id
+        if ended.status == "disturbed":
+            self._suspects[rollout_id] = time.monotonic()
+        else:
+            self._suspects.pop(rollout_id, None)
         if not running.forgotten:
             self._on_end(running.record, ended)
 
-    def _advance(self, worker: _Worker) -> None:
+    def _advance(self, place: _Place) -> None:
         """Go on after a change: end a process that was drained, start the next attempt that runs alone."""
-        if worker.running or self._stopping:
+        if place.running or self._stopping:
             return
-        if worker.draining:
-            worker.process.kill()
-        elif worker.waiting:
-            self._run(worker, worker.waiting.popleft(), alone=True)
+        if place.draining:
+            place.worker.kill()
+        elif place.waiting:
+            self._run(place, place.waiting.popleft(), alone=True)
 
-    def _lost(self, worker: _Worker, how: str) -> None:
-        """Tell of the attempts of a process that has ended, and start another one."""
-        self._workers.remove(worker)
-        for running in list(worker.running.values()):
-            self._tell(running, self._victim(worker, running, how))
-        for record in worker.waiting:
+    async def _lost(self, place: _Place) -> None:
+        """Tell of the attempts of a worker that has ended, and start another one."""
+        place.draining, drained = True, place.draining  # nothing more is placed there
+        death = await place.worker.ended()
+        self._places.remove(place)
+        company = len(place.running)
+        for running in list(place.running.values()):
+            victim = Victim(
+                number=running.number,
+                record=running.record,
+                company=company,
+                told=running.overdue and running.heard,
+                overdue=running.overdue,
+            )
+            self._tell(running, verdict(victim, death, stood_still=place.stood_still, blocking=place.held_by))
+        for record in place.waiting:
             self.place(record)
-        if worker.draining:
+        if drained:
             return  # its successor was started before
-        logger.warning("worker %d ended with %s; see %s", worker.process.pid, how, worker.process.log)
-        self._crashes += not worker.blocked
+        logger.warning("worker %s ended with %s; see %s", place.worker.name, death.how, place.worker.log)
+        self._crashes += not (place.stood_still or death.outside)
         self._begin(self._replace(RESPAWN_S[min(self._crashes, len(RESPAWN_S) - 1)]))
 
-    def _victim(self, worker: _Worker, running: _Running, how: str) -> Ended:
-        many = len(worker.running)
-        if running.overdue:
-            return _too_late(running.record)
-        if worker.blocked:
-            return Ended("lost", error="its worker process was ended, because another attempt blocked it")
-        if many == 1:
-            return Ended("failed", error=f"the agent ended its worker process with {how}")
-        self._suspects.add(running.record.rollout.rollout_id)
-        return Ended("lost", error=f"its worker process ended with {how} while {many} attempts ran in it")
-
     async def _replace(self, delay_s: float) -> None:
-        await asyncio.sleep(delay_s)
-        try:
-            await self._spawn()
-        except LightningError as error:
-            self.failure = error  # the agent could be imported before and can't be now: the runner stops
+        """Start another worker; goes on trying while others work, and gives up after some tries when none is left."""
+        tries = 0
+        while not self._stopping:
+            await asyncio.sleep(delay_s)
+            try:
+                await self._spawn()
+            except (LightningError, OSError) as error:
+                tries += 1
+                logger.warning("a worker can't be started: %s", error)
+                if tries >= SPAWN_TRIES and not self._places:
+                    self.failure = error if isinstance(error, LightningError) else LightningError(str(error))
+                    return
+                delay_s = RESPAWN_S[min(tries, len(RESPAWN_S) - 1)]
+            else:
+                return
 
 
-def _too_late(record: AttemptRecord) -> Ended:
-    return Ended("timeout", error=f"no result after {record.rollout.timeout_s:g} s, the time limit of an attempt")
+async def _look_at_loop(worker: Worker) -> None:
+    """Name a worker whose event loop stands still, while it does."""
+    wait: watch.Wait | None = None
+    try:
+        while True:
+            await asyncio.sleep(0.25)
+            held = worker.blocking
+            if held is None and wait is not None:
+                wait.end()
+                wait = None
+            elif held is not None and wait is None:
+                wait = watch.begin("worker", lambda: _standing(worker))
+                wait.since -= held.seconds
+    finally:
+        if wait is not None:
+            wait.end()
+
+
+def _standing(worker: Worker) -> str:
+    held = worker.blocking
+    return f"the event loop of worker {worker.name}, at {held.where if held else 'a place it has left'}"

@@ -8,9 +8,8 @@ import struct
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
-import orjson
-
 from lightning_spans.context import Attempt
+from lightning_spans.records import dumps, loads
 
 Message: TypeAlias = dict[str, Any]
 
@@ -18,8 +17,8 @@ _LENGTH = struct.Struct(">I")
 
 
 def encode(message: Message) -> bytes:
-    """Give the bytes of one message."""
-    body = orjson.dumps(message)
+    """Give the bytes of one message, also of what JSON can't hold as it is, such as half an emoji."""
+    body = dumps(message)
     return _LENGTH.pack(len(body)) + body
 
 
@@ -30,7 +29,7 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
         body = await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    message: Message = orjson.loads(body)
+    message: Message = loads(body)
     return message
 
 
@@ -42,7 +41,7 @@ def receive_blocking(sock: socket.socket) -> Message:
     """
     with sock.makefile("rb", buffering=0) as stream:
         (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
-        message: Message = orjson.loads(_exactly(stream, length))
+        message: Message = loads(_exactly(stream, length))
         return message
 
 

@@ -1,9 +1,10 @@
-"""A worker process as the runner sees it: started, spoken to, ended."""
+"""A worker process of this machine as the runner sees it: started, spoken to, ended."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -14,9 +15,12 @@ from typing import IO, Final
 
 from lightning_spans import errors
 from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.watch import waiting
 from lightning_trainer.command import status_text
+from lightning_trainer.limits import NO_LIMITS, Limits
 from lightning_trainer.messages import Message, encode, receive
 from lightning_trainer.target import Job
+from lightning_trainer.workers import Blocking, Death
 
 IMPORT_LIMIT_S: Final = 300.0
 STOP_S: Final = 8.0
@@ -32,50 +36,65 @@ class WorkerProcess:
         self._process = process
         self._reader = reader
         self._writer = writer
-        self.log = log
+        self._log = log
+        self._signs: asyncio.Task[None] | None = None
         self.attached: tuple[str, ...] = ()
+        self.blocking: Blocking | None = None
 
     @classmethod
-    async def start(cls, job: Job, concurrency: int, log: Path) -> WorkerProcess:
+    async def start(
+        cls, job: Job, concurrency: int, log: Path, *, number: int = 0, limits: Limits = NO_LIMITS
+    ) -> WorkerProcess:
         """Start a process and wait until it has imported the agent.
 
         Args:
             job: what it runs.
             concurrency: attempts at once.
             log: file that what the agent prints is added to.
+            number: of the worker, which says which cores it gets where they are limited.
+            limits: what it may use.
 
         Raises:
             LightningError: the agent can't be imported or called, in the words of the process.
             ConfigError: the process ended, or said nothing for five minutes.
+            OSError: the system has no room for a process.
         """
         ours, theirs = socket.socketpair()
-        with theirs, _open_log(log) as output:
+        signs, told = os.pipe()
+        with theirs, _open_log(log) as output, os.fdopen(told, "wb"), contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            undo.callback(os.close, signs)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "lightning_trainer.worker",
                 str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
+                str(told),
+                pass_fds=(theirs.fileno(), told),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=_environment(log),
                 start_new_session=True,  # Ctrl-C at the terminal is for the runner, which then ends its workers
             )
+            undo.pop_all()
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = cls(process, reader, writer, log)
+        worker._signs = asyncio.create_task(worker._watch(signs))
         try:
-            await worker._begin(job, concurrency)
+            await worker._begin({"job": asdict(job), "concurrency": concurrency, "limits": asdict(limits), "n": number})
         except BaseException:
             worker.kill()
             await process.wait()
+            worker._close()
             raise
         return worker
 
-    async def _begin(self, job: Job, concurrency: int) -> None:
-        self.send({"job": asdict(job), "concurrency": concurrency})
+    async def _begin(self, settings: Message) -> None:
+        self.send(settings)
         try:
-            answer = await asyncio.wait_for(receive(self._reader), IMPORT_LIMIT_S)
+            with waiting("worker start", f"worker {self.name} imports the agent; its log: {self.log}"):
+                answer = await asyncio.wait_for(receive(self._reader), IMPORT_LIMIT_S)
         except TimeoutError:
             raise ConfigError(f"the agent was not imported within {IMPORT_LIMIT_S:.0f} s. See {self.log}.") from None
         if answer is None:
@@ -86,10 +105,28 @@ class WorkerProcess:
             raise kind(answer["message"]) if issubclass(kind, LightningError) else ConfigError(answer["message"])
         self.attached = tuple(answer["attached"])
 
+    async def _watch(self, pipe: int) -> None:
+        """Hear what the worker says of its event loop."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
+        )
+        try:
+            while line := await reader.readline():
+                told = json.loads(line)
+                self.blocking = None if told is None else Blocking(**told)
+        finally:
+            transport.close()
+
     @property
-    def pid(self) -> int:
+    def name(self) -> str:
         """The process's number."""
-        return self._process.pid
+        return str(self._process.pid)
+
+    @property
+    def log(self) -> str:
+        """The file with what its agent prints."""
+        return str(self._log)
 
     def send(self, message: Message) -> None:
         """Send a message; a process that has gone does not get it, and `receive` tells."""
@@ -110,15 +147,16 @@ class WorkerProcess:
             reading.cancel()
             gone.cancel()
 
-    async def ended(self) -> str:
+    async def ended(self) -> Death:
         """Wait for the end of a process that hung up, and say how it ended; one that lives on is killed."""
         try:
             status = await asyncio.wait_for(self._process.wait(), STOP_S)
         except TimeoutError:
             self.kill()
             status = await self._process.wait()
-        self._writer.close()
-        return status_text(status)
+        self.kill()  # what it started may live on
+        self._close()
+        return Death(status_text(status))
 
     async def stop(self) -> None:
         """Let the process deliver its spans and end; kill it when it does not."""
@@ -127,7 +165,12 @@ class WorkerProcess:
             await asyncio.wait_for(self._process.wait(), STOP_S)
         self.kill()
         await self._process.wait()
+        self._close()
+
+    def _close(self) -> None:
         self._writer.close()
+        if self._signs is not None:
+            self._signs.cancel()
 
     def kill(self) -> None:
         """End the process and what it started, at once."""

@@ -19,10 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
+from lightning_spans import watch
 from lightning_spans.errors import ConfigError, LeaseLostError, LightningError
 from lightning_spans.store import AttemptRecord, Store
-from lightning_trainer.fleet import Ended, Fleet
+from lightning_trainer.deaths import Ended
+from lightning_trainer.fleet import Fleet
+from lightning_trainer.limits import NO_LIMITS, Limits
+from lightning_trainer.process import WorkerProcess
 from lightning_trainer.target import Job
+from lightning_trainer.workers import Start
 
 logger = logging.getLogger("lightning_trainer")
 T = TypeVar("T")
@@ -42,6 +47,11 @@ class Runner:
         logs: folder for what the agents print.
         lease_s: a runner that dies is noticed after this long; renewed three times in that time.
         grace_s: seconds that an attempt gets to end once its time is up.
+        limits: what each worker process may use.
+        start: starts a worker elsewhere than in a process of this machine.
+
+    Raises:
+        ConfigError: this system can't keep the limits.
     """
 
     def __init__(
@@ -53,12 +63,21 @@ class Runner:
         logs: Path,
         lease_s: float = 60.0,
         grace_s: float = 5.0,
+        limits: Limits = NO_LIMITS,
+        start: Start | None = None,
     ) -> None:
+        limits.check()
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
         self._lease_s = lease_s
+
+        async def process(number: int) -> WorkerProcess:
+            log = logs / f"worker-{number}.log"
+            return await WorkerProcess.start(job, concurrency, log, number=number, limits=limits)
+
         self._fleet = Fleet(
-            job, workers=workers, concurrency=concurrency, logs=logs, on_end=self._ended, grace_s=grace_s
+            start or process, workers=workers, concurrency=concurrency, on_end=self._ended, grace_s=grace_s
         )
+        self._beats = ThreadPoolExecutor(1, thread_name_prefix="runner-beat")  # not held up by results that wait
         self._finishing: dict[str, AttemptRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._drain_s = 0.0
@@ -85,7 +104,10 @@ class Runner:
         self._call(self._begin)
 
     def stop(self, *, drain_s: float = 0.0) -> None:
-        """Claim no more, let what runs go on for `drain_s` seconds, then end the worker processes."""
+        """Claim no more, let what runs go on for `drain_s` seconds, then end the workers; what still runs is released.
+
+        A second call, from another thread, may shorten the time.
+        """
         self._drain_s = drain_s
         self._call(self._stop)
         if self._thread.is_alive():
@@ -161,6 +183,7 @@ class Runner:
             await self._settle(self._lease_s)
             beating.cancel()
             await asyncio.gather(beating, *self._tasks, return_exceptions=True)
+            self._beats.shutdown(wait=False)
 
     async def _claim_all(self) -> None:
         idle = failures = 0
@@ -168,11 +191,8 @@ class Runner:
             if self._fleet.failure is not None:
                 raise self._fleet.failure
             self._woken.clear()
-            free = self._fleet.free()
             try:
-                records = (
-                    await self._ask(self._store.claim, self.name, limit=free, lease_s=self._lease_s) if free else []
-                )
+                records = await self._claim(self._fleet.free())
             except ConfigError:
                 raise
             except Exception as error:  # noqa: BLE001 - the store may be back soon: a runner outlives its server
@@ -189,15 +209,16 @@ class Runner:
     async def _claim(self, limit: int) -> list[AttemptRecord]:
         if limit == 0:
             return []
-        return await self._ask(self._store.claim, self.name, limit=limit, lease_s=self._lease_s)
+        with watch.waiting("runner claim", f"rollouts, from the store {_name(self._store)}"):
+            return await self._ask(self._store.claim, self.name, limit=limit, lease_s=self._lease_s)
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._woken.wait(), seconds)
 
     async def _drain(self) -> None:
-        until = time.monotonic() + self._drain_s
-        while self._fleet.held() and (left_s := until - time.monotonic()) > 0:
+        began = time.monotonic()
+        while self._fleet.held() and (left_s := began + self._drain_s - time.monotonic()) > 0:
             self._woken.clear()
             await self._pause(left_s)
 
@@ -217,6 +238,7 @@ class Runner:
         end = functools.partial(self._store.finish, status=ended.status, rewards=ended.rewards, error=ended.error)
         until = time.monotonic() + self._lease_s
         failures = 0
+        wait = watch.begin("runner result", f"the store {_name(self._store)} to take the end of {record.attempt_id}")
         try:
             while True:
                 try:
@@ -233,6 +255,7 @@ class Runner:
                 await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                 failures += 1
         finally:
+            wait.end()
             self._finishing.pop(record.attempt_id, None)
 
     async def _beat(self) -> None:
@@ -244,7 +267,9 @@ class Runner:
                 continue
             leases = list({record.attempt_id: record.fence for record in held}.items())
             try:
-                lost = await self._ask(self._store.heartbeat, leases, lease_s=self._lease_s)
+                with watch.waiting("runner heartbeat", f"the store {_name(self._store)} to renew {len(leases)} leases"):
+                    beat = functools.partial(self._store.heartbeat, leases, lease_s=self._lease_s)
+                    lost = await asyncio.get_running_loop().run_in_executor(self._beats, beat)
             except Exception as error:  # noqa: BLE001 - the next beat may come through
                 logger.warning("leases can't be renewed: %s", error)
                 continue
@@ -254,3 +279,7 @@ class Runner:
     @staticmethod
     async def _ask(function: Callable[..., T], *args: object, **options: object) -> T:
         return await asyncio.to_thread(function, *args, **options)
+
+
+def _name(store: Store) -> str:
+    return str(getattr(store, "name", type(store).__name__))

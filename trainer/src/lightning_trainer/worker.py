@@ -1,7 +1,7 @@
-"""A worker process: `python -m lightning_trainer.worker FD`. Runs the user's agent, many attempts at once on one loop.
+"""A worker process: `python -m lightning_trainer.worker FD PIPE`. Runs the user's agent, many attempts on one loop.
 
 The runner speaks to it through the socket FD, so that whatever the agent prints goes to the log and never between the
-messages. The process knows the contexts of its attempts and no other key.
+messages, and PIPE carries its signs of life. The process knows the contexts of its attempts and no other key.
 """
 
 from __future__ import annotations
@@ -11,43 +11,68 @@ import functools
 import os
 import socket
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
 
 from lightning_spans.attach import attached, live_recorder
 from lightning_spans.errors import LightningError
+from lightning_trainer.alive import LoopWatch, leaked_threads
 from lightning_trainer.command import run_command
-from lightning_trainer.execution import Agent, Outcome, Score, execute, in_loop_or_thread
+from lightning_trainer.execution import Agent, Outcome, Score, describe, execute, in_loop_or_thread
+from lightning_trainer.limits import Limits
 from lightning_trainer.messages import Message, attempt_from_json, encode, receive, receive_blocking
 from lightning_trainer.target import Job, load_function, split_command
 
 FLUSH_S = 30.0
 STOP_S = 5.0
 
+_NUMBER: ContextVar[int | None] = ContextVar("lightning-attempt-number", default=None)
+
 
 class Worker:
-    """The worker's state: its agent, and the attempts that run."""
+    """The worker's state: its agent, and the attempts that run.
 
-    def __init__(self, agent: Agent, score: Score | None, *, needs_reward: bool, writer: asyncio.StreamWriter) -> None:
+    Args:
+        agent: what it runs.
+        score: gives the reward of a task and its result; None: the result is the reward.
+        needs_reward: whether an attempt that gave no reward has failed.
+        send: takes messages for the runner.
+    """
+
+    def __init__(
+        self, agent: Agent, score: Score | None, *, needs_reward: bool, send: Callable[[Message], None]
+    ) -> None:
         self._agent = agent
         self._score = score
         self._needs_reward = needs_reward
-        self._writer = writer
+        self._send = send
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self, reader: asyncio.StreamReader) -> None:
-        """Take messages until the runner says stop, or is gone."""
-        while (message := await receive(reader)) is not None and message["type"] != "stop":
-            if message["type"] == "run":
-                self._start(message)
-            elif message["type"] == "cancel" and (task := self._running.get(message["id"])):
-                task.cancel()
-                self._send({"type": "cancelling", "id": message["id"]})
+    def take(self, message: Message) -> None:
+        """Take a message of the runner's: begin an attempt, or cancel one."""
+        if message["type"] == "run":
+            self._start(message)
+        elif message["type"] == "cancel" and (task := self._running.get(message["id"])):
+            task.cancel()
+            self._send({"type": "cancelling", "id": message["id"]})
+
+    async def stop(self) -> None:
+        """Cancel what runs, and deliver the spans so far."""
         for task in self._running.values():
             task.cancel()
         if self._running:
             await asyncio.wait(self._running.values(), timeout=STOP_S)
+        await _flush()
+
+    def number_of(self, task: asyncio.Task[object]) -> int | None:
+        """Give the attempt that a task runs, or was started by where Python can tell."""
+        own = next((number for number, running in list(self._running.items()) if running is task), None)
+        if own is None and hasattr(task, "get_context"):  # from Python 3.12 on
+            own = task.get_context().get(_NUMBER)
+        return own
 
     @property
     def busy(self) -> bool:
@@ -61,17 +86,24 @@ class Worker:
             self._running.pop(number, None)
             if task.cancelled():  # before its first step, or while it delivered its spans
                 self._send(_ended(number, Outcome("cancelled", error="cancelled"), flushed=False))
+            elif (error := task.exception()) is not None:  # ours: the attempt must not wait for its time limit
+                self._send(_ended(number, Outcome("failed", error=describe(error)), flushed=False))
 
         self._running[number] = asyncio.create_task(self._run(message))
         self._running[number].add_done_callback(done)
 
     async def _run(self, message: Message) -> None:
+        _NUMBER.set(message["id"])
         attempt = attempt_from_json(message["context"])
-        outcome = await execute(self._agent, self._score, message["task"], attempt, needs_reward=self._needs_reward)
+        outcome = await execute(
+            self._agent,
+            self._score,
+            message["task"],
+            attempt,
+            needs_reward=self._needs_reward,
+            on_score=lambda: self._send({"type": "scoring", "id": message["id"]}),
+        )
         self._send(_ended(message["id"], outcome, await _flush()))
-
-    def _send(self, message: Message) -> None:
-        self._writer.write(encode(message))
 
 
 def _ended(number: int, outcome: Outcome, flushed: bool) -> Message:
@@ -83,6 +115,7 @@ def _ended(number: int, outcome: Outcome, flushed: bool) -> Message:
         "error": outcome.error,
         "attached": attached(),
         "flushed": flushed,
+        "threads": leaked_threads(),
     }
 
 
@@ -92,7 +125,12 @@ async def _flush() -> bool:
     return recorder is None or await asyncio.to_thread(recorder.tracer.flush, FLUSH_S)
 
 
-def _load(job: Job, threads: ThreadPoolExecutor) -> tuple[Agent, Score | None]:
+def load_job(job: Job, threads: ThreadPoolExecutor) -> tuple[Agent, Score | None]:
+    """Import the agent and its reward function.
+
+    Raises:
+        LightningError: one of them can't be imported or called.
+    """
     score: Score | None = None
     if job.reward is not None:
         score = in_loop_or_thread(load_function(job.reward, option="reward", parameters=("task", "result")), threads)
@@ -106,32 +144,37 @@ def _load(job: Job, threads: ThreadPoolExecutor) -> tuple[Agent, Score | None]:
     return agent, score
 
 
-async def _serve(sock: socket.socket, agent: Agent, score: Score | None, job: Job) -> bool:
+async def _serve(sock: socket.socket, pipe: int, agent: Agent, score: Score | None, job: Job) -> bool:
     reader, writer = await asyncio.open_connection(sock=sock)
-    writer.write(encode({"type": "ready", "attached": attached()}))
-    worker = Worker(agent, score, needs_reward=job.needs_reward, writer=writer)
-    await worker.serve(reader)
-    await _flush()
+    writer.write(encode({"type": "ready", "attached": attached(), "threads": leaked_threads()}))
+    worker = Worker(agent, score, needs_reward=job.needs_reward, send=lambda message: writer.write(encode(message)))
+    watch = LoopWatch(pipe, worker.number_of)
+    while (message := await receive(reader)) is not None and message["type"] != "stop":
+        worker.take(message)
+    await worker.stop()
+    watch.close()
     return worker.busy
 
 
-def main(fd: int) -> None:
+def main(fd: int, pipe: int) -> None:
     """Serve the runner at the other end of this socket, then end the process."""
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)  # what the agent starts must not hold the runner's line open
+    os.set_inheritable(pipe, False)  # noqa: FBT003 - the system call's only form
     settings = receive_blocking(sock)
     job = Job(**settings["job"])
     threads = ThreadPoolExecutor(settings["concurrency"], thread_name_prefix="attempt")
     try:
+        Limits(**settings["limits"]).apply(settings["n"])
         # Before there is an event loop, for modules that run one of their own while they are imported.
-        agent, score = _load(job, threads)
+        agent, score = load_job(job, threads)
     except LightningError as error:
         sock.sendall(encode({"type": "refused", "kind": type(error).__name__, "message": str(error)}))
         return
-    busy = asyncio.run(_serve(sock, agent, score, job))
+    busy = asyncio.run(_serve(sock, pipe, agent, score, job))
     if busy:
         os._exit(1)  # a thread of the agent's never ended, and Python would wait for it
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,76 @@
+"""Signs of life from inside a worker: a thread sees the event loop stand still, and says which attempt holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+LOOK_S: Final = 0.25
+STILL_S: Final = 1.0  # a loop that has not run for this long is reported
+
+_OURS: Final = ("attempt", "asyncio_", "lightning", "MainThread")  # beginnings of the names of threads of ours
+
+
+class LoopWatch:
+    """Watches the loop of the thread that makes it, and writes what it sees into a pipe, one JSON object a line.
+
+    Args:
+        pipe: file descriptor.
+        number_of: gives the number of the attempt that a task belongs to; None where it is none's.
+    """
+
+    def __init__(self, pipe: int, number_of: Callable[[asyncio.Task[object]], int | None]) -> None:
+        self._pipe = pipe
+        self._number_of = number_of
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._answered = threading.Event()
+        self._closing = threading.Event()
+        threading.Thread(target=self._run, name="lightning-alive", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            self._answered.clear()
+            asked = time.monotonic()
+            try:
+                self._loop.call_soon_threadsafe(self._answered.set)
+            except RuntimeError:
+                return  # the loop is closed
+            if self._answered.wait(STILL_S):
+                continue
+            while not self._answered.wait(LOOK_S) and not self._closing.is_set():
+                self._tell({"number": self._holder(), "seconds": time.monotonic() - asked, "where": self._where()})
+            self._tell(None)
+
+    def _holder(self) -> int | None:
+        task = asyncio.current_task(self._loop)
+        return None if task is None else self._number_of(task)
+
+    def _where(self) -> str:
+        frame = sys._current_frames().get(self._thread_id)  # the only way to see another thread's stack
+        if frame is None:
+            return "an unknown place"
+        last = traceback.extract_stack(frame)[-1]
+        return f"{last.filename}:{last.lineno} in {last.name}"
+
+    def _tell(self, blocking: dict[str, object] | None) -> None:
+        try:
+            os.write(self._pipe, json.dumps(blocking).encode() + b"\n")
+        except OSError:
+            self._closing.set()  # the runner has gone
+
+
+def leaked_threads() -> int:
+    """Count the threads of this process that neither Python's main program nor we have started."""
+    return sum(not thread.name.startswith(_OURS) for thread in threading.enumerate())
