@@ -10,7 +10,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_trainer.advantages import group_advantages, transition_advantages
+from lightning_trainer.advantages import (
+    generalised_advantages,
+    group_advantages,
+    leave_one_out,
+    transition_advantages,
+    uncompared,
+    whitened,
+)
 
 rewards = st.floats(-100, 100).map(lambda value: round(value, 3))
 groups_of_returns = st.lists(st.lists(rewards, min_size=1, max_size=6), min_size=1, max_size=4)
@@ -169,3 +176,99 @@ def test_an_agent_that_spoke_in_one_attempt_of_its_group_has_nothing_to_compare(
 
 def test_the_steps_of_a_lone_attempt_have_nothing_to_compare():
     assert transition_advantages([1.0, 0.0], [0, 0], [0, 0]).tolist() == [0.0, 0.0]
+
+
+@given(groups_of_returns)
+def test_leave_one_out_compares_with_the_mean_of_the_others(groups):
+    returns, ids = flat(groups)
+    expected = []
+    for members in groups:
+        for place, r in enumerate(members):
+            others = members[:place] + members[place + 1 :]
+            equal = len(set(members)) == 1
+            expected.append(0.0 if not others or equal else r - statistics.fmean(others))
+    assert leave_one_out(returns, range(len(returns)), ids) == pytest.approx(expected, abs=1e-9)
+
+
+@given(attempts_with_calls)
+def test_leave_one_out_counts_an_attempt_once_however_often_it_called(attempts):
+    groups, returns, calls = (list(column) for column in zip(*attempts, strict=True))
+    of_attempts = leave_one_out(returns, range(len(returns)), groups)
+    attempt_M = np.repeat(np.arange(len(attempts)), calls)
+    of_calls = leave_one_out(np.repeat(returns, calls), attempt_M, np.repeat(groups, calls))
+    assert of_calls == pytest.approx(of_attempts[attempt_M], abs=1e-9)
+
+
+def test_leave_one_out_compares_each_agent_with_itself():
+    values, attempts, agents = [1.0, 5.0, 0.0, 3.0, 0.5], [0, 0, 1, 1, 2], ["x", "y", "x", "y", "x"]
+    found = leave_one_out(values, attempts, [0] * 5, agent_M=agents)
+    assert found == pytest.approx([0.75, 2.0, -0.75, -2.0, 0.0])
+
+
+weighted = st.lists(st.tuples(rewards, st.integers(0, 5), st.sampled_from("xy")), max_size=12)
+
+
+@given(weighted)
+def test_whitened_values_have_mean_0_and_variance_1_for_each_agent(entries):
+    values, weights, agents = (list(column) for column in zip(*entries, strict=True)) if entries else ([], [], [])
+    found = whitened(values, weights, agent_M=agents)
+    for agent in set(agents):
+        inside = [(f, v, w) for f, v, w, a in zip(found, values, weights, agents, strict=True) if a == agent]
+        total = sum(w for _, _, w in inside)
+        assert sum(f * w for f, _, w in inside) == pytest.approx(0.0, abs=1e-5)
+        repeated = [v for _, v, w in inside for _ in range(w)]
+        if len(set(repeated)) > 1 and statistics.stdev(repeated) > 0.01:
+            assert sum(w * f * f for f, _, w in inside) / (total - 1) == pytest.approx(1.0, rel=1e-3)
+        else:
+            assert all(f == 0.0 for f, _, w in inside if w) or statistics.stdev(repeated) > 0
+
+
+@pytest.mark.parametrize("values", [[], [0.1] * 3, [5.0], [0.7] * 8])
+def test_whitening_without_contrast_gives_exactly_nothing(values):
+    assert whitened(values).tolist() == [0.0] * len(values)
+
+
+def test_whitening_refuses_what_it_can_not_count():
+    for values, weights in (([1.0], [1.0, 2.0]), ([math.nan], [1.0]), ([1.0], [-1.0])):
+        with pytest.raises(ValueError, match=r"differ in length|must be finite"):
+            whitened(values, weights)
+
+
+def test_uncompared_values_stay_as_they_are():
+    assert uncompared([1.0, 2.0], [0, 1], [0, 0], agent_M=["x", "y"]).tolist() == [1.0, 2.0]
+
+
+random_rows = st.tuples(st.integers(0, 4), st.integers(0, 7), st.integers(0, 999))
+
+
+@given(random_rows, st.floats(0, 1), st.floats(0, 1))
+def test_generalised_advantages_are_sums_of_discounted_errors(shape, gamma, lam):
+    rows, tokens, seed = shape
+    random = np.random.default_rng(seed)
+    reward, value = random.normal(size=(2, rows, tokens))
+    mask = random.random((rows, tokens)) < 0.6
+    found, targets = generalised_advantages(reward, value, mask, gamma=gamma, lam=lam)
+    for row in range(rows):
+        places = np.flatnonzero(mask[row])
+        for n, t in enumerate(places):  # equation 16: sum of (gamma lam)**l delta_t+l, over sampled tokens only
+            expected = 0.0
+            for step, k in enumerate(places[n:]):
+                after = places[n + step + 1] if n + step + 1 < len(places) else None
+                delta = reward[row, k] + gamma * (0.0 if after is None else value[row, after]) - value[row, k]
+                expected += (gamma * lam) ** step * delta
+            assert found[row, t] == pytest.approx(expected, abs=1e-9)
+            assert targets[row, t] == pytest.approx(expected + value[row, t], abs=1e-9)
+    assert not found[~mask].any()
+    assert not targets[~mask].any()
+
+
+def test_with_lambda_1_the_advantage_is_the_return_without_the_value():
+    reward, value = np.array([[0.0, 0.0, 1.0]]), np.array([[0.2, 0.9, 0.4]])
+    found, targets = generalised_advantages(reward, value, np.array([[True, False, True]]))
+    assert found.tolist() == [[pytest.approx(0.8), 0.0, pytest.approx(0.6)]]
+    assert targets.tolist() == [[pytest.approx(1.0), 0.0, pytest.approx(1.0)]]
+
+
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match="shape"):
+        generalised_advantages(np.zeros((1, 2)), np.zeros((1, 3)), np.ones((1, 2)))

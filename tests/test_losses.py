@@ -13,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_spans.transitions import Tokens, Transition
-from lightning_trainer.losses import entropy, kl_divergence, policy_loss, token_logprobs
+from lightning_trainer.losses import (
+    cispo_loss,
+    entropy,
+    gspo_loss,
+    kl_divergence,
+    policy_loss,
+    token_logprobs,
+    value_loss,
+)
 from lightning_trainer.rows import make_rows, token_weights
 
 pytestmark = pytest.mark.torch
@@ -93,16 +101,17 @@ def test_low_precision_inputs_are_computed_in_float32():
 @given(st.floats(-9, 0), st.floats(-9, 0))
 def test_the_kl_estimators_are_schulmans(policy, reference):
     d = policy - reference
-    expected = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}
+    expected = {"k1": d, "k2": d * d / 2, "k3": min(math.exp(-d) - 1 + d, 10.0), "abs": abs(d)}
+    expected |= {"kl": d, "mse": d * d / 2, "low_var_kl": expected["k3"], "low_var": expected["k3"]}
     for estimator, value in expected.items():
         got = kl_divergence(torch.tensor([policy]), torch.tensor([reference]), estimator).item()
         assert got == pytest.approx(value, rel=1e-3, abs=1e-4)
 
 
 def test_k1_and_k3_estimate_the_divergence_and_k2_and_k3_are_never_negative():
-    generator = torch.Generator().manual_seed(0)
-    policy = torch.log_softmax(torch.randn(5, generator=generator), -1)
-    reference = torch.log_softmax(torch.randn(5, generator=generator), -1)
+    generator = torch.Generator().manual_seed(0)  # near each other: k3 is held below 10 nats
+    policy = torch.log_softmax(torch.randn(5, generator=generator) / 2, -1)
+    reference = torch.log_softmax(torch.randn(5, generator=generator) / 2, -1)
     exact = (policy.exp() * (policy - reference)).sum()
     for estimator in ("k1", "k3"):  # unbiased: the expectation over all tokens is the divergence itself
         expectation = (policy.exp() * kl_divergence(policy, reference, estimator)).sum()
@@ -111,8 +120,83 @@ def test_k1_and_k3_estimate_the_divergence_and_k2_and_k3_are_never_negative():
         assert (kl_divergence(policy, reference, estimator) >= 0).all()
 
 
+@pytest.mark.parametrize("estimator", ["k1+", "k3+", "abs+", "low_var+"])
+def test_a_plus_takes_the_gradient_of_k2_and_keeps_the_value(estimator):
+    policy, reference = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.5, -0.5])
+    value = kl_divergence(policy, reference, estimator)
+    torch.testing.assert_close(value, kl_divergence(policy, reference, estimator[:-1]))
+    value.sum().backward()
+    assert policy.grad.tolist() == pytest.approx([0.5, -1.5])
+
+
+def test_the_gradient_of_k2_is_that_of_the_divergence_and_that_of_k1_is_0_in_the_mean():
+    generator = torch.Generator().manual_seed(3)
+    logits, reference = (torch.randn(6, generator=generator) for _ in range(2))
+    reference = reference.log_softmax(-1)
+
+    def mean_gradient(estimator):
+        found = logits.clone().requires_grad_()
+        logprobs = found.log_softmax(-1)
+        (logprobs.detach().exp() * kl_divergence(logprobs, reference, estimator)).sum().backward()
+        return found.grad
+
+    exact = logits.clone().requires_grad_()
+    logprobs = exact.log_softmax(-1)
+    (logprobs.exp() * (logprobs - reference)).sum().backward()
+    torch.testing.assert_close(mean_gradient("k2"), exact.grad)
+    torch.testing.assert_close(mean_gradient("k3+"), exact.grad)
+    assert mean_gradient("k1").abs().max() < 1e-6
+
+
+sequences = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+
+
+@given(sequences, st.integers(0, 99))
+@settings(deadline=None)
+def test_gspo_clips_responses_and_not_tokens(members, seed):
+    random = np.random.default_rng(seed)
+    new, old, advantages = (random.normal(size=len(members)) for _ in range(3))
+    now = torch.tensor(new, dtype=torch.float32, requires_grad=True)
+    tensors = [torch.tensor(x, dtype=torch.float32) for x in (old, advantages, np.ones(len(members)))]
+    result = gspo_loss(now, *tensors, torch.tensor(members), clip_low=0.3, clip_high=0.4)
+    result.loss.backward()
+    for t, member in enumerate(members):  # arXiv 2507.18071: one ratio for all tokens of a response
+        own = [k for k, other in enumerate(members) if other == member]
+        ratio = math.exp(sum(new[k] - old[k] for k in own) / len(own))
+        assert result.ratios[t].item() == pytest.approx(ratio, rel=1e-4)
+        held = -min(max(ratio, 0.7), 1.4) * advantages[t] > -ratio * advantages[t]
+        if abs(ratio - 0.7) > 1e-5 and abs(ratio - 1.4) > 1e-5:
+            assert result.clipped[t].item() is bool(held)
+            assert now.grad[t].item() == pytest.approx(0.0 if held else -ratio * advantages[t], rel=1e-3, abs=1e-6)
+
+
+def test_gspo_without_a_token_is_0():
+    none = torch.zeros(0)
+    assert gspo_loss(none, none, none, none, none).loss.item() == 0.0
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    now = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    old = torch.tensor([-1.0, -3.0, 2.0])  # ratios 1, 7.4 and 0.05
+    result = cispo_loss(now, old, torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), clip_low=0.5, clip_high=0.28)
+    result.loss.backward()
+    assert now.grad.tolist() == pytest.approx([-1.0, -1.28, 0.5])
+    assert result.clipped.tolist() == [False, True, True]
+    free = cispo_loss(now, old, torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), clip_low=1.0, clip_high=0.28)
+    assert free.clipped.tolist() == [False, True, False]
+
+
+def test_the_value_loss_never_hides_an_error_by_clipping():
+    now = torch.tensor([0.0, 1.0, 3.0], requires_grad=True)
+    old, returns = torch.zeros(3), torch.tensor([1.0, 1.0, 1.0])
+    plain = value_loss(now, old, returns, torch.ones(3))
+    assert plain.item() == pytest.approx(0.5 * (1 + 0 + 4))
+    clipped = value_loss(now, old, returns, torch.ones(3), clip=0.5)
+    assert clipped.item() == pytest.approx(0.5 * (1 + 0.25 + 4))
+
+
 def test_an_unknown_estimator_is_an_error():
-    with pytest.raises(ValueError, match="Use k1, k2 or k3"):
+    with pytest.raises(ValueError, match="Use k1, k2, k3 or abs"):
         kl_divergence(torch.zeros(1), torch.zeros(1), "k4")
 
 
