@@ -99,6 +99,11 @@ def describe(error: BaseException) -> str:
     return text if len(text) <= ERROR_LIMIT else f"...{text[-ERROR_LIMIT:]}"
 
 
+def plain(text: str) -> str:
+    """Make text that every store can hold: lone surrogates and zero characters become their escapes."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
 def in_loop_or_thread(function: Callable[..., Any], threads: Executor) -> Callable[..., Awaitable[Any]]:
     """Make a function awaitable: an async one runs on the event loop, another one in a thread with a copied context."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from lightning_spans import watch
-from lightning_spans.errors import ConfigError, LeaseLostError, LightningError
+from lightning_spans.errors import ConfigError, LeaseLostError, LightningError, RefusedError
 from lightning_spans.store import AttemptRecord, Store
 from lightning_trainer.deaths import Ended
 from lightning_trainer.fleet import Fleet
@@ -103,13 +103,17 @@ class Runner:
         self._store = store
         self._call(self._begin)
 
-    def stop(self, *, drain_s: float = 0.0) -> None:
+    def drain(self, drain_s: float) -> None:
         """Claim no more, let what runs go on for `drain_s` seconds, then end the workers; what still runs is released.
 
-        A second call, from another thread, may shorten the time.
+        Does not wait. Another call, or `stop`, changes the time.
         """
         self._drain_s = drain_s
         self._call(self._stop)
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """Drain, and wait until it is done."""
+        self.drain(drain_s)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -247,6 +251,14 @@ class Runner:
                 except LeaseLostError:
                     logger.info("the result of attempt %s came too late", record.attempt_id)
                     return
+                except RefusedError as error:
+                    if ended.status == "failed":
+                        logger.exception("the end of attempt %s is refused", record.attempt_id)
+                        return
+                    logger.warning("the end of attempt %s is refused: %s", record.attempt_id, error)
+                    ended = Ended("failed", error=f"its end was refused: {error}")
+                    end = functools.partial(self._store.finish, status="failed", error=ended.error)
+                    continue
                 except Exception as error:
                     if time.monotonic() > until:
                         logger.exception("the end of attempt %s can't be told", record.attempt_id)

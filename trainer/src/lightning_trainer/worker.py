@@ -21,7 +21,7 @@ from lightning_spans.attach import attached, live_recorder
 from lightning_spans.errors import LightningError
 from lightning_trainer.alive import LoopWatch, leaked_threads
 from lightning_trainer.command import run_command
-from lightning_trainer.execution import Agent, Outcome, Score, describe, execute, in_loop_or_thread
+from lightning_trainer.execution import Agent, Outcome, Score, describe, execute, in_loop_or_thread, plain
 from lightning_trainer.limits import Limits
 from lightning_trainer.messages import Message, attempt_from_json, encode, receive, receive_blocking
 from lightning_trainer.target import Job, load_function, split_command
@@ -112,7 +112,7 @@ def _ended(number: int, outcome: Outcome, flushed: bool) -> Message:
         "id": number,
         "status": outcome.status,
         "rewards": [asdict(reward) for reward in outcome.rewards],
-        "error": outcome.error,
+        "error": None if outcome.error is None else plain(outcome.error),
         "attached": attached(),
         "flushed": flushed,
         "threads": leaked_threads(),

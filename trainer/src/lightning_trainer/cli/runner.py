@@ -19,7 +19,15 @@ from lightning_trainer.cli.options import print_json, read_key
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
 @click.option("--workers", type=click.IntRange(1), help="Worker processes; as many as there are cores by default.")
 @click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1), help="Rollouts at once in each.")
-@click.option("--drain-s", default=30.0, show_default=True, help="Seconds that rollouts get to end when it is stopped.")
+@click.option(
+    "--drain-s",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds that rollouts get to end when it is stopped; a second signal ends them at once.",
+)
+@click.option("--worker-memory", metavar="SIZE", help="Most memory of each worker process, such as 2GiB (Linux).")
+@click.option("--worker-cores", type=click.IntRange(1), help="Processor cores that each worker may use (Linux).")
 @click.option(
     "--logs",
     default="lightning-logs",
@@ -37,15 +45,20 @@ def command(
     workers: int | None,
     concurrency: int,
     drain_s: float,
+    worker_memory: str | None,
+    worker_cores: int | None,
     logs: Path,
 ) -> None:
     """Claim rollouts from a server and run the program TARGET (module:function) on them, until Ctrl-C or SIGTERM.
 
-    When it is ready, it says so in one line of JSON on stdout. Run it on as many machines as you like.
+    When it is ready, it says so in one line of JSON on stdout. Run it on as many machines as you like. Once stopped it
+    claims no more, and lets what runs go on for a while; what has not ended then goes back to the queue, without
+    using up a try.
     """
     from lightning_spans.errors import ConfigError, StoreError
     from lightning_spans.store_http import HttpStore
     from lightning_trainer.config import cores
+    from lightning_trainer.limits import Limits, parse_bytes
     from lightning_trainer.runner import Runner
     from lightning_trainer.target import Job
 
@@ -54,9 +67,10 @@ def command(
     key = read_key(key_file)
     if key is None:
         raise ConfigError("a runner needs a key: --key-file FILE. The server names the file in its first line.")
-    asked = threading.Event()
+    limits = Limits(memory_bytes=parse_bytes(worker_memory) if worker_memory else None, cores=worker_cores)
+    asked, again = threading.Event(), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked.set())
+        signal.signal(number, lambda *_: (again if asked.is_set() else asked).set())
     probe = HttpStore(url, key=key, patience_s=5.0)
     try:
         probe.heartbeat([])
@@ -65,7 +79,7 @@ def command(
     finally:
         probe.close()
     job = Job(target=target, command=program, reward=reward)
-    runner = Runner(job, workers=workers or cores(), concurrency=concurrency, logs=logs)
+    runner = Runner(job, workers=workers or cores(), concurrency=concurrency, logs=logs, limits=limits)
     store = HttpStore(url, key=key)
     try:
         runner.start()
@@ -73,7 +87,10 @@ def command(
         print_json({"runner": runner.name, "server": url, "workers": workers or cores()})
         while not asked.wait(0.5) and runner.alive:
             pass
-        runner.stop(drain_s=drain_s)
+        runner.drain(drain_s)
+        while not again.wait(0.1) and runner.alive:
+            pass
+        runner.stop()
         runner.check()
     finally:
         runner.stop()
