@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import threading
 from dataclasses import replace
 
@@ -142,6 +143,16 @@ def test_spans_of_the_otel_tracer_are_real_ones_with_the_same_ids_and_attributes
         assert real.status.status_code.name == ours.status.upper()
 
 
+def test_a_program_that_seeds_random_gets_the_numbers_it_got_without_us(recorder):
+    ids = set()
+    for _ in range(2):
+        random.seed(0)
+        span = recorder.start("chat", "m")
+        ids |= {span.trace_id, span.span_id}
+        assert random.random() == random.Random(0).random()
+    assert len(ids) == 4
+
+
 def test_limits_that_the_user_set_for_his_own_traces_cut_nothing_of_ours(monkeypatch, sink):
     monkeypatch.setenv("OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT", "10")
     monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "1")
@@ -235,7 +246,7 @@ def test_otel_switched_off_by_the_environment_is_a_clear_error(monkeypatch, sink
 def test_an_agents_path_tells_what_is_around_it(recorder):
     assert agent_path("a/b") == "a//b"
     team = recorder.start("invoke_workflow", "team", attributes={names.AGENT_PATH: "team"})
-    boss = recorder.start("invoke_agent", "boss/1", context=team.context)  # as `with agent(...)` makes it: no path
+    boss = recorder.start("invoke_agent", "boss/1", context=team.context)
     tool = recorder.start("execute_tool", "ask", context=boss.context)
     assert agent_path("writer", team.context) == "team/writer"
-    assert agent_path("writer", tool.context) == "boss//1/writer"
+    assert agent_path("writer", tool.context) == boss.attributes[names.AGENT_PATH] + "/writer" == "team/boss//1/writer"

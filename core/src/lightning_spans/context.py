@@ -98,6 +98,12 @@ def with_attempt(attempt: Attempt, context: Context | None = None) -> Context:
     return otel_context.set_value(_ATTEMPT, attempt, context)
 
 
+def at_work(agent: str | None, attempt: Attempt | None, values: Mapping[str, object]) -> Context:
+    """Give a context of these values, in which this agent is at work, for this attempt unless it is None."""
+    given = {_AGENT: agent} if attempt is None else {_AGENT: agent, _ATTEMPT: attempt}
+    return Context({**values, **given})
+
+
 @contextmanager
 def entered(context: Context) -> Iterator[Context]:
     """Make `context` the current one inside the block."""

@@ -11,13 +11,11 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from opentelemetry import context as otel_context
-from opentelemetry import trace as otel_trace
 from opentelemetry.context import Context
-from opentelemetry.trace import SpanContext
 
 from lightning_spans import spans as names
 from lightning_spans.agents import selects
-from lightning_spans.context import Attempt, current_agent, current_attempt, entered, with_agent, with_attempt
+from lightning_spans.context import Attempt, at_work, current_agent, current_attempt, entered, with_agent
 from lightning_spans.spans import Json, Span, Status
 
 logger = logging.getLogger("lightning_spans")
@@ -29,12 +27,12 @@ _DEFAULT: Any = object()
 class Tracer(Protocol):
     """Makes spans and delivers them; `otel` and `embedded` give identical records."""
 
-    def start(self, span: OpenSpan, context: Context | None) -> SpanContext:
-        """Give the new span its ids: a child of the span open in `context`, or of a new trace."""
+    def start(self, span: OpenSpan, context: Context) -> None:
+        """Give the new span its `trace_id` and `span_id`: its parent's trace, or a new one."""
         ...
 
-    def end(self, span: OpenSpan) -> None:
-        """Deliver the ended span."""
+    def end(self, span: OpenSpan, record: Span) -> None:
+        """Deliver what an ended span amounts to."""
         ...
 
     def flush(self, timeout_s: float) -> bool:
@@ -51,7 +49,7 @@ class OpenSpan:
 
     __slots__ = (
         "_recorder", "agent", "attempt", "attributes", "context", "end_ns", "handle", "name", "operation", "parent",
-        "parent_id", "span_context", "start_ns", "status", "status_message",
+        "span_id", "start_ns", "status", "status_message", "trace_id",
     )  # fmt: skip
 
     def __init__(
@@ -63,10 +61,10 @@ class OpenSpan:
         self.agent = agent
         self.attributes = attributes
         self.parent: OpenSpan | None = None
-        self.parent_id: str | None = None
         self.attempt: Attempt | None = None
-        self.span_context: SpanContext = otel_trace.INVALID_SPAN_CONTEXT
-        self.context: Context = Context()
+        self.trace_id = ""  # 32 hex digits
+        self.span_id = ""  # 16 hex digits
+        self.context: Context
         self.handle: Any = None  # the tracer's own
         self.start_ns = 0
         self.end_ns: int | None = None
@@ -74,14 +72,9 @@ class OpenSpan:
         self.status_message = ""
 
     @property
-    def trace_id(self) -> str:
-        """32 hex digits."""
-        return f"{self.span_context.trace_id:032x}"
-
-    @property
-    def span_id(self) -> str:
-        """16 hex digits."""
-        return f"{self.span_context.span_id:016x}"
+    def parent_id(self) -> str | None:
+        """The parent's 16 hex digits; None for a root."""
+        return None if self.parent is None else self.parent.span_id
 
     @property
     def traceparent(self) -> str:
@@ -195,23 +188,25 @@ class Recorder:
             The open span. Its `context` has the span as current one and its agent at work; enter it (`entered`) around
             what belongs under the span. It has no effect until entered.
         """
+        if parent is not None:
+            context = parent.context
+        elif context is None:
+            context = otel_context.get_current()
         if parent is None:
             parent = current_span(context)
-        else:
-            context = parent.context
         if agent is _DEFAULT:
             agent = current_agent(context)
         kept = {key: value for key, value in (attributes or {}).items() if value is not None}
+        if operation == names.INVOKE_AGENT:
+            kept.setdefault(names.AGENT_PATH, agent_path(name, context))
         span = OpenSpan(self, operation, name, agent, kept)
         span.parent = parent
         # A span takes its attempt from its open parent; only a root takes it from the context (FIELD, bug 2).
         span.attempt = parent.attempt if parent is not None else current_attempt(context)
         span.start_ns = time.time_ns() if start_ns is None else start_ns
-        span.span_context = self.tracer.start(span, parent.context if parent is not None else context)
         # Not OTel's own current span: the user's traces would get a parent that is in no backend of his.
-        span.context = otel_context.set_value(_SPAN, span, with_agent(agent, context))
-        if span.attempt is not None:
-            span.context = with_attempt(span.attempt, span.context)
+        span.context = at_work(agent, span.attempt, {**context, _SPAN: span})
+        self.tracer.start(span, context)
         return span
 
     def end(
@@ -236,10 +231,11 @@ class Recorder:
         if span.agent is None:
             with self.guard("lightning_agent_name", span):
                 span.agent = self._name_agent(span)
+        record = span.record()
         with self.guard("tracer", span):
-            self.tracer.end(span)
+            self.tracer.end(span, record)
         with self.guard("lightning_span_ended", span):
-            self._on_end(span.record())
+            self._on_end(record)
 
     def guard(self, plugin: str, span: OpenSpan | None = None) -> AbstractContextManager[None]:
         """Log what goes wrong inside the block instead of raising it into the agent."""

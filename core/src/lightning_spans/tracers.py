@@ -13,6 +13,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from lightning_spans import spans as names
 from lightning_spans.errors import ConfigError
 from lightning_spans.otlp import flatten
+from lightning_spans.spans import Span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_spans.sinks import Sink
 
 TRACERS: Final = ("otel", "embedded")
+_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 
 
 def make_tracer(kind: str, sink: Sink) -> Tracer:
@@ -36,10 +38,34 @@ def make_tracer(kind: str, sink: Sink) -> Tracer:
     raise ConfigError(f"tracer {kind!r} is unknown. Use one of: {', '.join(TRACERS)}.")
 
 
-def _parent(span: OpenSpan) -> SpanContext | None:
-    # Only a span of ours is a parent. A span that the user's own tracing has open is not in our store: under it, our
-    # root would look like an orphan.
-    return span.parent.span_context if span.parent is not None else None
+class Ids:
+    """Makes ids, as the SDK's generators do.
+
+    Not from the global generator, as the SDK's own: a program that seeds it would get the same ids in every run, and
+    other numbers than without us. Nor from the system: each call lets go of the interpreter's lock, and waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._random = random.Random()
+        os.register_at_fork(after_in_child=self._random.seed)
+
+    def generate_span_id(self) -> int:
+        """Give 64 bits, not all zero."""
+        return self._random.getrandbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        """Give 128 bits, not all zero."""
+        return self._random.getrandbits(128) or 1
+
+    def is_trace_id_random(self) -> bool:
+        """All bits are."""
+        return True
+
+    def give(self, span: OpenSpan) -> None:
+        """Give a span its ids: a child of its parent, or the root of a new trace."""
+        parent = span.parent
+        span.trace_id = f"{self.generate_trace_id():032x}" if parent is None else parent.trace_id
+        span.span_id = f"{self.generate_span_id():016x}"
 
 
 class EmbeddedTracer:
@@ -47,26 +73,16 @@ class EmbeddedTracer:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        # Not the global generator: a program that seeds it would get the same ids in every run. Nor the system's own:
-        # each call of it lets go of the interpreter's lock, and waits to get it back.
-        self._random = random.Random()
-        os.register_at_fork(after_in_child=self._random.seed)
+        self._ids = Ids()
 
-    def start(self, span: OpenSpan, context: Context | None) -> SpanContext:
+    def start(self, span: OpenSpan, context: Context) -> None:
         """Give the new span its ids."""
         del context
-        parent = _parent(span)
-        span.parent_id = f"{parent.span_id:016x}" if parent else None
-        return SpanContext(
-            trace_id=parent.trace_id if parent else self._random.getrandbits(128) or 1,
-            span_id=self._random.getrandbits(64) or 1,
-            is_remote=False,
-            trace_flags=TraceFlags(TraceFlags.SAMPLED),
-        )
+        self._ids.give(span)
 
-    def end(self, span: OpenSpan) -> None:
+    def end(self, span: OpenSpan, record: Span) -> None:
         """Hand the record to the sink."""
-        self._sink.put(span.record(), span.attempt)
+        self._sink.put(record, span.attempt)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for the sink."""
@@ -78,7 +94,11 @@ class EmbeddedTracer:
 
 
 class OtelTracer:
-    """Makes real OTel spans with a provider of its own; the user's global provider is never touched."""
+    """Shows every span to OTel's span processors, through a provider of its own; the user's is never touched.
+
+    The SDK's span is made where a processor is there to see it. Without one it would cost half of all that recording
+    costs, for nobody.
+    """
 
     def __init__(self, sink: Sink) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -86,12 +106,15 @@ class OtelTracer:
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
         self._sink = sink
+        self._ids = Ids()
         unset = SpanLimits.UNSET
+        ids: Any = self._ids
         # Explicit, because the defaults come from OTEL_* variables that the user set for his own traces.
         provider = TracerProvider(
             sampler=ALWAYS_ON,
             resource=Resource({"service.name": "lightning"}),
             span_limits=SpanLimits(max_span_attributes=unset, max_attributes=unset, max_span_attribute_length=unset),
+            id_generator=ids,
             shutdown_on_exit=False,
         )
         self._tracer = provider.get_tracer("lightning_spans")
@@ -105,33 +128,38 @@ class OtelTracer:
         self._heard = True
         self._provider.add_span_processor(processor)
 
-    def start(self, span: OpenSpan, context: Context | None) -> SpanContext:
-        """Begin a real span."""
-        parent = _parent(span)
-        above = otel_trace.NonRecordingSpan(parent) if parent else otel_trace.INVALID_SPAN
-        handle = self._tracer.start_span(
+    def start(self, span: OpenSpan, context: Context) -> None:
+        """Give the new span its ids, and begin the SDK's where it is seen."""
+        if not self._heard:
+            self._ids.give(span)
+            return
+        # Only a span of ours is a parent. A span that the user's own tracing has open is not in our store: under it,
+        # our root would look like an orphan.
+        parent = otel_trace.INVALID_SPAN_CONTEXT if span.parent is None else _context_of(span.parent)
+        above = otel_trace.NonRecordingSpan(parent)
+        span.handle = self._tracer.start_span(
             span.name,
             context=otel_trace.set_span_in_context(above, context),
             kind=SpanKind.CLIENT if span.operation == names.CHAT else SpanKind.INTERNAL,
             start_time=span.start_ns,
         )
-        span.handle = handle
-        span.parent_id = f"{parent.span_id:016x}" if parent else None
-        return handle.get_span_context()
+        made = span.handle.get_span_context()
+        span.trace_id, span.span_id = f"{made.trace_id:032x}", f"{made.span_id:016x}"
 
-    def end(self, span: OpenSpan) -> None:
-        """End the real span and hand what the SDK made of it to the sink."""
-        handle: Any = span.handle
-        record = span.record()
-        if self._heard:  # it costs 17 µs, and without a processor nobody can see it
-            handle.set_attributes(flatten(record))
-        if span.status == "error":
-            handle.set_status(Status(StatusCode.ERROR, span.status_message))
-        elif span.status == "ok":
-            handle.set_status(Status(StatusCode.OK))
-        handle.end(end_time=span.end_ns)
+    def end(self, span: OpenSpan, record: Span) -> None:
+        """Hand the record to the sink, and show the processors what it holds."""
         # The record, not what the SDK made of it: reading that back costs 14 µs, and what is no plain value is gone.
         self._sink.put(record, span.attempt)
+        handle: Any = span.handle
+        if handle is None:
+            return
+        handle.update_name(record.name)
+        handle.set_attributes(flatten(record))
+        if record.status == "error":
+            handle.set_status(Status(StatusCode.ERROR, record.status_message))
+        elif record.status == "ok":
+            handle.set_status(Status(StatusCode.OK))
+        handle.end(end_time=record.end_ns)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for the sink."""
@@ -141,3 +169,7 @@ class OtelTracer:
         """Close the sink and the provider."""
         self._sink.close()
         self._provider.shutdown()
+
+
+def _context_of(span: OpenSpan) -> SpanContext:
+    return SpanContext(int(span.trace_id, 16), int(span.span_id, 16), is_remote=False, trace_flags=_SAMPLED)
