@@ -17,9 +17,10 @@ from lightning_spans.spans import CHAT, Span
 from lightning_spans.store import AttemptRecord, Call, Choice, Rollout
 from lightning_spans.trace import Trace
 from lightning_trainer.algorithms import algorithm_by_name
-from lightning_trainer.algorithms.rl import Batch, Settings, make_batch
+from lightning_trainer.algorithms.rl import Batch, Settings, make_batch, settings_of
 from lightning_trainer.config import TrainConfig
 from lightning_trainer.rollouts import Outcome
+from lightning_trainer.rows import Row
 
 Said = tuple[str | None, str]  # agent, what it answered; "" for a call that the gateway did not see
 
@@ -312,8 +313,8 @@ def test_algorithm_is_chosen_by_name_and_unknown_names_and_options_are_errors() 
         world.rollout("a", [("writer", "w")], {None: value})
     algorithm = algorithm_by_name(config)
     assert len(algorithm(world.outcomes, lambda ids: [world._traces[i] for i in ids], ()).rows) == 2
-    with pytest.raises(ConfigError, match="unknown algorithm 'ppo'"):
-        algorithm_by_name(config.model_copy(update={"algorithm": "ppo"}))
+    with pytest.raises(ConfigError, match="unknown algorithm 'a2c'"):
+        algorithm_by_name(config.model_copy(update={"algorithm": "a2c"}))
     with pytest.raises(ConfigError, match="unknown credit 'magic'"):
         algorithm_by_name(config.model_copy(update={"credit": "magic"}))
 
@@ -333,3 +334,122 @@ def test_episode_without_calls_changes_nothing() -> None:
         )
     )
     assert advantages(world.batch()) == before
+
+
+def credited(world: World, name: str, **settings: Any) -> dict[tuple[str, int], float]:
+    """Advantage of each call, by rollout and turn."""
+    options = settings.pop("options", {})
+    batch = world.batch(credit=credit_by_name(name, **options), normalise=False, **settings)
+    return {(call.transition.rollout_id, call.transition.turn): call.advantage for call in batch.calls}
+
+
+def test_turn_credit_compares_calls_at_the_same_turn() -> None:
+    world = World()
+    world.rollout("a", [("writer", "one"), ("writer", "two")], {None: 1.0})
+    world.rollout("a", [("writer", "one")], {None: 0.0})
+    world.rollout("a", [("writer", "one"), ("writer", "two")], {None: 0.5})
+    found = credited(world, "turn")
+    assert [found[r, 0] for r in ("r0", "r1", "r2")] == pytest.approx([0.5, -0.5, 0.0])
+    assert [found[r, 1] for r in ("r0", "r2")] == pytest.approx([0.25, -0.25])
+
+
+def test_last_credit_does_not_blame_earlier_calls_for_being_early() -> None:
+    world = World()
+    for value in (1.0, 1.0, 0.0):
+        world.rollout("a", [("writer", "one"), ("writer", "two")], {None: value})
+    found = credited(world, "last")
+    assert [found[r, 0] for r in ("r0", "r1", "r2")] == [0.0, 0.0, 0.0]
+    assert [found[r, 1] for r in ("r0", "r1", "r2")] == pytest.approx([1 / 3, 1 / 3, -2 / 3])
+
+
+def test_gigpo_adds_what_an_action_was_worth_in_its_state() -> None:
+    world = World()  # the prompt (turn, 7) is the state: both first calls of a group meet in it
+    world.rollout("a", [("writer", "one"), ("writer", "two")], {None: 1.0})
+    world.rollout("a", [("writer", "one")], {None: 0.0})
+    found = credited(world, "gigpo", options={"gamma": 0.5, "omega": 2.0})
+    assert found["r0", 0] == pytest.approx(0.5 + 2.0 * 0.25)  # returns to go 0.5 and 0
+    assert found["r1", 0] == pytest.approx(-0.5 - 2.0 * 0.25)
+    assert found["r0", 1] == pytest.approx(0.5)  # a state met once
+    assert credited(world, "gigpo", options={"omega": 0.0})["r0", 1] == pytest.approx(0.5)
+
+
+def test_an_agent_judged_by_itself_is_compared_with_itself() -> None:
+    world = World()
+    world.rollout("a", [("worker", "w"), ("rider", "r")], {None: 1.0, "rider": 0.0})
+    world.rollout("a", [("worker", "w"), ("rider", "r")], {None: 0.0, "rider": 0.0})
+    found = credited(world, "per-agent")
+    assert [found["r0", 0], found["r1", 0]] == [0.5, -0.5]
+    assert [found["r0", 1], found["r1", 1]] == [0.0, 0.0]
+
+
+def recipe(name: str, **options: Any) -> Settings:
+    return settings_of(TrainConfig(target="a:b", data="x.jsonl", model="m", algorithm=name, **options))  # type: ignore[arg-type]
+
+
+def test_each_algorithm_compares_as_its_paper_says() -> None:
+    world = World()
+    for value in (1.0, 0.0, 0.0):
+        world.rollout("a", [("writer", "w")], {None: value})
+    for value in (5.0, 3.0):
+        world.rollout("b", [("writer", "w")], {None: value})
+
+    def found(name: str) -> list[float]:
+        batch = make_batch(recipe(name), world.outcomes, lambda ids: [world._traces[i] for i in ids])
+        return [call.advantage for call in batch.calls]
+
+    assert found("dr-grpo") == pytest.approx([2 / 3, -1 / 3, -1 / 3, 1.0, -1.0])
+    assert found("rloo") == pytest.approx([1.0, -0.5, -0.5, 2.0, -2.0])
+    assert found("ppo") == [1.0, 0.0, 0.0, 5.0, 3.0]
+    for name in ("grpo", "dapo", "gspo", "cispo"):
+        assert found(name) == pytest.approx([1.1545, -0.5773, -0.5773, 0.7071, -0.7071], abs=2e-3)
+    for name in ("reinforce++", "reinforce++-baseline"):
+        assert np.mean(found(name)) == pytest.approx(0.0, abs=1e-9)
+        assert np.std(found(name), ddof=1) == pytest.approx(1.0)
+    assert found("reinforce++")[0] < 0 < found("reinforce++-baseline")[0]  # 1 is little in the batch, much in its group
+
+
+def test_whitening_counts_each_attempt_once() -> None:
+    world = World()
+    world.rollout("a", [("writer", "w")] * 9, {None: 0.0})
+    world.rollout("a", [("writer", "w")], {None: 1.0})
+    world.rollout("b", [("writer", "w")], {None: 2.0})
+    batch = make_batch(recipe("reinforce++"), world.outcomes, lambda ids: [world._traces[i] for i in ids])
+    by_attempt = {call.transition.attempt_id: call.advantage for call in batch.calls}
+    assert list(by_attempt.values()) == pytest.approx([-1.0, 0.0, 1.0])
+
+
+def test_a_rollout_alone_in_its_group_is_left_out_unless_the_batch_is_the_baseline() -> None:
+    world = World()
+    world.rollout("a", [("writer", "w")], {None: 1.0})
+    world.rollout("a", [("writer", "w")], None)
+    world.rollout("b", [("writer", "w")], {None: 0.0})
+    for name, kept in (("grpo", 0), ("rloo", 0), ("reinforce++-baseline", 0), ("reinforce++", 2), ("ppo", 2)):
+        batch = make_batch(recipe(name), world.outcomes, lambda ids: [world._traces[i] for i in ids])
+        assert (name, len(batch.rows)) == (name, kept)
+
+
+def test_groups_without_contrast_are_named() -> None:
+    world = World()
+    for group, value in (("a", 1.0), ("a", 0.0), ("b", 1.0), ("b", 1.0), ("c", 0.0), ("c", 0.0)):
+        world.rollout(group, [("writer", "w")], {None: value})
+    assert world.batch().flat_groups == {"b", "c"}
+    assert {row.has_gradient for row in world.batch().rows if row.group_id != "a"} == {False}
+
+
+def test_penalties_are_taken_off_before_the_group_is_compared() -> None:
+    world = World()
+    for answer in ("long answer", "w"):
+        world.rollout("a", [("writer", answer), ("writer", "x")], {None: 1.0})
+    settings = recipe("reinforce++-baseline", kl_coef=0.1, kl_in="reward")
+    assert settings.penalised
+
+    def penalty(rows: Sequence[Row]) -> list[Any]:
+        return [np.full(int(row.mask.sum()), 0.1) for row in rows]
+
+    batch = make_batch(
+        replace(settings, whiten=False), world.outcomes, lambda ids: [world._traces[i] for i in ids], (), penalty
+    )
+    found = {(call.transition.rollout_id, call.transition.turn): call.advantage for call in batch.calls}
+    # Credits less 0.1 a token: 1 - 1.1 and 1 - 0.1 against 1 - 0.1 and 1 - 0.1; the baseline is 0.65.
+    assert found["r0", 0] == pytest.approx(-0.1 - 0.65)
+    assert [found["r0", 1], found["r1", 0], found["r1", 1]] == pytest.approx([0.25] * 3)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, Va
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import policies
+from lightning_trainer.recipes import Aggregation, KlEstimator, recipe_of
 
 
 class TrainConfig(BaseModel):
@@ -83,31 +84,52 @@ class TrainConfig(BaseModel):
     """Stop early once the training reward has reached this in two steps running."""
     batch_size: int = Field(default=8, ge=1)
     """Tasks in a step."""
-    group_size: int = Field(default=8, ge=2)
-    """Rollouts of each task in a step; their returns are compared with each other."""
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of each task in a step; their returns are compared with each other. 1 is for ppo and reinforce++."""
 
     # How it learns.
     algorithm: str = "grpo"
-    """`grpo`, or one that a plugin registers."""
+    """`grpo`, `dr-grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `reinforce++-baseline`, `ppo`, or one that a
+    plugin registers. Each sets the defaults that its paper has."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Step size of AdamW: 1e-5 by default, 1e-4 with LoRA."""
     credit: str = "identical"
-    """How an attempt's rewards are shared out over its calls: identical, discounted, or one that a plugin registers."""
+    """How an attempt's rewards are shared out over its calls: identical, discounted, last, per-agent, turn, gigpo, or
+    one that a plugin registers."""
     gamma: float | None = Field(default=None, ge=0, le=1)
-    """Discount from one turn to the one before it, for credit = discounted; 0.9 by default."""
+    """Discount from one turn to the one before it, for credit = discounted (0.9 by default), turn (1), gigpo (0.95)."""
+    credit_options: dict[str, Any] = Field(default_factory=dict)
+    """Further options of the credit by name, such as omega and anchor of gigpo."""
+    rewards: dict[str, Any] = Field(default_factory=dict)
+    """Automatic rewards by the name of their rule, each with its weight, such as tool_status = 0.1, or a table of its
+    weight and options. None by default."""
     normalise_std: bool = True
     """Divide advantages by the deviation of their group."""
     advantage_eps: float = Field(default=1e-4, gt=0)
     """Added to that deviation, so that nearly equal returns do not explode."""
-    loss_aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = "token-mean"
-    """Every token of the batch weighs the same (token-mean), every response (sequence-mean), or each token one
-    response's share (sequence-sum)."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The probability ratio is clipped below 1 minus this."""
+    loss_aggregation: Aggregation = "token-mean"
+    """Every token of the batch weighs the same (token-mean), every response (sequence-mean), every row (row-mean),
+    every rollout (rollout-mean), or each token one response's share (sequence-sum)."""
+    clip_low: float = Field(default=0.2, gt=0)
+    """The probability ratio is clipped below 1 minus this; 1 or more is no bound."""
     clip_high: float = Field(default=0.28, gt=0)
     """The probability ratio is clipped above 1 plus this."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the starting policy; 0 keeps no reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence is taken off: in the loss of each token, or in the reward of each call."""
+    kl_estimator: KlEstimator = "k3"
+    """How it is estimated; a + takes the gradient of k2. low_var is another name of k3."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy, which is added to what is to be made large."""
+    gae_lambda: float | None = Field(default=None, ge=0, le=1)
+    """Decay of generalised advantage estimation (ppo); 1 by default, which trusts the value head least."""
+    value_learning_rate: float | None = Field(default=None, gt=0)
+    """Step size of the value head (ppo); 1e-3 by default."""
+    value_clip: float | None = Field(default=None, gt=0)
+    """How far a value may move in an update (ppo); as far as it likes by default."""
+    resample: int = Field(default=0, ge=0)
+    """Rounds in which groups whose rollouts all earned the same are replaced by groups of other tasks, in each step."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     failed: Literal["exclude"] | float = "exclude"
@@ -248,6 +270,9 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         filled["lora_rank"] = filled.get("lora_rank") or policies.DEFAULT_RANK
     if filled.get("lora_rank") and filled.get("learning_rate") is None:
         filled["learning_rate"] = 1e-4  # adapters start at zero and take about ten times the step of full weights
+    if isinstance(filled.get("algorithm"), str):
+        for name, value in recipe_of(filled["algorithm"]).options.items():
+            filled[name] = value if filled.get(name) is None else filled[name]
     if isinstance(filled.get("agents"), str):
         filled["agents"] = tuple(name.strip() for name in filled["agents"].split(",") if name.strip())
     chosen = filled.get("policies")
@@ -269,7 +294,18 @@ def _explain(error: ValidationError) -> str:
 
 def _cross_check(config: TrainConfig) -> None:
     """Refuse options that contradict each other; each message says which one to change."""
+    recipe = recipe_of(config.algorithm)
     problems = {
+        f"group_size = 1 leaves nothing to compare for algorithm = {config.algorithm}. Use 2 or more.": (
+            config.group_size == 1 and recipe.grouped
+        ),
+        f"normalise_std has no effect with algorithm = {config.algorithm}. Leave it out.": config.normalise_std
+        and (recipe.compare != "group" or recipe.whiten),
+        "gae_lambda, value_learning_rate and value_clip are options of algorithm = ppo. Leave them out.": (
+            not recipe.critic and (config.gae_lambda, config.value_learning_rate, config.value_clip) != (None,) * 3
+        ),
+        f"resample looks for rewards that differ within a group, which algorithm = {config.algorithm} does not need. "
+        "Leave it out.": bool(config.resample) and not recipe.grouped,
         "Name the agent: a target module:function, or a command.": config.target is None and config.command is None,
         "target and command are two agents. Give one of them.": None not in (config.target, config.command),
         "steps and epochs are two lengths. Give one of them.": None not in (config.steps, config.epochs),

@@ -9,7 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,9 @@ from lightning_spans.transitions import Tokens, Transition
 from lightning_trainer import account as reasons
 from lightning_trainer.account import Account
 from lightning_trainer.prefixes import OpenSequences
+from lightning_trainer.recipes import Aggregation
 
 FloatArray: TypeAlias = NDArray[np.float64]
-Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum"]
 
 UNKNOWN_VERSION: Final = -1
 
@@ -149,6 +149,8 @@ def token_weights(rows: Sequence[Row], aggregation: Aggregation) -> list[NDArray
     ``token-mean`` is DAPO's (arXiv 2503.14476): every token weighs the same. ``sequence-mean`` is GRPO's
     (arXiv 2402.03300): every response weighs the same, and its tokens share that. ``sequence-sum``: a token weighs
     1 / number of responses, so a long response weighs more, as in Dr. GRPO (arXiv 2503.20783) up to a constant.
+    ``rollout-mean``: every rollout weighs the same, however much was said in it, and its tokens share that.
+    ``row-mean``: likewise every row; the only one that depends on what was merged.
 
     Returns:
         For each row (K,) float32, one weight for each True of its mask, in order.
@@ -165,7 +167,16 @@ def token_weights(rows: Sequence[Row], aggregation: Aggregation) -> list[NDArray
             return [np.repeat([1.0 / (responses * n) for n in row.lengths], row.lengths).astype("f4") for row in rows]
         case "sequence-sum":
             return [np.full(sum(row.lengths), 1.0 / responses, np.float32) for row in rows]
-    raise ValueError(f"unknown aggregation {aggregation!r}. Use token-mean, sequence-mean or sequence-sum.")
+        case "row-mean":
+            return [np.full(sum(row.lengths), 1.0 / (len(rows) * sum(row.lengths)), np.float32) for row in rows]
+        case "rollout-mean":
+            said: Counter[str] = Counter()
+            for row in rows:
+                said[row.rollout_id] += sum(row.lengths)
+            return [np.full(sum(row.lengths), 1.0 / (len(said) * said[row.rollout_id]), np.float32) for row in rows]
+    raise ValueError(
+        f"unknown aggregation {aggregation!r}. Use token-mean, sequence-mean, sequence-sum, row-mean or rollout-mean."
+    )
 
 
 @dataclass(frozen=True, slots=True)

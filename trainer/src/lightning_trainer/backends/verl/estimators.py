@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_trainer.backends.verl.encoding import decode
 from lightning_trainer.backends.verl.overrides import AGGREGATIONS
-from lightning_trainer.rows import Aggregation
+from lightning_trainer.recipes import Aggregation
 
 _EPSILON = 1e-8  # as in verl's own whitening
 

@@ -16,7 +16,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.verl.profiles import Values, defaults, model_path, on_cpu
 from lightning_trainer.backends.verl.shape import Shape
 from lightning_trainer.config import TrainConfig
-from lightning_trainer.rows import Aggregation
+from lightning_trainer.recipes import Aggregation
 
 HERE: Final = "lightning_trainer.backends.verl"
 # Our name of an algorithm, and verl's name of the advantage estimator: ours are registered by `estimators`.
