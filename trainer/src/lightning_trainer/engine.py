@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -20,6 +20,15 @@ class Sampling:
         top_k: keeps this many most likely tokens; 0 keeps all.
         stop: strings that end the answer; they are not part of the text, but their tokens are recorded.
         seed: makes the draw repeatable for the same prompt and weights; None draws freely.
+
+    The rest is done by engines that say so: see `abilities`. Log-probabilities are those before any of it.
+
+        min_p: keeps tokens with at least this share of the likeliest token's probability.
+        presence_penalty: taken from the logits of tokens that the answer has already.
+        frequency_penalty: taken from them once for each time.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer.
+        logit_bias: added to the logits of these tokens.
+        grammar: what the answer must be, in llguidance's Lark; None: anything.
     """
 
     max_tokens: int | None = None
@@ -28,6 +37,12 @@ class Sampling:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +93,8 @@ class Engine(Protocol):
             ValueError: the prompt is empty or leaves no room in the context.
         """
         ...
+
+
+def abilities(engine: Engine) -> frozenset[str]:
+    """Name the fields of `Sampling` that an engine does beyond those that all do: its attribute ``abilities``."""
+    return getattr(engine, "abilities", frozenset())

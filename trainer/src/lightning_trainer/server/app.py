@@ -26,6 +26,12 @@ from lightning_trainer.server.metrics import Metrics
 from lightning_trainer.server.otlp import OtlpReceiver
 from lightning_trainer.server.refusals import Refusal, bad_request, store_down, too_large
 from lightning_trainer.server.settings import Limits, Routing
+from lightning_trainer.server.surfaces.chat import ChatSurface
+from lightning_trainer.server.surfaces.completions import CompletionsSurface
+from lightning_trainer.server.surfaces.conversations import Conversations
+from lightning_trainer.server.surfaces.messages import MessagesSurface
+from lightning_trainer.server.surfaces.responses import ResponsesSurface
+from lightning_trainer.server.surfaces.surface import Surface
 from lightning_trainer.server.upstream import Upstream, UpstreamPolicy
 from lightning_trainer.server.wire import ClientGoneError, send_refusal
 from lightning_trainer.server.writer import Writer
@@ -45,7 +51,8 @@ class App(FastAPI):
             return
         path = scope["path"]
         counted = _Counted(send, self.metrics, path)
-        handler = self.hot.get((scope["method"], path))
+        known = "/v1/models/NAME" if path.startswith("/v1/models/") else path
+        handler = self.hot.get((scope["method"], known))
         try:
             if handler is not None:
                 await handler(scope, receive, counted)
@@ -85,7 +92,10 @@ class _Counted:
         await self._send(message)
 
 
-_COUNTED = frozenset({"/v1/chat/completions", "/v1/models", "/v1/traces", "/healthz", "/metrics"})
+_COUNTED = frozenset({
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/embeddings", "/v1/models", "/v1/traces", "/healthz", "/metrics",
+})  # fmt: skip
 
 
 def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:
@@ -150,15 +160,21 @@ def create_app(
     app.metrics, app.limits = metrics, limits
     app.state.store, app.state.keys, app.state.door = store, keys, door
     app.state.attempts, app.state.limits, app.state.routing = attempts, limits, routing
-    app.state.forget = _forgetter(attempts, embedded)
+    conversations = Conversations()
+    app.state.forget = _forgetter(attempts, conversations, embedded)
     gateway = Gateway(
         policies, door=door, writer=writer, metrics=metrics, limits=limits, routing=lambda: app.state.routing
     )
     receiver = OtlpReceiver(door=door, writer=writer, metrics=metrics, limits=limits)
     health = Health(store, writer, embedded)
+    surfaces: list[Surface] = [ChatSurface(), CompletionsSurface(), ResponsesSurface(conversations), MessagesSurface()]
+    app.state.gateway = gateway
     app.hot = {
-        ("POST", "/v1/chat/completions"): gateway.chat_completions,
+        **{("POST", surface.path): gateway.on(surface) for surface in surfaces},
+        ("POST", "/v1/messages/count_tokens"): gateway.count_tokens,
+        ("POST", "/v1/embeddings"): gateway.embeddings,
         ("GET", "/v1/models"): gateway.models,
+        ("GET", "/v1/models/NAME"): gateway.model,
         ("POST", "/v1/traces"): receiver.traces,
         ("GET", "/healthz"): health.page,
         ("GET", "/metrics"): metrics.page,
@@ -176,9 +192,12 @@ def _by_name(policies: Sequence[tuple[str, Policy]]) -> dict[str, Policy]:
     return table
 
 
-def _forgetter(attempts: EndedAttempts, embedded: Sequence[EmbeddedEngine]) -> Callable[[str], None]:
+def _forgetter(
+    attempts: EndedAttempts, conversations: Conversations, embedded: Sequence[EmbeddedEngine]
+) -> Callable[[str], None]:
     def forget(attempt_id: str) -> None:
         attempts.ended(attempt_id)
+        conversations.forget(attempt_id)
         for each in embedded:
             each.forget(attempt_id)
 

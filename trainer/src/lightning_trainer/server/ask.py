@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
-from lightning_trainer.server.refusals import Refusal, bad_request
+from lightning_trainer.server.constraints import grammar_of
+from lightning_trainer.server.fields import flag, number, shown, whole, wrong
+from lightning_trainer.server.refusals import bad_request
 
-ToolChoice: TypeAlias = Literal["auto", "none"]
 MAX_CHOICES: Final = 128
 
 _IGNORED: Final = frozenset(
@@ -25,17 +26,12 @@ _IGNORED: Final = frozenset(
 _READ: Final = frozenset({
     "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "stream", "stream_options", "stop",
     "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "return_token_ids",
+    "prompt", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "response_format",
 })  # fmt: skip
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {  # known parameters, and the values of them that change nothing
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
     "min_tokens": (0,),
     "ignore_eos": (False,),
-    "logit_bias": ({},),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none",),
@@ -48,7 +44,8 @@ class Ask:
 
     Attributes:
         model: the name it asks for.
-        messages: as received, roles and shapes checked.
+        messages: as received, roles and shapes checked; empty where there is a `prompt`.
+        prompt: a text or token ids that go on without a chat template; None: there are messages.
         tools: function tools, as received; empty where `tool_choice` is ``none``.
         one_call: take only the first tool call of an answer (``parallel_tool_calls: false``).
         n: number of answers.
@@ -62,10 +59,12 @@ class Ask:
         top_k: 0, keep all, where not given.
         stop: strings that end an answer.
         seed: None where not given.
+        others: fields of `Sampling` that not every engine does, where they are not neutral.
     """
 
     model: str
     messages: tuple[Mapping[str, Any], ...]
+    prompt: str | tuple[int, ...] | None
     tools: tuple[Mapping[str, Any], ...]
     one_call: bool
     n: int
@@ -79,6 +78,7 @@ class Ask:
     top_k: int
     stop: tuple[str, ...]
     seed: int | None
+    others: Mapping[str, Any]
 
 
 def read_ask(body: Mapping[str, Any]) -> Ask:
@@ -89,24 +89,70 @@ def read_ask(body: Mapping[str, Any]) -> Ask:
     """
     _refuse_others(body)
     tools = _tools(body)
+    one_call = not flag(body, "parallel_tool_calls", default=True)
+    grammar = grammar_of(body.get("tool_choice"), tools, body.get("response_format"), one_call=one_call)
     longest = body.get("max_completion_tokens")
+    prompt = body.get("prompt")
     return Ask(
         model=_model(body),
-        messages=_messages(body.get("messages")),
-        tools=tools if _tool_choice(body.get("tool_choice"), given=bool(tools)) == "auto" else (),
-        one_call=not _flag(body, "parallel_tool_calls", default=True),
-        n=_whole(body, "n", 1, low=1, high=MAX_CHOICES) or 1,
-        stream=_flag(body, "stream"),
+        messages=_messages(body.get("messages")) if prompt is None else (),
+        prompt=tuple(prompt) if isinstance(prompt, list) else prompt,
+        tools=() if body.get("tool_choice") == "none" else tools,
+        one_call=one_call,
+        n=whole(body, "n", 1, low=1, high=MAX_CHOICES) or 1,
+        stream=flag(body, "stream"),
         include_usage=_include_usage(body),
-        logprobs=_flag(body, "logprobs"),
-        token_ids=_flag(body, "return_token_ids"),
-        max_tokens=_whole(body, "max_tokens" if longest is None else "max_completion_tokens", None, low=1),
-        temperature=_number(body, "temperature", None, low=0.0, high=100.0),
+        logprobs=flag(body, "logprobs"),
+        token_ids=flag(body, "return_token_ids"),
+        max_tokens=whole(body, "max_tokens" if longest is None else "max_completion_tokens", None, low=1),
+        temperature=number(body, "temperature", None, low=0.0, high=100.0),
         top_p=_top_p(body),
-        top_k=max(0, _whole(body, "top_k", 0, low=-1) or 0),  # vLLM writes -1 for all
+        top_k=max(0, whole(body, "top_k", 0, low=-1) or 0),  # vLLM writes -1 for all
         stop=_stop(body.get("stop")),
-        seed=_whole(body, "seed", None, low=-(2**63), high=2**64 - 1),
+        seed=whole(body, "seed", None, low=-(2**63), high=2**64 - 1),
+        others={**_adjustments(body), **({} if grammar is None else {"grammar": grammar})},
     )
+
+
+def check_abilities(ask: Ask, able: Set[str]) -> None:
+    """Refuse what an engine would not do.
+
+    Raises:
+        Refusal: it lacks an ability that the request needs.
+    """
+    for name in sorted(ask.others.keys() - able):
+        if name == "grammar":
+            raise bad_request(
+                "response_format, or tool_choice other than 'auto' and 'none', needs constrained decoding, which this"
+                " engine does not do. Leave it out, and check the answer.",
+                "unsupported_parameter",
+            )
+        raise bad_request(
+            f"{name}={shown(ask.others[name])} is not supported: this engine would not do it. Leave {name} out.",
+            "unsupported_parameter",
+        )
+
+
+def _adjustments(body: Mapping[str, Any]) -> dict[str, Any]:
+    found = {
+        "min_p": number(body, "min_p", 0.0, low=0.0, high=1.0),
+        "presence_penalty": number(body, "presence_penalty", 0.0, low=-2.0, high=2.0),
+        "frequency_penalty": number(body, "frequency_penalty", 0.0, low=-2.0, high=2.0),
+        "repetition_penalty": number(body, "repetition_penalty", 1.0, low=0.01, high=100.0),
+        "logit_bias": _logit_bias(body.get("logit_bias") or {}),
+    }
+    return {name: value for name, value in found.items() if value and (name, value) != ("repetition_penalty", 1.0)}
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """Read biases by token id. Their place as JSON keys makes the ids texts."""
+    try:
+        biases = {int(token): float(bias) for token, bias in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        biases = {-1: 0.0}
+    if any(token < 0 or not -100 <= bias <= 100 for token, bias in biases.items()):
+        raise wrong("logit_bias", value, "an object of token ids, each with a number from -100 to 100")
+    return biases
 
 
 def _refuse_others(body: Mapping[str, Any]) -> None:
@@ -118,66 +164,30 @@ def _refuse_others(body: Mapping[str, Any]) -> None:
             raise bad_request(f"parameter {name!r} is not known here. Leave it out.", "unsupported_parameter")
         if value not in neutral:
             raise bad_request(
-                f"{name}={_shown(value)} is not supported: this engine would not do it. Leave {name} out"
-                f" or set it to {_shown(neutral[0])}.",
+                f"{name}={shown(value)} is not supported: this engine would not do it. Leave {name} out"
+                f" or set it to {shown(neutral[0])}.",
                 "unsupported_parameter",
             )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _wrong(name: str, value: Any, expected: str) -> Refusal:
-    return bad_request(f"{name}={_shown(value)}: must be {expected}", "invalid_value")
 
 
 def _model(body: Mapping[str, Any]) -> str:
     model = body.get("model")
     if not isinstance(model, str) or not model:
-        raise _wrong("model", model, "the name of a model, see GET /v1/models")
+        raise wrong("model", model, "the name of a model, see GET /v1/models")
     return model
 
 
-def _flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "true or false")
-    return value
-
-
-def _whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int, high: int = 2**31 - 1) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _wrong(name, value, f"a whole number from {low} to {high}")
-    return value
-
-
-def _number(body: Mapping[str, Any], name: str, default: float | None, *, low: float, high: float) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise _wrong(name, value, f"a number from {low:g} to {high:g}")
-    return float(value)
-
-
 def _top_p(body: Mapping[str, Any]) -> float:
-    value = _number(body, "top_p", 1.0, low=0.0, high=1.0)
+    value = number(body, "top_p", 1.0, low=0.0, high=1.0)
     if not value:
-        raise _wrong("top_p", body["top_p"], "above 0; use temperature 0 for the most likely token")
+        raise wrong("top_p", body["top_p"], "above 0; use temperature 0 for the most likely token")
     return value
 
 
 def _stop(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise _wrong("stop", value, "a text or a list of texts, none of them empty")
+        raise wrong("stop", value, "a text or a list of texts, none of them empty")
     return tuple(texts)
 
 
@@ -186,38 +196,26 @@ def _include_usage(body: Mapping[str, Any]) -> bool:
     if options is None:
         return False
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise _wrong("stream_options", options, 'an object such as {"include_usage": true}')
-    if _flag(options, "include_obfuscation"):
+        raise wrong("stream_options", options, 'an object such as {"include_usage": true}')
+    if flag(options, "include_obfuscation"):
         raise bad_request("stream_options.include_obfuscation is not done here. Leave it out.", "unsupported_parameter")
-    return _flag(options, "include_usage")
+    return flag(options, "include_usage")
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     tools = body.get("tools") or []
     if not isinstance(tools, list):
-        raise _wrong("tools", tools, "a list")
+        raise wrong("tools", tools, "a list")
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise _wrong("tools", tool, 'function tools: {"type": "function", "function": {"name": ...}}')
+            raise wrong("tools", tool, 'function tools: {"type": "function", "function": {"name": ...}}')
     return tuple(tools)
-
-
-def _tool_choice(value: Any, *, given: bool) -> ToolChoice:
-    if value in {"auto", "none"} if isinstance(value, str) else value is None:
-        return "none" if value == "none" else "auto"
-    if not given:
-        raise bad_request(f"tool_choice={_shown(value)} without tools", "invalid_value")
-    raise bad_request(
-        f"tool_choice={_shown(value)} is not supported: forcing a call needs constrained decoding, which this engine"
-        " does not do. Use 'auto' and check whether the answer has tool calls.",
-        "unsupported_parameter",
-    )
 
 
 def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not value:
-        raise _wrong("messages", value, "a list with at least one message")
+        raise wrong("messages", value, "a list with at least one message")
     for at, message in enumerate(value):
         _check_message(message, f"messages[{at}]")
     return tuple(value)
@@ -226,23 +224,23 @@ def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:
 def _check_message(message: Any, where: str) -> None:
     role = message.get("role") if isinstance(message, dict) else None
     if role not in {"system", "developer", "user", "assistant", "tool"}:
-        raise _wrong(f"{where}.role", role, "system, developer, user, assistant or tool")
+        raise wrong(f"{where}.role", role, "system, developer, user, assistant or tool")
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
             _check_part(part, f"{where}.content")
     elif not isinstance(content, str) and not (content is None and role == "assistant"):
-        raise _wrong(f"{where}.content", content, "a text or a list of text parts")
+        raise wrong(f"{where}.content", content, "a text or a list of text parts")
     for call in _calls(message, where):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong(f"{where}.tool_calls", call, 'calls such as {"id": ..., "function": {"name", "arguments"}}')
+            raise wrong(f"{where}.tool_calls", call, 'calls such as {"id": ..., "function": {"name", "arguments"}}')
 
 
 def _calls(message: Mapping[str, Any], where: str) -> Sequence[Any]:
     calls = message.get("tool_calls")
     if calls is not None and (not isinstance(calls, list) or message["role"] != "assistant"):
-        raise _wrong(f"{where}.tool_calls", calls, "a list, on an assistant's message")
+        raise wrong(f"{where}.tool_calls", calls, "a list, on an assistant's message")
     if message.get("function_call") is not None:
         raise bad_request(f"{where}.function_call is the old form of tool_calls, which is not taken. Use tool_calls.")
     return calls or ()
@@ -253,5 +251,5 @@ def _check_part(part: Any, where: str) -> None:
     text = part.get("text") if kind == "text" else part.get("refusal") if kind == "refusal" else None
     if not isinstance(text, str):
         raise bad_request(
-            f"{where}: part {_shown(kind)} is not taken. This model reads text only.", "unsupported_content"
+            f"{where}: part {shown(kind)} is not taken. This model reads text only.", "unsupported_content"
         )

@@ -27,7 +27,7 @@ class Assembly:
 
     def add(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Take a whole reply or a chunk; give what the agent gets of it, which is the same object changed."""
-        if isinstance(reply.get("id"), str):
+        if self._draft.keeps_id and isinstance(reply.get("id"), str):
             self._draft.response_id = reply["id"]
         ids = _ids(reply.get("prompt_token_ids"))
         if ids:

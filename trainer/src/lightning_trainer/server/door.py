@@ -30,12 +30,11 @@ class Door:
             Refusal: no key, a bad one (401), or one that does not open this (403).
             StoreError: the store can't say whether the attempt still runs.
         """
-        header = next((value for name, value in request["headers"] if name == b"authorization"), b"").decode("latin-1")
-        kind, _, token = header.partition(" ")
-        if kind.lower() != "bearer" or not token.strip():
+        token = _token(request)
+        if not token:
             raise unauthorized("no key: send the header 'Authorization: Bearer KEY'")
         try:
-            grant = self._keys.check(token.strip())
+            grant = self._keys.check(token)
         except KeyRefusedError as error:
             raise unauthorized(str(error)) from None
         if grant.scope not in scopes:
@@ -45,3 +44,12 @@ class Door:
             if ended_s is not None and time.time() >= ended_s + late_s:
                 raise unauthorized("this key's attempt has ended")
         return grant
+
+
+def _token(request: HttpScope) -> str:
+    """Give the key that a request carries; Anthropic's clients send it as ``x-api-key``."""
+    headers: dict[bytes, bytes] = dict(request["headers"])
+    if b"authorization" not in headers:
+        return headers.get(b"x-api-key", b"").decode("latin-1").strip()
+    kind, _, token = headers[b"authorization"].decode("latin-1").partition(" ")
+    return token.strip() if kind.lower() == "bearer" else ""

@@ -27,6 +27,7 @@ class ChoiceDraft:
     logprobs: list[float] | None = None
     finish_reason: str | None = None
     message: Mapping[str, Json] = field(default_factory=dict)
+    stopped_by: str | None = None  # the stop string that ended it; told, not recorded
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Take tokens that were drawn, with their log-probabilities."""
@@ -48,7 +49,7 @@ class ChoiceDraft:
 
 @dataclass(slots=True)
 class Draft:
-    """One call while it is answered."""
+    """One call while it is answered. `request` is in the form of a chat completion, whatever surface it came by."""
 
     request: Mapping[str, Json]
     grant: Grant
@@ -57,7 +58,8 @@ class Draft:
     span_id: str | None
     policy: str
     policy_version: int = 0
-    response_id: str = field(default_factory=lambda: f"chatcmpl-{os.urandom(12).hex()}")
+    response_id: str = ""
+    keeps_id: bool = True  # whether an upstream's id of its answer is the one that the client sees
     prompt_token_ids: tuple[int, ...] | None = None
     choices: list[ChoiceDraft] = field(default_factory=list)
     sampling: dict[str, Json] = field(default_factory=dict)
@@ -85,11 +87,19 @@ class Draft:
         )
 
 
-def begin(request: Mapping[str, Json], grant: Grant, headers: Mapping[bytes, bytes], policy: str) -> Draft:
+def begin(
+    request: Mapping[str, Json],
+    grant: Grant,
+    headers: Mapping[bytes, bytes],
+    policy: str,
+    *,
+    id_prefix: str = "chatcmpl-",
+) -> Draft:
     """Begin the record of a request: whose it is and which span it belongs to."""
     named = unquote(headers.get(AGENT_HEADER, b"").decode("latin-1"))
     found = _TRACEPARENT.fullmatch(headers.get(b"traceparent", b"").decode("latin-1").strip())
     trace_id, span_id = found.groups() if found else (None, None)
     if not (trace_id and span_id and trace_id.strip("0") and span_id.strip("0")):  # all zero: W3C's "no span"
         trace_id = span_id = None
-    return Draft(request, grant, named or grant.agent, trace_id, span_id, policy)
+    made = f"{id_prefix}{os.urandom(12).hex()}"
+    return Draft(request, grant, named or grant.agent, trace_id, span_id, policy, response_id=made)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from starlette.types import Send
-
-from lightning_trainer.engine import Engine, Sampled, Sampling
+from lightning_trainer.account import CONTINUATION
+from lightning_trainer.engine import Engine, Sampled, Sampling, abilities
 from lightning_trainer.server.answering import Answering
-from lightning_trainer.server.ask import Ask, read_ask
+from lightning_trainer.server.ask import Ask, check_abilities, read_ask
 from lightning_trainer.server.chat import ChatFormat
+from lightning_trainer.server.continuation import Continuations
 from lightning_trainer.server.draft import Draft
+from lightning_trainer.server.outlet import Outlet
 from lightning_trainer.server.refusals import Refusal, bad_request
 from lightning_trainer.server.seeds import PromptCounter, seeds_of_choices
 from lightning_trainer.server.settings import Routing
-from lightning_trainer.server.sse import EventStream
 
 _Pieces: TypeAlias = AsyncGenerator[tuple[int, Sampled], None]  # each with its choice
 Record: TypeAlias = Callable[[Draft], Awaitable[None]]  # returns when the call is on disk
@@ -31,46 +31,76 @@ class EmbeddedEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.chat = ChatFormat(engine.tokenizer)
+        self.continuations = Continuations(self.chat)
         self.failure: str | None = None  # of the newest request, where the engine itself failed
         self._counter = PromptCounter()
 
     def forget(self, attempt_id: str) -> None:
         """Drop what is remembered of an attempt that has ended."""
-        self.chat.forget(attempt_id)
+        self.continuations.forget(attempt_id)
         self._counter.forget(attempt_id)
 
-    async def answer(self, draft: Draft, events: EventStream, send: Send, record: Record, routing: Routing) -> None:
+    async def answer(self, draft: Draft, outlet: Outlet, record: Record, routing: Routing) -> None:
         """Answer one request.
 
         Args:
             draft: its record; the body has been read, nothing else.
-            events: where chunks go, should it ask for a stream.
-            send: where a whole answer goes.
+            outlet: where the answer goes.
             record: keeps the finished record; called once, before the answer's last byte.
             routing: as it stood when the request came.
 
         Raises:
-            Refusal: the request can't be done, or the engine failed; nothing was sent unless `events` has started.
+            Refusal: the request can't be done, or the engine failed; nothing was sent unless `outlet` has started.
         """
         ask = read_ask(draft.request)
         draft.policy_version = self.engine.version
-        prompt = self.chat.prompt(ask.messages, ask.tools, draft.grant.attempt_id)
-        draft.prompt_token_ids = prompt.ids
+        check_abilities(ask, abilities(self.engine))
+        prompt = self.continuations.prompt(ask.messages, ask.tools, draft.grant.attempt_id) if ask.messages else None
+        ids = self._raw(ask) if prompt is None else prompt.ids
+        draft.prompt_token_ids = ids
         if ask.max_tokens is None and routing.max_tokens is not None:
-            ask = replace(ask, max_tokens=max(1, min(routing.max_tokens, self.engine.max_model_len - len(prompt.ids))))
-        self._check_room(ask, len(prompt.ids))
-        samplings = self._samplings(ask, draft, prompt.ids, routing)
-        answering = Answering(ask, draft, self.chat, events)
+            ask = replace(ask, max_tokens=max(1, min(routing.max_tokens, self.engine.max_model_len - len(ids))))
+        self._check_room(ask, len(ids))
+        samplings = self._samplings(ask, draft, ids, routing)
+        if prompt is not None:
+            draft.sampling[CONTINUATION] = prompt.how
+        answering = Answering(ask, draft, self.chat, outlet)
         try:
-            async with aclosing(self._drawn(prompt.ids, samplings)) as drawn:
+            async with aclosing(self._drawn(ids, samplings)) as drawn:
                 async for index, piece in drawn:
                     await answering.take(index, piece)
         except BaseException:
             answering.cut()
             raise
-        answering.close(prompt)
+        answering.close()
+        if draft.grant.attempt_id is not None and prompt is not None:
+            for choice in draft.choices:
+                self.continuations.remember(draft.grant.attempt_id, prompt, choice.token_ids or (), choice.message)
         await record(draft)
-        await answering.send(send)
+        await answering.send()
+
+    async def count(self, request: Mapping[str, Any]) -> int:
+        """Count the tokens of a request's prompt.
+
+        Raises:
+            Refusal: the request can't be done.
+        """
+        ask = read_ask(request)
+        return len(self.continuations.prompt(ask.messages, ask.tools).ids)
+
+    async def embeddings(self, body: Mapping[str, Any]) -> bytes:  # noqa: ARG002 - the protocol's
+        """Refuse: this engine makes none."""
+        raise bad_request(
+            f"model {self.engine.model!r} makes no embeddings. Name a model of an upstream that does,"
+            " such as --upstream MODEL=URL of `lightning-rl server`.",
+            "unsupported_endpoint",
+        )
+
+    def _raw(self, ask: Ask) -> tuple[int, ...]:
+        """Give the tokens of a prompt that is no conversation."""
+        if isinstance(ask.prompt, str):
+            return tuple(self.engine.tokenizer.encode(ask.prompt))
+        return tuple(ask.prompt or ())
 
     def _check_room(self, ask: Ask, prompt: int) -> None:
         longest = self.engine.max_model_len
@@ -90,6 +120,7 @@ class EmbeddedEngine:
             top_p=ask.top_p,
             top_k=ask.top_k,
             stop=ask.stop,
+            **ask.others,
         )
         seeds = seeds_of_choices(self._seed(ask, draft, ids, routing), ask.n)
         draft.sampling = {
@@ -100,6 +131,7 @@ class EmbeddedEngine:
             "stop": list(sampling.stop),
             "n": ask.n,
             "seeds": seeds,
+            **ask.others,
         }
         if routing.temperature is not None:
             draft.sampling["temperature_asked"] = ask.temperature

@@ -1,13 +1,13 @@
-"""The gateway: ``POST /v1/chat/completions`` and ``GET /v1/models``. Every request makes exactly one `Call`."""
+"""The gateway: model calls on every surface, and ``GET /v1/models``. Every model call makes exactly one `Call`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_spans.errors import StoreError
 from lightning_trainer.server.door import Door
@@ -15,16 +15,18 @@ from lightning_trainer.server.draft import Draft, begin
 from lightning_trainer.server.embedded import Record
 from lightning_trainer.server.keys import Grant
 from lightning_trainer.server.metrics import Metrics
+from lightning_trainer.server.outlet import Outlet
 from lightning_trainer.server.refusals import Refusal, store_down
 from lightning_trainer.server.settings import Limits, Routing
-from lightning_trainer.server.sse import EventStream
+from lightning_trainer.server.surfaces.messages import MessagesSurface
+from lightning_trainer.server.surfaces.surface import Surface
 from lightning_trainer.server.wire import (
     ClientGoneError,
     headers,
     parse_object,
     read_body,
+    send_bytes,
     send_json,
-    send_refusal,
     unless_gone,
 )
 from lightning_trainer.server.writer import Writer
@@ -36,8 +38,16 @@ CLIENT_GONE = "client cut the connection"
 class Policy(Protocol):
     """What answers calls for one model: the embedded engine or an upstream."""
 
-    async def answer(self, draft: Draft, events: EventStream, send: Send, record: Record, routing: Routing) -> None:
+    async def answer(self, draft: Draft, outlet: Outlet, record: Record, routing: Routing) -> None:
         """Answer one request; see `EmbeddedEngine.answer`."""
+        ...
+
+    async def count(self, request: Mapping[str, Any]) -> int:
+        """Count the tokens of a request's prompt."""
+        ...
+
+    async def embeddings(self, body: Mapping[str, Any]) -> bytes:
+        """Answer ``POST /v1/embeddings``."""
         ...
 
 
@@ -68,38 +78,97 @@ class Gateway:
             await asyncio.wait(self._open, timeout=timeout_s)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
-        """Answer ``GET /v1/models``: the names of the policies."""
+        """Answer ``GET /v1/models``: the names of the policies, as OpenAI's and Anthropic's clients read them."""
         await self._door.admit(scope, "attempt", "runner", "admin")
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "lightning"} for name in self._policies]
-        await send_json(send, {"object": "list", "data": data})
+        data = [_model(name) for name in self._policies]
+        ends = (
+            {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"has_more": False}
+        )
+        await send_json(send, {"object": "list", "data": data, **ends})
 
-    async def chat_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer ``POST /v1/chat/completions``.
+    async def model(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
+        """Answer ``GET /v1/models/NAME``.
 
         Raises:
-            Refusal: no good key, or no JSON object; such requests make no call.
+            Refusal: there is no such model.
         """
-        grant = await self._door.admit(scope, "attempt", "admin")
-        request = parse_object(await read_body(scope, receive, self._limits.body_bytes))
-        routing = self._routing()
-        draft = begin(request, grant, headers(scope), str(request.get("model", "")))
+        await self._door.admit(scope, "attempt", "runner", "admin")
+        name = scope["path"].removeprefix("/v1/models/")
+        if name not in self._policies:
+            raise _unknown(name, self._policies)
+        await send_json(send, _model(name))
+
+    def on(self, surface: Surface) -> ASGIApp:
+        """Give the ASGI app that answers model calls on a surface."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                grant = await self._door.admit(scope, "attempt", "admin")
+                body = parse_object(await read_body(scope, receive, self._limits.body_bytes))
+            except Refusal as refusal:  # no good key, or no JSON object: such requests make no call
+                await send_bytes(send, surface.refusal(refusal), status=refusal.status, extra=refusal.headers)
+                return
+            draft = begin(body, grant, headers(scope), str(body.get("model", "")), id_prefix=surface.id_prefix)
+            await self._answer(surface, draft, receive, send)
+
+        return app
+
+    async def _answer(self, surface: Surface, draft: Draft, receive: Receive, send: Send) -> None:
+        """Answer one model call and keep its record, whatever becomes of it."""
         task = asyncio.current_task()
         if task is not None:
             self._open.add(task)
             task.add_done_callback(self._open.discard)
-        events = EventStream(send)
-        kept = _Once(self._writer, self._metrics)
+        routing, kept = self._routing(), _Once(self._writer, self._metrics)
+        outlet: Outlet | None = None
         try:
-            policy = self._policy(draft, grant, routing)
+            exchange = surface.begin(draft.request, draft.grant.attempt_id)
+            draft.request, draft.keeps_id = exchange.asked, exchange.keeps_id
+            outlet = Outlet(send, exchange, draft)
+            policy = self._policy(draft, draft.grant, routing)
             with self._metrics.in_flight():
-                await unless_gone(receive, policy.answer(draft, events, send, kept.record, routing))
+                await unless_gone(receive, policy.answer(draft, outlet, kept.record, routing))
         except ClientGoneError:
             await kept.failed(draft, CLIENT_GONE)
         except asyncio.CancelledError:
             kept.cancelled(draft)
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, it is recorded and told to the client
-            await _tell(await kept.refused(draft, error), events, send)
+            refusal = await kept.refused(draft, error)
+            if outlet is not None and outlet.started:
+                await outlet.fail(refusal)
+            else:
+                await send_bytes(send, surface.refusal(refusal), status=refusal.status, extra=refusal.headers)
+
+    async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer ``POST /v1/messages/count_tokens``: nothing is drawn, so it makes no call."""
+        surface = MessagesSurface()
+        try:
+            grant = await self._door.admit(scope, "attempt", "admin")
+            body = parse_object(await read_body(scope, receive, self._limits.body_bytes))
+            exchange = surface.begin({"max_tokens": 1, **body}, grant.attempt_id)
+            draft = begin(body, grant, headers(scope), str(body.get("model", "")))
+            number = await self._policy(draft, grant, self._routing()).count(exchange.asked)
+        except Refusal as refusal:
+            await send_bytes(send, surface.refusal(refusal), status=refusal.status, extra=refusal.headers)
+            return
+        await send_json(send, {"input_tokens": number})
+
+    async def embeddings(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer ``POST /v1/embeddings`` with what the model's upstream answers; it makes no call.
+
+        Raises:
+            Refusal: no good key, no JSON object, or the model makes no embeddings.
+        """
+        grant = await self._door.admit(scope, "attempt", "admin")
+        body = parse_object(await read_body(scope, receive, self._limits.body_bytes))
+        draft = begin(body, grant, headers(scope), str(body.get("model", "")))
+        policy = self._policy(draft, grant, self._routing())
+        try:
+            found = await unless_gone(receive, policy.embeddings(body))
+        except ClientGoneError:
+            return
+        await send_bytes(send, found)
 
     def _policy(self, draft: Draft, grant: Grant, routing: Routing) -> Policy:
         if grant.attempt_id is not None:
@@ -110,11 +179,27 @@ class Gateway:
                 draft.policy = routing.model  # a program that was not changed asks for its usual model
         policy = self._policies.get(draft.policy)
         if policy is None:
-            known = ", ".join(self._policies) or "none"
             nameless = grant.attempt_id is not None and routing.policies.by_agent and draft.agent is None
             hint = ". This call names no agent: send x-lightning-agent, or ask for one of these" if nameless else ""
-            raise Refusal(404, f"no model {draft.policy!r} here. Models: {known}{hint}", code="model_not_found")
+            raise _unknown(draft.policy, self._policies, hint)
         return policy
+
+
+def _unknown(name: str, known: Iterable[str], hint: str = "") -> Refusal:
+    listed = ", ".join(known) or "none"
+    return Refusal(404, f"no model {name!r} here. Models: {listed}{hint}", code="model_not_found")
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "lightning",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
 
 
 class _Once:
@@ -160,10 +245,3 @@ class _Once:
         if not self._begun:
             self._begun = True
             self._writer.call_later(draft.finish("the server stopped"))
-
-
-async def _tell(refusal: Refusal, events: EventStream, send: Send) -> None:
-    if events.started:
-        await events.fail(refusal.body())
-    else:
-        await send_refusal(send, refusal)

@@ -44,6 +44,8 @@ class Replies:
             "logprobs": self._logprobs(ids, logprobs) if self._ask.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
+        if choice.stopped_by is not None:
+            out["stop_reason"] = choice.stopped_by  # vLLM's name for it
         if self._ask.token_ids:
             out["token_ids"] = ids
         return out
@@ -69,7 +71,6 @@ class Replies:
         index: int,
         delta: Mapping[str, Any],
         *,
-        finish_reason: str | None = None,
         ids: Sequence[int] = (),
         logprobs: Sequence[float] = (),
     ) -> dict[str, Any]:
@@ -78,11 +79,21 @@ class Replies:
             "index": index,
             "delta": delta,
             "logprobs": self._logprobs(ids, logprobs) if self._ask.logprobs and ids else None,
-            "finish_reason": finish_reason,
+            "finish_reason": None,
         }
         if self._ask.token_ids:
             choice["token_ids"] = list(ids)
         return self._chunk([choice])
+
+    def last_chunk(self, choice: ChoiceDraft) -> dict[str, Any]:
+        """Give the chunk that ends a choice."""
+        ended: dict[str, Any] = {"index": choice.index, "delta": {}, "logprobs": None}
+        ended["finish_reason"] = choice.finish_reason
+        if choice.stopped_by is not None:
+            ended["stop_reason"] = choice.stopped_by
+        if self._ask.token_ids:
+            ended["token_ids"] = []
+        return self._chunk([ended])
 
     def first_chunk(self) -> dict[str, Any]:
         """Give the chunk that opens every choice."""

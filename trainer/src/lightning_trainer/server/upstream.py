@@ -7,22 +7,22 @@ is taken out of its reply again. Other servers' calls are recorded without token
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import orjson
-from starlette.types import Send
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.server.assemble import Assembly
 from lightning_trainer.server.draft import Draft
 from lightning_trainer.server.embedded import Record
+from lightning_trainer.server.outlet import Outlet
 from lightning_trainer.server.refusals import Refusal
 from lightning_trainer.server.settings import Routing
-from lightning_trainer.server.sse import EventStream, event, events_in
-from lightning_trainer.server.wire import send_bytes
+from lightning_trainer.server.sse import events_in
 
 if TYPE_CHECKING:
     import aiohttp
@@ -72,7 +72,7 @@ class UpstreamPolicy:
         if self._session is not None:
             await self._session.close()
 
-    async def answer(self, draft: Draft, events: EventStream, send: Send, record: Record, routing: Routing) -> None:
+    async def answer(self, draft: Draft, outlet: Outlet, record: Record, routing: Routing) -> None:
         """Answer one request; see `EmbeddedEngine.answer`. The upstream's own errors are given back as they are.
 
         Raises:
@@ -82,24 +82,60 @@ class UpstreamPolicy:
 
         draft.policy_version = routing.versions.get(self._upstream.model, 0)
         assembly = Assembly(draft)
+        held: list[dict[str, Any]] | None = None
+        whole: dict[str, Any] = {}
         try:
             body = self._body(draft, routing, tokens=await self._asks_for_tokens())
             async with self._client().post(f"{self._upstream.url}/chat/completions", data=body) as response:
                 if response.status >= 400:
                     raise _refusal(response.status, await response.read(), response.headers.get("retry-after"))
                 if response.content_type == "text/event-stream":
-                    held = await self._stream(response, assembly, events)
+                    held = await self._stream(response, assembly, outlet)
                 else:
-                    held = orjson.dumps(assembly.add(_object(await response.read())))
+                    whole = assembly.add(_object(await response.read()))
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _failed(f"{self._upstream.url} did not answer: {type(error).__name__}: {error}") from error
         finally:
             assembly.settle()
         await record(draft)
-        if events.started:
-            await events.done(held)
+        if held is None:
+            await outlet.whole(whole)
         else:
-            await send_bytes(send, held)
+            await outlet.last(held)
+
+    async def count(self, request: Mapping[str, Any]) -> int:
+        """Count the tokens of a request's prompt, by vLLM's way of asking.
+
+        Raises:
+            Refusal: the upstream can't say.
+        """
+        body = {name: request[name] for name in ("messages", "tools") if name in request}
+        root = self._upstream.url.removesuffix("/v1")
+        found = await self._posted(f"{root}/tokenize", {**body, "model": self._upstream.model})
+        number = _object(found).get("count")
+        if not isinstance(number, int):
+            raise _failed(f"{self._upstream.url} does not count tokens")
+        return number
+
+    async def embeddings(self, body: Mapping[str, Any]) -> bytes:
+        """Pass a request for embeddings on.
+
+        Raises:
+            Refusal: the upstream's own, or it can't be reached.
+        """
+        return await self._posted(f"{self._upstream.url}/embeddings", {**body, "model": self._upstream.model})
+
+    async def _posted(self, url: str, body: Mapping[str, Any]) -> bytes:
+        import aiohttp
+
+        try:
+            async with self._client().post(url, data=orjson.dumps(body)) as response:
+                found = await response.read()
+                if response.status >= 400:
+                    raise _refusal(response.status, found, response.headers.get("retry-after"))
+                return found
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _failed(f"{url} did not answer: {type(error).__name__}: {error}") from error
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -133,21 +169,22 @@ class UpstreamPolicy:
             body["return_token_ids"] = body["logprobs"] = True
         return orjson.dumps(body)
 
-    async def _stream(self, response: aiohttp.ClientResponse, assembly: Assembly, events: EventStream) -> bytes:
+    async def _stream(
+        self, response: aiohttp.ClientResponse, assembly: Assembly, outlet: Outlet
+    ) -> list[dict[str, Any]]:
         """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
-        held = b""
+        held: list[dict[str, Any]] = []
         async with aclosing(events_in(response.content.iter_any())) as found:
             async for data in found:
                 if data == b"[DONE]":
                     break
-                chunk = event(assembly.add(_object(data)))
+                chunk = assembly.add(_object(data))
                 if assembly.ended:
-                    held += chunk
+                    held.append(chunk)
                 else:
-                    await events.raw(chunk)
+                    await outlet.chunk(chunk)
         if not assembly.ended:
             raise _failed(f"{self._upstream.url} ended its stream before the answer was whole")
-        await events.start()
         return held
 
 

@@ -1,0 +1,55 @@
+"""Where answers go: whole or as events, in the shape of the surface on which they were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from starlette.types import Send
+
+from lightning_trainer.server.draft import Draft
+from lightning_trainer.server.refusals import Refusal
+from lightning_trainer.server.surfaces.surface import Exchange
+from lightning_trainer.server.wire import send_bytes
+
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies such as nginx would hold the chunks back
+]
+
+
+class Outlet:
+    """Sends one answer. The status line goes out with the first event, so an early error can still be a 4xx."""
+
+    def __init__(self, send: Send, exchange: Exchange, draft: Draft) -> None:
+        self._send = send
+        self._exchange = exchange
+        self._draft = draft
+        self.started = False
+
+    async def whole(self, completion: dict[str, Any]) -> None:
+        """Send a whole answer."""
+        body = self._exchange.whole(self._draft, completion)
+        self.started = True
+        await send_bytes(self._send, body)
+
+    async def chunk(self, chunk: dict[str, Any]) -> None:
+        """Send a chunk of a stream."""
+        if data := self._exchange.chunk(self._draft, chunk):
+            await self._events(data)
+
+    async def last(self, chunks: Sequence[dict[str, Any]]) -> None:
+        """Send the last chunks of a stream, which waited for the record, and end it."""
+        data = b"".join(self._exchange.chunk(self._draft, chunk) for chunk in chunks)
+        await self._events(data + self._exchange.end(self._draft), last=True)
+
+    async def fail(self, refusal: Refusal) -> None:
+        """End a stream that has begun with an error."""
+        await self._events(self._exchange.failed(self._draft, refusal), last=True)
+
+    async def _events(self, data: bytes, *, last: bool = False) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})

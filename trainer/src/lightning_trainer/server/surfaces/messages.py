@@ -1,0 +1,145 @@
+"""``POST /v1/messages``: Anthropic's form, asked of any model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import orjson
+
+from lightning_trainer.server.draft import Draft
+from lightning_trainer.server.refusals import Refusal
+from lightning_trainer.server.surfaces.messages_request import chat_of_messages
+from lightning_trainer.server.surfaces.parts import Part, Parts, Step
+from lightning_trainer.server.surfaces.surface import named_event
+
+_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_KINDS: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class MessagesSurface:
+    """Anthropic's messages."""
+
+    path = "/v1/messages"
+    id_prefix = "msg_"
+
+    def begin(self, body: Mapping[str, Any], owner: str | None) -> MessagesExchange:  # noqa: ARG002 - nothing is kept
+        """Read a request: see `Surface.begin`."""
+        return MessagesExchange(chat_of_messages(body))
+
+    def refusal(self, refusal: Refusal) -> bytes:
+        """Give an error as Anthropic gives it."""
+        return orjson.dumps(_error(refusal))
+
+
+class MessagesExchange:
+    """One request and its answer."""
+
+    keeps_id = False
+
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        self.asked = asked
+        self._parts = Parts()
+        self._begun = False
+
+    def whole(self, draft: Draft, completion: dict[str, Any]) -> bytes:
+        """See `Exchange`."""
+        parts = Parts.of(completion)
+        return orjson.dumps(
+            {
+                **_head(draft),
+                "content": [_block(part) for part in parts.parts],
+                **_stop(parts),
+                "usage": _usage(parts, draft),
+            }
+        )
+
+    def chunk(self, draft: Draft, chunk: dict[str, Any]) -> bytes:
+        """See `Exchange`."""
+        return b"".join([*self._first(draft), *map(_event, self._parts.take(chunk))])
+
+    def end(self, draft: Draft) -> bytes:
+        """See `Exchange`."""
+        last = {"delta": _stop(self._parts), "usage": _usage(self._parts, draft)}
+        closing = [*self._first(draft), *map(_event, self._parts.end())]
+        return b"".join([*closing, named_event("message_delta", last), named_event("message_stop", {})])
+
+    def failed(self, draft: Draft, refusal: Refusal) -> bytes:  # noqa: ARG002
+        """See `Exchange`."""
+        return named_event("error", _error(refusal))
+
+    def _first(self, draft: Draft) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            usage = {**_usage(self._parts, draft), "output_tokens": 0}
+            message = {**_head(draft), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            yield named_event("message_start", {"message": message})
+
+
+def _head(draft: Draft) -> dict[str, Any]:
+    return {"id": draft.response_id, "type": "message", "role": "assistant", "model": draft.policy}
+
+
+def _stop(parts: Parts) -> dict[str, Any]:
+    reason = _REASONS.get(parts.finish_reason or "", "end_turn")
+    if reason == "end_turn" and parts.stopped_by is not None:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": parts.stopped_by if reason == "stop_sequence" else None}
+
+
+def _usage(parts: Parts, draft: Draft) -> dict[str, Any]:
+    prompt, drawn, cached = parts.usage(draft)
+    return {
+        "input_tokens": prompt - cached,
+        "output_tokens": drawn,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+def _block(part: Part) -> dict[str, Any]:
+    if part.kind == "tool":
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "text", "text": part.text}
+
+
+def _input(arguments: str) -> Any:
+    """Give a call's arguments as an object, which this form demands; what is none stands under a name of its own."""
+    try:
+        data = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        return {"arguments": arguments}
+    return data if isinstance(data, dict) else {"arguments": data}
+
+
+def _event(step: Step) -> bytes:
+    what, part, text = step
+    if what == "open":
+        empty = _block(Part(part.kind, part.index, part.call_id, part.name))
+        return named_event("content_block_start", {"index": part.index, "content_block": empty})
+    if what == "more":
+        return named_event("content_block_delta", {"index": part.index, "delta": _delta(part, text)})
+    return named_event("content_block_stop", {"index": part.index})
+
+
+def _delta(part: Part, text: str) -> dict[str, Any]:
+    if part.kind == "tool":
+        return {"type": "input_json_delta", "partial_json": text}
+    if part.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "text_delta", "text": text}
+
+
+def _error(refusal: Refusal) -> dict[str, Any]:
+    kind = _KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": refusal.message, "code": refusal.code}}
