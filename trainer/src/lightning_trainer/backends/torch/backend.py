@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import checkpoint
-from lightning_trainer.backends.torch.engine import TorchEngine, available_cores
+from lightning_trainer.backends.torch.engine import AdapterEngine, TorchEngine, available_cores
 from lightning_trainer.backends.torch.model import LoadedModel, load
 from lightning_trainer.backends.torch.options import make_options
-from lightning_trainer.backends.torch.policy import Policy, add_adapters, has_adapters, reference
+from lightning_trainer.backends.torch.policy import Policy, add_adapters, has_adapters, reference, select
+from lightning_trainer.backends.torch.several import by_adapter, combined
 from lightning_trainer.backends.torch.update import update
+from lightning_trainer.engine import Engine
 from lightning_trainer.rows import Row
 
 
 class TorchBackend:
-    """`Backend` with an embedded engine. The master weights and the optimiser are made with the first update."""
+    """`Backend` with an embedded engine: one policy, or several adapters over one frozen model.
+
+    Master weights and optimisers are made with the first update.
+    """
 
     def __init__(self, model: Path | str, **options: Any) -> None:
-        """Load a model folder; `options` are the fields of `TorchOptions`.
+        """Load a model folder, or a checkpoint of several adapters; `options` are the fields of `TorchOptions`.
 
         Raises:
             ConfigError: an option is wrong, or the model can't be loaded or run.
         """
-        self.options = make_options(model, options)
-        self._model = load(self.options)
+        saved = checkpoint.saved_adapters(Path(model))
+        if saved is not None:
+            source, names = saved
+            options = {"adapters": names, "lora_rank": _rank(Path(model) / names[0])} | _without_defaults(options)
+        self.options = make_options(model if saved is None else source, options)
+        self._model = load(self.options, None if saved is None else Path(model))
         self._fingerprint = checkpoint.fingerprint(self._model)
-        add_adapters(self._model, self.options)
-        self._policy: Policy | None = None
+        add_adapters(self._model, self.options, None if saved is None else Path(model))
+        self._policies: dict[str | None, Policy] = {}
         self._frozen: LoadedModel | None = None
         if self.options.kl_coef > 0 and not has_adapters(self._model):
             self._frozen = load(self.options)
@@ -38,21 +49,38 @@ class TorchBackend:
 
     @property
     def engine(self) -> TorchEngine:
-        """Generates with the newest weights."""
+        """Generates with the newest weights; of several adapters, with the frozen model under them."""
         return self._engine
 
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """One for each policy that is served: of several adapters, the frozen model first."""
+        return (self._engine, *self._engine.adapters)
+
     def update(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Take one optimiser step: `Backend.update`, with the metrics of `update.update`."""
+        """Take one optimiser step: `Backend.update`, with the metrics of `update.update`.
+
+        Of several adapters each takes one with the rows of its own calls, where these have a gradient. Metrics are
+        then those of each with ``/NAME`` behind them, and over all: sums of counts and times, means by tokens.
+
+        Raises:
+            ValueError: a row was answered by none of the adapters.
+        """
         with self._engine.still():
             torch.set_num_threads(self.options.threads or available_cores())
-            metrics = update(self._model, self._trained(), rows, self.options, self._reference())
-            self._engine.weights_changed(self._engine.version + 1)
-        return metrics
+            if not self.options.adapters:
+                metrics = self._step(None, rows)
+                self._engine.weights_changed(self._engine.version + 1)
+                return metrics
+            parts = by_adapter(rows, self.options)
+            found = {adapter: self._step(adapter, own) for adapter, own in parts.items()}
+            self._engine.adapters_changed({each.model: each.version + (each.model in found) for each in self._adapters})
+        return combined(found)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint: `checkpoint.save`."""
         with self._engine.still():
-            checkpoint.save(folder, self._model, self._trained(), self._engine, self._fingerprint)
+            checkpoint.save(folder, self._model, self._all(), self._engine, self._fingerprint)
 
     def load(self, folder: Path) -> None:
         """Go back to a checkpoint, bit for bit: `checkpoint.restore`.
@@ -61,18 +89,47 @@ class TorchBackend:
             ConfigError: it is a checkpoint of another model or kind, or incomplete.
         """
         with self._engine.still():
-            version = checkpoint.restore(folder, self._model, self._trained(), self._engine, self._fingerprint)
+            version, versions = checkpoint.restore(folder, self._model, self._all(), self._engine, self._fingerprint)
             self._engine.weights_changed(version)
+            self._engine.adapters_changed(versions)
 
     def close(self) -> None:
         """Stop the engine and free memory."""
         self._engine.close()
-        self._policy = self._frozen = None
+        self._policies, self._frozen = {}, None
 
-    def _trained(self) -> Policy:
-        if self._policy is None:
-            self._policy = Policy(self._model, self.options)
-        return self._policy
+    @property
+    def _adapters(self) -> tuple[AdapterEngine, ...]:
+        return self._engine.adapters
+
+    def _step(self, adapter: str | None, rows: Sequence[Row]) -> dict[str, float]:
+        select(self._model, adapter)
+        return update(self._model, self._trained(adapter), rows, self.options, self._reference())
+
+    def _all(self) -> dict[str | None, Policy]:
+        return {adapter: self._trained(adapter) for adapter in self.options.adapters or (None,)}
+
+    def _trained(self, adapter: str | None = None) -> Policy:
+        if adapter not in self._policies:
+            self._policies[adapter] = Policy(self._model, self.options, adapter)
+        return self._policies[adapter]
 
     def _reference(self) -> Any:
         return reference(self._model, self._frozen) if self.options.kl_coef > 0 else None
+
+
+def _rank(folder: Path) -> int:
+    """Read the rank of a saved adapter.
+
+    Raises:
+        ConfigError: its configuration can't be read.
+    """
+    try:
+        return int(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder} is no adapter of peft: {error}. Give another checkpoint.") from None
+
+
+def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what says that nothing was chosen, so that a checkpoint's own adapters are taken."""
+    return {name: value for name, value in options.items() if not (name in {"adapters", "lora_rank"} and not value)}

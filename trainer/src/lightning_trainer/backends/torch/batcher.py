@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from lightning_trainer.backends.torch.cache import LONGEST_TAIL, SlotCache
+from lightning_trainer.backends.torch.mixed import MixedLinears
 from lightning_trainer.backends.torch.model import LoadedModel
 from lightning_trainer.backends.torch.request import Request
 from lightning_trainer.backends.torch.sampling import draw
@@ -32,8 +33,8 @@ _WORTH_WAITING = 16  # shared tokens for which a request waits until another has
 class Batcher:
     """The generating thread with its slots, its waiting requests and its cache."""
 
-    def __init__(self, model: LoadedModel, slots: int, threads: int) -> None:
-        self._model, self._threads = model, threads
+    def __init__(self, model: LoadedModel, slots: int, threads: int, mixed: MixedLinears | None = None) -> None:
+        self._model, self._threads, self._mixed = model, threads, mixed
         self._cache = SlotCache(model.shape, slots, model.max_model_len)
         self._running: dict[int, Request] = {}  # by slot
         self._last_used = np.zeros(slots, np.int64)
@@ -130,6 +131,8 @@ class Batcher:
             return
         self._compact()
         plan = StepPlan(self._cache, self._divide())
+        if self._mixed is not None:
+            self._mixed.choose(plan.owners)
         hidden = self._model.hidden(plan.tokens, plan.positions, plan)
         plan.finish()
         ready, rows, end = [], [], 0
@@ -170,7 +173,7 @@ class Batcher:
     def _place(self, request: Request) -> bool:
         """Put a request into a slot; False when it should wait."""
         cache, last = self._cache, len(request.prompt) - 1  # the last token is always computed: it gives the logits
-        planned = np.minimum(cache.shared(request.prompt), last)
+        planned = np.minimum(cache.shared(request.prompt, request.adapter), last)
         there = np.minimum(planned, cache.computed)
         source = int(there.argmax())
         shared = int(there[source])
@@ -178,7 +181,7 @@ class Batcher:
             return False
         continues = source not in self._running and shared >= cache.computed[source] - 1
         slot = source if continues and shared else self._free_slot()
-        cache.begin(slot, request.prompt, source, shared)
+        cache.begin(slot, request.prompt, source, shared, request.adapter)
         request.slot = slot
         self._running[slot] = request
         self.counts.update(requests=1, prompt_tokens=len(request.prompt), reused_tokens=shared)

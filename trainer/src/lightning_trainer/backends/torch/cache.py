@@ -58,6 +58,7 @@ class SlotCache:
         self.tokens: IDS = np.zeros((slots, max_tokens), np.int32)
         self.planned: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens that a slot has or is about to compute
         self.computed: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens whose keys and values are there
+        self.owners: NDArray[np.int64] = np.full(slots, -1)  # number of the adapter that computed what a slot holds
         self.prefixes: list[Prefix | None] = [None] * slots
         self.room = 0
         self.keys = self.values = torch.empty(0)  # (Y, S, K, C, D) tails
@@ -68,14 +69,17 @@ class SlotCache:
         self.planned[:] = self.computed[:] = 0
         self.prefixes = [None] * self.slots
 
-    def shared(self, prompt: IDS) -> NDArray[np.int64]:
-        """(S,) number of leading tokens that each slot's content, computed or planned, shares with a prompt."""
+    def shared(self, prompt: IDS, owner: int = -1) -> NDArray[np.int64]:
+        """(S,) number of leading tokens that each slot's content, computed or planned, shares with a prompt.
+
+        Only of slots of the same adapter: another one's keys and values are not the same.
+        """
         width = min(len(prompt), int(self.planned.max(initial=0)))
         if not width:
             return np.zeros(self.slots, np.int64)
         differs = self.tokens[:, :width] != prompt[:width]
         first = np.where(differs.any(1), differs.argmax(1), width)
-        return np.minimum(first, self.planned)
+        return np.where(self.owners == owner, np.minimum(first, self.planned), 0)
 
     def tail(self, slot: int) -> int:
         """Number of computed tokens after the slot's prefix."""
@@ -88,8 +92,8 @@ class SlotCache:
 
     # A sequence's way through a slot.
 
-    def begin(self, slot: int, prompt: IDS, source: int, shared: int) -> None:
-        """Give a slot to a prompt of which `source` holds the first `shared` tokens."""
+    def begin(self, slot: int, prompt: IDS, source: int, shared: int, owner: int = -1) -> None:
+        """Give a slot to a prompt, of an adapter, of which `source` holds the first `shared` tokens."""
         if self.start(source) < shared - SHORTEST_PREFIX:
             self.seal(source, shared)
         elif SHORTEST_PREFIX <= shared < self.start(source):
@@ -109,7 +113,7 @@ class SlotCache:
                 self.keys[:, slot, :, :shared] = prefix.keys[:, :, :shared]
                 self.values[:, slot, :, :shared] = prefix.values[:, :, :shared]
         self.tokens[slot, : len(prompt)] = prompt
-        self.planned[slot], self.computed[slot] = len(prompt), shared
+        self.planned[slot], self.computed[slot], self.owners[slot] = len(prompt), shared, owner
 
     def append(self, slot: int, token: int) -> None:
         """Add a sampled token to a slot's sequence; its keys and values come with the next step."""
@@ -192,7 +196,7 @@ class SlotCache:
         length = max(self.tail(a), self.tail(b))
         for tails in (self.keys[..., :length, :], self.values[..., :length, :]):
             tails[:, [a, b]] = tails[:, [b, a]]
-        for kept in (self.tokens, self.planned, self.computed):
+        for kept in (self.tokens, self.planned, self.computed, self.owners):
             kept[[a, b]] = kept[[b, a]]
         self.prefixes[a], self.prefixes[b] = self.prefixes[b], self.prefixes[a]
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from safetensors.torch import load_file, save_file
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.engine import TorchEngine
 from lightning_trainer.backends.torch.model import LoadedModel
-from lightning_trainer.backends.torch.policy import Policy
+from lightning_trainer.backends.torch.policy import ADAPTER, Policy, select
+from lightning_trainer.models import ADAPTERS_NAME
 
 STATE = "trainer.json"
 TENSORS = "trainer.safetensors"
 _FORMAT = 1
+_ADAPTER = re.compile(r"\.lora_\w+\.([^.]+)\.")
 
 
 def fingerprint(model: LoadedModel) -> str:
@@ -37,14 +40,16 @@ def fingerprint(model: LoadedModel) -> str:
     return digest.hexdigest()
 
 
-def save(folder: Path, model: LoadedModel, policy: Policy, engine: TorchEngine, base: str) -> None:
+def save(
+    folder: Path, model: LoadedModel, policies: Mapping[str | None, Policy], engine: TorchEngine, base: str
+) -> None:
     """Write a checkpoint, whole or not at all: into a folder beside it that then takes its name.
 
     Args:
         folder: where to; what is there is replaced.
         model: weights in their working format, and the tokenizer. With LoRA only the adapters are written, with the
-            place of the model that they belong to.
-        policy: masters and optimiser.
+            place of the model that they belong to; of several adapters each into a folder of its own, as peft has it.
+        policies: masters and optimisers, by adapter; None stands for the only one.
         engine: its version and random state.
         base: fingerprint of the model that training started from.
     """
@@ -54,18 +59,26 @@ def save(folder: Path, model: LoadedModel, policy: Policy, engine: TorchEngine, 
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
-        model.causal.save_pretrained(unfinished)
         model.tokenizer.save_pretrained(unfinished)
-        save_file(policy.state(), unfinished / TENSORS)
+        for adapter, policy in policies.items():
+            own = unfinished if adapter is None else unfinished / adapter
+            select(model, adapter)
+            model.causal.save_pretrained(own)
+            model.tokenizer.save_pretrained(own)
+            save_file(policy.state(), own / TENSORS)
         state = {
             "format": _FORMAT,
             "base": base,
             "source": str(model.source.absolute()),
             "version": engine.version,
-            "trained": sorted(policy.working),
+            "versions": {adapter.model: adapter.version for adapter in engine.adapters},
+            "trained": sorted(name for policy in policies.values() for name in policy.working),
             "random": engine.random.getstate(),
         }
         (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
+        if engine.adapters:
+            index = {"base": state["source"], "adapters": [adapter.model for adapter in engine.adapters]}
+            (unfinished / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in unfinished.rglob("*"):
             _sync(path)
         _sync(unfinished)
@@ -74,8 +87,34 @@ def save(folder: Path, model: LoadedModel, policy: Policy, engine: TorchEngine, 
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def restore(folder: Path, model: LoadedModel, policy: Policy, engine: TorchEngine, base: str) -> int:
-    """Read a checkpoint into a policy and its engine, and give the version of its weights.
+def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
+    """Read which adapters a checkpoint of several holds, and the folder of the model that they belong to.
+
+    Returns:
+        None where the folder is none of several adapters.
+
+    Raises:
+        ConfigError: the index can't be read, or the model is not where it was.
+    """
+    path = folder / ADAPTERS_NAME
+    if not path.is_file():
+        return None
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        source, names = Path(index["base"]), tuple(str(name) for name in index["adapters"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
+    if not source.is_dir():
+        raise ConfigError(
+            f"{folder} holds adapters of {source}, which is not there. Write its place as base in {path}."
+        )
+    return source, names
+
+
+def restore(
+    folder: Path, model: LoadedModel, policies: Mapping[str | None, Policy], engine: TorchEngine, base: str
+) -> tuple[int, dict[str, int]]:
+    """Read a checkpoint into policies and their engine, and give the version of the weights, and of each adapter.
 
     Raises:
         ConfigError: it is incomplete, or of another model, or other weights were trained.
@@ -85,16 +124,18 @@ def restore(folder: Path, model: LoadedModel, policy: Policy, engine: TorchEngin
         raise ConfigError(
             f"{folder} is a checkpoint of {state['source']}, not of {model.source}. Start from that model."
         )
-    if state["trained"] != sorted(policy.working):
-        kinds = [_kind(names) for names in (state["trained"], policy.working)]
+    trained = sorted(name for policy in policies.values() for name in policy.working)
+    if state["trained"] != trained:
+        kinds = [_kind(names) for names in (state["trained"], trained)]
         raise ConfigError(f"{folder} trained {kinds[0]}, this run trains {kinds[1]}. Use the same LoRA options.")
     try:
-        policy.set_state(load_file(folder / TENSORS))
+        for adapter, policy in policies.items():
+            policy.set_state(load_file((folder if adapter is None else folder / adapter) / TENSORS))
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}: {TENSORS} does not fit this model or is damaged: {error}") from error
     kind, numbers, gauss = state["random"]
     engine.random.setstate((kind, tuple(numbers), gauss))
-    return int(state["version"])
+    return int(state["version"]), {name: int(version) for name, version in state.get("versions", {}).items()}
 
 
 def _state(folder: Path) -> dict[str, Any]:
@@ -110,7 +151,10 @@ def _state(folder: Path) -> dict[str, Any]:
 
 
 def _kind(names: Iterable[str]) -> str:
-    return "LoRA adapters" if any("lora_" in name for name in names) else "all weights"
+    found = sorted({match[1] for name in names if (match := _ADAPTER.search(name))})
+    if not found:
+        return "all weights"
+    return "LoRA adapters" if found == [ADAPTER] else f"the adapters {', '.join(found)}"
 
 
 def _sync(path: Path) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from lightning_trainer.backends.torch.batcher import Batcher
+from lightning_trainer.backends.torch.mixed import NO_ADAPTER, MixedLinears
 from lightning_trainer.backends.torch.model import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.backends.torch.packing import PackedLinears, can_pack
 from lightning_trainer.backends.torch.request import Request
 from lightning_trainer.backends.torch.text import TextStream
 from lightning_trainer.engine import Sampled, Sampling
+from lightning_trainer.policies import BASE
 
 
 class TorchEngine:
@@ -25,12 +27,15 @@ class TorchEngine:
 
     def __init__(self, model: LoadedModel, options: TorchOptions, *, version: int = 0) -> None:
         self._model = model
-        self._name = options.name or model.source.resolve().name
+        self._name = BASE if options.adapters else options.name or model.source.resolve().name
         self.random = random.Random(options.seed)
         self._version = version
         packable = can_pack(model.shape.dtype, model.shape.device)
-        self._packed = PackedLinears(model.causal) if packable else None
-        self._batcher = Batcher(model, options.slots, _threads(options, model))
+        names = options.adapters
+        mixed = MixedLinears(model.causal, names, pack=packable) if names else None
+        self._linears = mixed or (PackedLinears(model.causal) if packable else None)
+        self._batcher = Batcher(model, options.slots, _threads(options, model), mixed)
+        self.adapters = tuple(AdapterEngine(self, name, number) for number, name in enumerate(names))
 
     @property
     def model(self) -> str:
@@ -53,7 +58,11 @@ class TorchEngine:
         return self._model.max_model_len
 
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
-        """Draw one answer: `Engine.generate`.
+        """Draw one answer: `Engine.generate`; of a model with several adapters, its base's."""
+        return self.draw(prompt, sampling, NO_ADAPTER)
+
+    def draw(self, prompt: Sequence[int], sampling: Sampling, adapter: int) -> AsyncIterator[Sampled]:
+        """Draw one answer through the adapter of this number.
 
         Raises:
             ValueError: the prompt is empty, leaves no room or has an unknown token, or a sampling option is out of
@@ -73,12 +82,14 @@ class TorchEngine:
             raise ValueError("the prompt has a token that the model does not know")
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         seed = self.random.getrandbits(64) if sampling.seed is None else sampling.seed
-        return self._pieces(ids, sampling, limit, seed)
+        return self._pieces(ids, sampling, limit, seed, adapter)
 
-    async def _pieces(self, ids: Any, sampling: Sampling, limit: int, seed: int) -> AsyncIterator[Sampled]:
+    async def _pieces(
+        self, ids: Any, sampling: Sampling, limit: int, seed: int, adapter: int
+    ) -> AsyncIterator[Sampled]:
         text = TextStream(self.tokenizer, sampling.stop)
         loop = asyncio.get_running_loop()
-        request = Request(ids, sampling, limit, random.Random(seed), text, loop)
+        request = Request(ids, sampling, limit, random.Random(seed), text, loop, adapter=adapter)
         self._batcher.submit(request)
         try:
             while True:
@@ -104,16 +115,45 @@ class TorchEngine:
 
     def weights_changed(self, version: int) -> None:
         """Take new weights, which are already in place. Call it inside `still`."""
-        if self._packed is not None:
-            self._packed.refresh()
+        if self._linears is not None:
+            self._linears.refresh()
         self._batcher.forget()
         self._version = version
+
+    def adapters_changed(self, versions: Mapping[str, int]) -> None:
+        """Take new weights of the adapters named, as `weights_changed` does."""
+        for adapter in self.adapters:
+            adapter.version = versions.get(adapter.model, adapter.version)
+        self.weights_changed(self._version)
 
     def close(self) -> None:
         """End the thread; requests that are not done get an error."""
         self._batcher.close()
-        if self._packed is not None:
-            self._packed.undo()
+        if self._linears is not None:
+            self._linears.undo()
+
+
+class AdapterEngine:
+    """One adapter of an engine, as a policy of its own: `Engine`. Requests of all adapters share each batch."""
+
+    def __init__(self, engine: TorchEngine, name: str, number: int) -> None:
+        self._engine, self._number = engine, number
+        self.model = name
+        self.version = 0
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer, chat template included."""
+        return self._engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._engine.max_model_len
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        """Draw one answer: `Engine.generate`, with the errors of `TorchEngine.draw`."""
+        return self._engine.draw(prompt, sampling, self._number)
 
 
 def _check(sampling: Sampling) -> None:

@@ -55,8 +55,8 @@ class LoadedModel:
         return head
 
 
-def load(options: TorchOptions) -> LoadedModel:
-    """Load a model folder.
+def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedModel:
+    """Load a model folder, with its tokenizer or another folder's.
 
     Raises:
         ConfigError: the folder lacks a part, or the engine can't run this kind of model.
@@ -66,7 +66,7 @@ def load(options: TorchOptions) -> LoadedModel:
     check_folder(options.model)
     attention.register()
     device = _device(options.device)
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or options.model)
     _set_template(tokenizer, options)
     try:
         causal: Any = AutoModelForCausalLM.from_pretrained(

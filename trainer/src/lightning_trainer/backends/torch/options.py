@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.rows import Aggregation
+from lightning_trainer.recipes import Aggregation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class TorchOptions:
         generate_threads: cores that generation uses; None: as many as suit the model's size.
         lora_rank: rank of LoRA adapters; 0 trains all weights.
         lora_alpha: scale of the adapters; None: twice the rank.
+        adapters: names of LoRA adapters that are trained side by side over the frozen model, each a policy of its own;
+            empty: one policy.
         lora_targets: names of the modules that get adapters; None: all linear ones but the head.
         learning_rate: step size of AdamW.
         betas: decay of AdamW's moments.
@@ -59,6 +61,7 @@ class TorchOptions:
     generate_threads: int | None = None
     lora_rank: int = 0
     lora_alpha: float | None = None
+    adapters: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] | None = None
     learning_rate: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.99)
@@ -83,6 +86,8 @@ class TorchOptions:
             "lora_rank must be 0 (all weights) or more": self.lora_rank >= 0,
             "lora_alpha needs lora_rank, and must be above 0": self.lora_alpha is None
             or (self.lora_rank > 0 and self.lora_alpha > 0),
+            "adapters need lora_rank": not self.adapters or self.lora_rank > 0,
+            "adapters have names of their own: leave name out": not self.adapters or self.name is None,
             "lora_targets needs lora_rank": self.lora_targets is None or self.lora_rank > 0,
             "learning_rate must be above 0": 0 < self.learning_rate < math.inf,
             "betas must lie in [0, 1)": all(0 <= beta < 1 for beta in self.betas),

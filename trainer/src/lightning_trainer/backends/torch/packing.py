@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 _TOKENS = 32  # the layout is made for products with about so many tokens; others work too
 
@@ -20,7 +21,7 @@ class PackedLinears:
     """The packed copies of a model's linear layers, used under `torch.inference_mode` and nowhere else."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [_Packed(module) for module in _linears(model)]
+        self._layers = [_Packed(module) for module in linears(model)]
         self.refresh()
 
     @torch.no_grad()
@@ -47,37 +48,56 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
+class Base:
+    """The product of a linear layer with its base weights, laid out for matrix instructions where asked."""
+
+    def __init__(self, module: nn.Module, *, pack: bool) -> None:
+        self._linear = _base(module)
+        self._pack = pack
+        self._packed: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Give x times the weights, plus the bias."""
+        if self._packed is None:
+            return functional.linear(x, self._linear.weight, self._linear.bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._linear.bias, "none", [], "")
+        return out
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor | None = None) -> None:
+        """Take the weights again: the layer's own, or those given."""
+        if self._pack:
+            own = self._linear.weight.detach() if weight is None else weight
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(own, _TOKENS)
+
+
 class _Packed:
     """One linear layer, or LoRA's wrapping of one."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._weight: Tensor | None = None
-        base = _base(module)
-        self._bias = base.bias
+        self._base = Base(module, pack=True)
         own = module.forward
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_inference_mode_enabled():
-                return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return own(x, *args, **kwargs)
+            return self._base(x) if torch.is_inference_mode_enabled() else own(x, *args, **kwargs)
 
         module.forward = forward
 
     def refresh(self) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(_merged_weight(self._module), _TOKENS)
+        self._base.refresh(_merged_weight(self._module))
 
     def undo(self) -> None:
         del self._module.forward
 
 
-def _linears(model: nn.Module) -> Iterator[nn.Module]:
+def linears(model: nn.Module) -> Iterator[nn.Module]:
     """Give the outermost linear layers: LoRA's wrapping, not what it wraps."""
     for child in model.children():
         if isinstance(child, nn.Linear) or _delta(child) is not None:
             yield child
         else:
-            yield from _linears(child)
+            yield from linears(child)
 
 
 def _base(module: nn.Module) -> nn.Linear:

@@ -6,8 +6,12 @@ copy, so steps smaller than bfloat16's resolution are not lost.
 
 from __future__ import annotations
 
+import re
+import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +24,22 @@ from lightning_trainer.backends.torch.options import TorchOptions
 ADAPTER = "default"
 
 
-def add_adapters(model: LoadedModel, options: TorchOptions) -> None:
+def add_adapters(model: LoadedModel, options: TorchOptions, saved: Path | None = None) -> None:
     """Add the LoRA adapters that were asked for, which start as no change; a folder that has some keeps its own.
+
+    Args:
+        model: gets them.
+        options: say which.
+        saved: folder of a checkpoint; an adapter that is in it goes on from there.
 
     Raises:
         ConfigError: the folder's adapters have another rank, or no module has one of the names.
     """
     causal = model.causal
+    if has_adapters(model) and options.adapters:
+        raise ConfigError(
+            f"{model.source} has LoRA adapters, and adapters of agents go over a model without. Use that."
+        )
     if has_adapters(model):
         rank = causal.peft_config[ADAPTER].r
         if options.lora_rank not in (0, rank):
@@ -38,10 +51,35 @@ def add_adapters(model: LoadedModel, options: TorchOptions) -> None:
                 f"{model.source} has LoRA adapters, so kl_coef would compare with its base model. Leave it out."
             )
         return
-    if not options.lora_rank:
-        return
+    for name in options.adapters or ((ADAPTER,) if options.lora_rank else ()):
+        if saved is not None and (saved / name).is_dir():
+            _load(model, saved / name, options)
+        else:
+            _add(model, name, options)
+
+
+def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
+    """Add an adapter from its folder.
+
+    Raises:
+        ConfigError: it can't be read, has another rank, or `kl_coef` would compare it with the model without it.
+    """
+    if options.kl_coef > 0:
+        raise ConfigError(f"{folder} is trained, and kl_coef would compare it with the model without. Leave it out.")
+    try:
+        with _several():
+            model.causal.load_adapter(str(folder), adapter_name=folder.name)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the adapter {folder} can't be loaded: {error}") from error
+    rank = model.causal.peft_config[folder.name].r
+    if rank != options.lora_rank:
+        raise ConfigError(f"{folder} has rank {rank}. Set lora_rank to that.")
+
+
+def _add(model: LoadedModel, name: str, options: TorchOptions) -> None:
     from peft import LoraConfig
 
+    causal = model.causal
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha or 2 * options.lora_rank,  # type: ignore[arg-type]  # peft only divides it
@@ -49,12 +87,21 @@ def add_adapters(model: LoadedModel, options: TorchOptions) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(model.source.resolve()),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
+    with torch.random.fork_rng(devices=[]), _several():
+        # Each starts from its own draw, whatever others there are.
+        torch.manual_seed(options.seed if name == ADAPTER else options.seed + zlib.crc32(name.encode()))
         try:
-            causal.add_adapter(config, adapter_name=ADAPTER)
+            causal.add_adapter(config, adapter_name=name)
         except ValueError as error:
             raise ConfigError(f"lora_targets: {error}") from None
+
+
+@contextmanager
+def _several() -> Iterator[None]:
+    """Keep peft from warning that a model gets a second adapter: it is meant to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        yield
 
 
 def has_adapters(model: LoadedModel) -> bool:
@@ -65,22 +112,31 @@ def has_adapters(model: LoadedModel) -> bool:
 def _linear_names(causal: Any) -> list[str]:
     """Names of all linear layers but the head; peft's own `all-linear` needs a wrapped model."""
     head = causal.get_output_embeddings()
-    return sorted(
-        {
-            name.rpartition(".")[2]
-            for name, module in causal.named_modules()
-            if isinstance(module, torch.nn.Linear) and module is not head
-        }
-    )
+    return sorted({name.rpartition(".")[2] for name, module in _outermost(causal) if module is not head})
+
+
+def _outermost(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Give linear layers and LoRA's wrappings of such, not what a wrapping holds."""
+    for name, child in module.named_children():
+        if isinstance(child, torch.nn.Linear) or hasattr(child, "base_layer"):
+            yield f"{path}{name}", child
+        else:
+            yield from _outermost(child, f"{path}{name}.")
+
+
+def select(model: LoadedModel, adapter: str | None) -> None:
+    """Let the model go through one of its adapters, in training and in what peft computes; None: there is only one."""
+    if adapter is not None:
+        model.causal.set_adapter(adapter)
 
 
 class Policy:
-    """Masters, gradients and optimiser of the trained parameters."""
+    """Masters, gradients and optimiser of the trained parameters: all, those of adapters, or those of one adapter."""
 
-    def __init__(self, model: LoadedModel, options: TorchOptions) -> None:
+    def __init__(self, model: LoadedModel, options: TorchOptions, adapter: str | None = None) -> None:
         self._options = options
-        wanted = "lora_" if has_adapters(model) else ""
-        self.working: dict[str, Tensor] = {n: p for n, p in model.causal.named_parameters() if wanted in n}
+        wanted = re.compile("" if not has_adapters(model) else r"\.lora_" if adapter is None else _of(adapter))
+        self.working: dict[str, Tensor] = {n: p for n, p in model.causal.named_parameters() if wanted.search(n)}
         self.masters: dict[str, Tensor] = {}
         for name, parameter in self.working.items():
             parameter.requires_grad_()
@@ -147,6 +203,11 @@ class Policy:
         for name, parameter in self.working.items():
             if parameter is not self.masters[name]:
                 parameter.copy_(self.masters[name])
+
+
+def _of(adapter: str) -> str:
+    """Match the names of one adapter's parameters: ``...q_proj.lora_A.NAME.weight``."""
+    return rf"\.lora_\w+\.{re.escape(adapter)}\."
 
 
 def _into(master: Tensor) -> Any:

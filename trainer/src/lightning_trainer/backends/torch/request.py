@@ -27,6 +27,7 @@ class Request:
         loop: event loop that takes the answer.
         pieces: the answer, piece by piece, or the error that ended it.
         cancelled: nobody waits for the answer any more. Set by the event loop, read by the batcher.
+        adapter: number of the adapter that answers; -1 for none.
         drawn: number of tokens drawn.
         slot: where its keys and values are; -1 while it waits.
     """
@@ -39,6 +40,7 @@ class Request:
     loop: asyncio.AbstractEventLoop
     pieces: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
     cancelled: bool = False
+    adapter: int = -1
     drawn: int = 0
     slot: int = -1
 

@@ -53,6 +53,7 @@ class StepPlan:
         stored = sum(c.length for c in short)
         self.tokens = torch.from_numpy(cache.tokens[slots, positions].astype(np.int64)).to(device)
         self.positions = torch.from_numpy(positions).to(device)
+        self.owners = cache.owners[slots]  # (N,) adapter of each token
         self._stored = stored
         self._slots = torch.from_numpy(slots[:stored]).to(device)
         self._places = torch.from_numpy((positions - starts[slots])[:stored]).to(device)
