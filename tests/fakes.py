@@ -49,6 +49,7 @@ class ByteTokenizer:
     """
 
     specials: ClassVar = {"<|im_start|>": 256, "<|im_end|>": 257}
+    all_special_tokens: ClassVar = list(specials)
     eos_token_id = 257
     merged = 258
 

@@ -23,6 +23,20 @@ BAD_LOGPROBS: Final = "log-probabilities missing or not finite"
 GREEDY: Final = "temperature 0: not a sample of the policy"
 TOO_LONG: Final = "longer than max_tokens"
 
+# How a call's prompt was made. The gateway writes it beside the call's sampling, under this name.
+CONTINUATION: Final = "continuation"
+BEGINS: Final = "begins a conversation"
+JOINED: Final = "joined"  # the prompt is an earlier call's own tokens, and new ones
+# Why a prompt that goes on from an earlier call does not hold that call's own tokens.
+REWRITTEN: Final = "history rewritten: the chat template shows an earlier answer otherwise, as without its thinking"
+HIDDEN: Final = "answer not shown whole: the tokens sampled say more than the message that the agent got and sent back"
+TOOLS_CHANGED: Final = "tools changed"
+SYSTEM_CHANGED: Final = "system prompt changed"
+EDITED: Final = "history edited: messages were changed, left out or put in another order"
+FORGOTTEN: Final = "earlier calls forgotten: the gateway keeps a bounded number"
+UNFAITHFUL: Final = "tokenizer reads the new part otherwise than in its place"
+ONLY_MESSAGES: Final = "upstream was sent messages: only a server whose tokenizer is named is sent token ids"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
