@@ -18,10 +18,12 @@ from lightning_trainer.backends import Backend
 from lightning_trainer.checkpoints import State, save
 from lightning_trainer.config import TrainConfig
 from lightning_trainer.data import Task, batch_at
+from lightning_trainer.engine import Engine
 from lightning_trainer.interrupts import Interrupted
 from lightning_trainer.local import Local
 from lightning_trainer.metrics import MetricLog
 from lightning_trainer.overview import nothing_captured
+from lightning_trainer.policies import BASE
 from lightning_trainer.progress import Progress
 from lightning_trainer.rollouts import Outcome, plan
 from lightning_trainer.scores import Score, score
@@ -139,7 +141,7 @@ class Loop:
             **result.metrics(),
             **batch.account.metrics(),
             **learned,
-            "policy_version": float(self._parts.backend.engine.version),
+            **versions(self._parts.backend.engines),
             "rollout_seconds": rolled_s,
             "seconds": time.monotonic() - began,
         }
@@ -237,6 +239,13 @@ class Loop:
 
     def _traces(self, attempt_ids: Sequence[str]) -> list[Trace]:
         return traces_of(self._parts.local.store, attempt_ids=attempt_ids)
+
+
+def versions(engines: Sequence[Engine]) -> dict[str, float]:
+    """Number the weights, for logs; of several policies the newest, and each under its name."""
+    each = {f"policy_version/{engine.model}": float(engine.version) for engine in engines if engine.model != BASE}
+    newest = {"policy_version": float(max(engine.version for engine in engines))}
+    return newest if len(engines) == 1 else {**newest, **each}
 
 
 def describe(result: Score) -> str:

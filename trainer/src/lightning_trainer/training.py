@@ -23,11 +23,13 @@ from lightning_trainer.interrupts import Interrupted, deferred
 from lightning_trainer.local import Local, opened, serving
 from lightning_trainer.loop import Loop, Parts
 from lightning_trainer.metrics import MetricLog, write_atomically
+from lightning_trainer.policies import parse
 from lightning_trainer.progress import Progress, Silent
 from lightning_trainer.runner import Runner
 from lightning_trainer.scores import Score
 from lightning_trainer.target import Job
 
+UNKNOWN_POLICY = "policy"  # asked for by calls whose agent has none, where agents have their own: such are refused
 UNNAMED = "agent"  # name of the one agent of a command that names none
 
 
@@ -194,6 +196,8 @@ def backend_options(config: TrainConfig) -> dict[str, Any]:
         "lora_rank", "loss_aggregation", "max_grad_norm", "max_model_len", "seed",
     )  # fmt: skip
     options = {name: getattr(config, name) for name in shared}
+    if config.policies:
+        options["adapters"] = parse(config.policies).adapters
     for name in config.backend_options:
         if name in options:
             raise ConfigError(f"backend_options: {name} is an option of its own. Write it outside backend_options.")
@@ -204,9 +208,11 @@ def backend_options(config: TrainConfig) -> dict[str, Any]:
 def _local(config: TrainConfig, folder: Path, runner: Runner, backend: Backend) -> Iterator[Local]:
     from lightning_trainer.server.settings import Routing
 
+    own = parse(config.policies)
     routing = Routing(
-        agents=config.agents if config.agents is not None else ("*",),
-        model=backend.engine.model,
+        agents=tuple(own.by_agent) or config.agents or ("*",),
+        model=UNKNOWN_POLICY if own.by_agent else backend.engine.model,
+        policies=own,
         seed=config.seed,
         temperature=config.temperature,
         max_tokens=config.max_tokens,
@@ -214,7 +220,7 @@ def _local(config: TrainConfig, folder: Path, runner: Runner, backend: Backend) 
     )
     with (
         opened(config.store or str(folder / STORE_NAME)) as store,
-        serving(store, runner, routing=routing, engine=backend.engine, port=config.port) as local,
+        serving(store, runner, routing=routing, engine=backend.engines, port=config.port) as local,
     ):
         yield local
 

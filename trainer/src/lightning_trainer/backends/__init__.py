@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """One policy: its engine, its weights, its optimiser."""
+    """A policy, or several: engines, weights, optimisers."""
 
     @property
     def engine(self) -> Engine:
         """Generates with the newest weights."""
+        ...
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """One for each policy that is served, by the engine's `model`; `engine` is the first."""
         ...
 
     def update(self, rows: Sequence[Row]) -> dict[str, float]:
@@ -83,5 +88,6 @@ def need_torch() -> None:
 def _torch(model: str, **options: Any) -> Backend:
     need_torch()
     from lightning_trainer.backends.torch import TorchBackend
+    from lightning_trainer.models import resolve_model
 
-    return TorchBackend(model, **options)
+    return TorchBackend(resolve_model(model), **options)

@@ -15,7 +15,7 @@ from lightning_trainer.cli.options import given
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--name", default="policy", show_default=True, help="Name of the model.")
+@click.option("--name", help="Name of the model; policy by default. Adapters of agents have their own names.")
 @click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
 @click.option("--device", help="auto, cpu, cuda, ...")
 @click.option("--dtype", help="auto, float32 or bfloat16.")
@@ -29,12 +29,14 @@ def command(
     checkpoint: Path,
     host: str,
     port: int,
-    name: str,
+    name: str | None,
     key_file: Path | None,
     store: str | None,
     **options: Any,
 ) -> None:
     """Serve the folder CHECKPOINT, or any model folder, behind an OpenAI-compatible endpoint.
+
+    Of a run in which agents have adapters of their own, each is served under its name, and the starting model as base.
 
     When it is ready, one line of JSON on stdout names the URL and the file with the key: give clients URL/v1 as base
     URL and the key as API key.
@@ -50,8 +52,24 @@ def command(
         raise ConfigError(f"checkpoint {checkpoint} does not exist. Give a run's checkpoint folder, or a model folder.")
     folder = checkpoint / "checkpoint" if (checkpoint / "checkpoint").exists() else checkpoint
     with ExitStack() as stack:
-        backend = stack.enter_context(closing(open_backend("torch", str(folder), given({"name": name, **options}))))
+        backend = stack.enter_context(
+            closing(open_backend("torch", str(folder), given({"name": _name(name, folder), **options})))
+        )
         kept = stack.enter_context(opened(store)) if store else ForgetfulStore()
         keys, files = stack.enter_context(key_files(key_file))
-        app = create_app(kept, keys=keys, engine=backend.engine)
-        serve_until_stopped(app, host, port, files, model=backend.engine.model)
+        app = create_app(kept, keys=keys, engine=backend.engines)
+        names = [engine.model for engine in backend.engines]
+        facts: dict[str, Any] = {"model": names[0]} if len(names) == 1 else {"models": names}
+        serve_until_stopped(app, host, port, files, **facts)
+
+
+def _name(name: str | None, folder: Path) -> str | None:
+    """Name the model, unless the folder has adapters, which are named."""
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.models import ADAPTERS_NAME
+
+    if not (folder / ADAPTERS_NAME).is_file():
+        return name or "policy"
+    if name is not None:
+        raise ConfigError(f"{folder} holds adapters, which are served under their own names. Leave --name out.")
+    return None
