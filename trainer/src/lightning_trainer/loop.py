@@ -26,7 +26,7 @@ from lightning_trainer.overview import nothing_captured
 from lightning_trainer.policies import BASE
 from lightning_trainer.progress import Progress
 from lightning_trainer.rollouts import Outcome, plan
-from lightning_trainer.scores import Score, score
+from lightning_trainer.scores import Score, by_source, score
 
 PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
 
@@ -140,6 +140,7 @@ class Loop:
         metrics = {
             **result.metrics(),
             **batch.account.metrics(),
+            **by_source(batch.automatic, result.rollouts - result.failed),
             **learned,
             **versions(self._parts.backend.engines),
             "rollout_seconds": rolled_s,
@@ -191,6 +192,7 @@ class Loop:
         batch = self._parts.algorithm(
             [outcome for outcome in outcomes if outcome.rollout.group_id in fresh], self._traces, self.state.agents
         )
+        self._parts.local.store.add_rewards(batch.automatic)  # to be seen beside the others; their source says whose
         if batch.account.seen == 0:
             raise NothingLearnedError(nothing_captured(len(outcomes), self._parts.local.runner.attached))
         if batch.account.trained == 0:

@@ -85,10 +85,17 @@ def _count_call(count: _Count, node: Node) -> None:
     if node.error is not None:
         count.failed += 1
         count.last_error = node.error
+    prompt, response = tokens_of(node)
+    count.prompt += prompt
+    count.response += response
+
+
+def tokens_of(node: Node) -> tuple[int, int]:
+    """Count the tokens of a model call's prompt and answers: the engine's own, else as the model server said."""
     answer, attributes = node.answer, node.span.attributes
     exact = [len(choice.token_ids) for choice in answer.choices if choice.token_ids is not None]
-    count.prompt += len(answer.prompt_token_ids or ()) or _number(attributes.get(INPUT_TOKENS))
-    count.response += sum(exact) or _number(attributes.get(OUTPUT_TOKENS))
+    prompt = len(answer.prompt_token_ids or ()) or _number(attributes.get(INPUT_TOKENS))
+    return prompt, sum(exact) or _number(attributes.get(OUTPUT_TOKENS))
 
 
 def _number(value: object) -> int:

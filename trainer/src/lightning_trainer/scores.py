@@ -74,6 +74,14 @@ def total(rewards: Sequence[Reward]) -> float:
     return shared + (sum(agents.values()) / len(agents) if agents else 0.0)
 
 
+def by_source(rewards: Sequence[Reward], attempts: int) -> dict[str, float]:
+    """Give the mean over attempts of what each source gave, for logs: `reward_source/NAME`."""
+    totals: dict[str, float] = defaultdict(float)
+    for reward in rewards:
+        totals[f"reward_source/{reward.source}"] += reward.value / max(attempts, 1)
+    return dict(totals)
+
+
 def agents_totals(rewards: Sequence[Reward]) -> dict[str, float]:
     """Add up the rewards of each agent."""
     totals: dict[str, float] = defaultdict(float)

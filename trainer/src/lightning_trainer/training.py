@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_spans import plugins
 from lightning_spans.errors import ConfigError
+from lightning_trainer.air import installed, read_rules
 from lightning_trainer.algorithms import algorithm_by_name
 from lightning_trainer.backends import Backend, open_backend
 from lightning_trainer.checkpoints import NEWEST, State, check_identity, find, read_state
@@ -91,6 +92,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     tasks, val = load_tasks(config.data), load_tasks(config.val) if config.val else []
     plugins.load_all()
     algorithm = algorithm_by_name(config)
+    rules = read_rules(config.rewards, credit=config.credit, gamma=config.gamma)
     identity = {
         "data": digest(tasks),
         "batch_size": config.batch_size,
@@ -100,6 +102,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     checkpoint, state = _starting_point(config, identity)
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
+        stack.enter_context(installed(rules))
         folder = stack.enter_context(_run_folder(config, checkpoint))
         runner = stack.enter_context(_runner(config, folder, progress))
         check()
