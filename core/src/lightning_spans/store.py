@@ -119,7 +119,8 @@ class AttemptRecord:
         fence: the fencing number; a result that carries an older one is refused.
         worker: who claimed it.
         status: where it stands.
-        lease_until_ns: Unix time in nanoseconds at which the lease ends unless renewed.
+        lease_until_ns: when the lease ends unless renewed, in nanoseconds by the store's own clock. That one starts at
+            Unix time, counts only while the store is used, and is never set: compare it with others of the same store.
         started_ns: Unix time in nanoseconds.
         ended_ns: Unix time in nanoseconds; None while it runs.
         error: why it failed; None otherwise.
@@ -265,12 +266,12 @@ def open_store(url: str, *, key: str | None = None, create: bool = True) -> Stor
     """Open a store by URL or path.
 
     Args:
-        url: ``sqlite:///path.db``, a plain path, or ``http(s)://...`` for a server.
+        url: ``sqlite:///path.db``, a plain path, ``postgresql://user@host/database``, or a server's ``http(s)://...``.
         key: for a server: the bearer key; by default `LIGHTNING_KEY` of the environment.
         create: for a file: make it where there is none. Whoever only reads says False.
 
     Raises:
-        ConfigError: the URL's scheme is none of these, or of a database that this version does not speak.
+        ConfigError: the URL's scheme is none of these, or the driver for its database is not installed.
         StoreError: it can't be opened.
     """
     scheme = url.split("://", 1)[0] if "://" in url else "sqlite"
@@ -278,8 +279,10 @@ def open_store(url: str, *, key: str | None = None, create: bool = True) -> Stor
         from lightning_spans.store_http import HttpStore
 
         return HttpStore(url, key=key)
-    if scheme == "sqlite" or scheme.startswith(("postgresql", "sqlite+")):
+    if scheme == "sqlite" or scheme.startswith(("postgres", "sqlite+")):
         from lightning_spans.store_sql import SqlStore
 
         return SqlStore(url if "://" in url else f"sqlite:///{url}", create=create)
-    raise ConfigError(f"store {url!r}: unknown scheme {scheme!r}. Use a path, sqlite:///path.db or http://.")
+    raise ConfigError(
+        f"store {url!r}: unknown scheme {scheme!r}. Use a path, sqlite:///path.db, postgresql:// or http://."
+    )

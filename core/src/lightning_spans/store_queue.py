@@ -13,9 +13,10 @@ from sqlalchemy import Connection, and_, bindparam, func, insert, select, update
 from lightning_spans.errors import LeaseLostError, RefusedError
 from lightning_spans.rewards import Reward
 from lightning_spans.store import UNCOUNTED, UNCOUNTED_MOST, AttemptRecord, AttemptStatus, Rollout, RolloutStatus
+from lightning_spans.store_database import POSTGRESQL, insert_new
+from lightning_spans.store_lease import LeaseClock
 from lightning_spans.store_rows import reward_values, rollout_values, row_attempt
-from lightning_spans.store_schema import QUEUED, RUNNING, attempts, consumed_groups, lease_clock, rewards, rollouts
-from lightning_spans.store_sqlite import insert_new
+from lightning_spans.store_schema import QUEUED, RUNNING, attempts, consumed_groups, rewards, rollouts
 
 T = TypeVar("T")
 CHUNK: Final = 500  # ids in one statement: databases limit the parameters of a statement, some to 999
@@ -29,33 +30,6 @@ def chunks(items: Iterable[T], size: int = CHUNK) -> Iterator[list[T]]:
     rest = iter(items)
     while chunk := list(islice(rest, size)):
         yield chunk
-
-
-class LeaseClock:
-    """The time by which leases run, in nanoseconds near Unix time.
-
-    The wall clock can be set, and it jumps when a laptop wakes up: every lease would end at once, or last for hours. So
-    inside a process this clock runs with the monotonic clock (which on Linux and macOS sleeps with the machine and its
-    workers), and no process is ever behind what another one wrote into the database: all who use a file agree on which
-    leases have ended, and time never goes back, over restarts too.
-    """
-
-    def __init__(self) -> None:
-        self._offset = time.time_ns() - time.monotonic_ns()
-
-    def peek(self) -> int:
-        """Give the time as far as this process knows it."""
-        return self._offset + time.monotonic_ns()
-
-    def tick(self, connection: Connection) -> int:
-        """Give the time agreed on with the other processes, and write it down."""
-        now = self.peek()
-        written = connection.scalar(select(lease_clock.c.now_ns)) or 0
-        if written > now:
-            self._offset += written - now
-            now = written
-        connection.execute(update(lease_clock).values(now_ns=now))
-        return now
 
 
 # Statements are built once where an attempt meets them: building costs more than running.
@@ -74,7 +48,14 @@ _STANDING: Final = (
 )
 _END_ATTEMPT: Final = update(attempts).where(attempts.c.fence == bindparam("its_fence"))
 _SET_ROLLOUT: Final = update(rollouts).where(rollouts.c.rollout_id == bindparam("its_id"))
-_KEEP_REWARDS: Final = insert_new(rewards)
+# Rollouts are locked before their attempts, by all: so nobody waits for one who waits for him.
+_LOCK_ITS_ROLLOUT: Final = (
+    select(rollouts.c.seq)
+    .where(
+        rollouts.c.rollout_id.in_(select(attempts.c.rollout_id).where(attempts.c.attempt_id == bindparam("attempt")))
+    )
+    .with_for_update()
+)
 
 
 def enqueue(connection: Connection, new: Sequence[Rollout]) -> int:
@@ -90,7 +71,7 @@ def enqueue(connection: Connection, new: Sequence[Rollout]) -> int:
             )
     now = time.time_ns()
     rows = [{**rollout_values(rollout, now), "status": "queued"} for rollout in new]
-    return connection.execute(insert_new(rollouts), rows).rowcount if rows else 0
+    return insert_new(connection, rollouts, rows) if rows else 0
 
 
 def claim(connection: Connection, clock: LeaseClock, worker: str, limit: int, lease_s: float) -> list[AttemptRecord]:
@@ -159,6 +140,13 @@ def _set_rollouts(connection: Connection, ids: Iterable[str], **values: Any) -> 
         connection.execute(update(rollouts).where(rollouts.c.rollout_id.in_(chunk)).values(**values))
 
 
+def _lock_rollouts(connection: Connection, rollout_ids: Collection[str]) -> None:
+    """Wait for those who change these rollouts, and keep others out. SQLite has locked the file already."""
+    if connection.dialect.name == POSTGRESQL:
+        query = select(rollouts.c.seq).where(rollouts.c.rollout_id.in_(rollout_ids)).order_by(rollouts.c.seq)
+        connection.execute(query.with_for_update())
+
+
 def any_expired(connection: Connection, now: int) -> bool:
     """Whether a running attempt's lease has ended."""
     query = select(attempts.c.fence).where(RUNNING, attempts.c.lease_until_ns < now).limit(1)
@@ -171,10 +159,16 @@ def expire(connection: Connection, now: int) -> None:
         select(attempts.c.attempt_id, rollouts.c.rollout_id, rollouts.c.tries, rollouts.c.max_attempts)
         .join_from(attempts, rollouts, _JOINED)
         .where(RUNNING, attempts.c.lease_until_ns < now)
+        .with_for_update(of=rollouts, skip_locked=True)  # who holds one is about to end it, or settles it as we do
     ).all()
+    if not late:
+        return
     ended = {"status": "lost", "ended_ns": time.time_ns(), "error": LEASE_RAN_OUT}
-    for chunk in chunks(row.attempt_id for row in late):
-        connection.execute(update(attempts).where(_attempts_in(chunk)).values(**ended))
+    lost: set[str] = set()
+    for chunk in chunks(row.attempt_id for row in late):  # asked again: a heartbeat may have come before our lock
+        still = update(attempts).where(_attempts_in(chunk), RUNNING, attempts.c.lease_until_ns < now)
+        lost.update(connection.scalars(still.values(**ended).returning(attempts.c.attempt_id)))
+    late = [row for row in late if row.attempt_id in lost]
     again = _tries_left(connection, late)
     _set_rollouts(connection, again, status="queued")
     _set_rollouts(connection, {row.rollout_id for row in late} - again, status="failed")
@@ -192,7 +186,7 @@ def heartbeat(
     kept = [fence for attempt_id, fence in leases if (attempt_id, fence) in held]
     for fences in chunks(kept):
         connection.execute(
-            update(attempts).where(attempts.c.fence.in_(fences)).values(lease_until_ns=now + _ns(lease_s))
+            update(attempts).where(RUNNING, attempts.c.fence.in_(fences)).values(lease_until_ns=now + _ns(lease_s))
         )
     return [attempt_id for attempt_id, fence in leases if (attempt_id, fence) not in held]
 
@@ -212,6 +206,8 @@ def finish(
         LeaseLostError: another has taken over, or the attempt ended otherwise.
         RefusedError: no such attempt, `status` is not an end, or a reward belongs to another attempt.
     """
+    if connection.dialect.name == POSTGRESQL:
+        connection.execute(_LOCK_ITS_ROLLOUT, {"attempt": attempt_id})
     row = connection.execute(_STANDING, {"attempt": attempt_id}).first()
     _check_end(attempt_id, status, earned, row)
     assert row is not None  # noqa: S101 - for the type checker; _check_end has raised
@@ -225,7 +221,7 @@ def finish(
     ended = {"its_fence": fence, "status": status, "ended_ns": time.time_ns(), "error": error}
     connection.execute(_END_ATTEMPT, ended)
     if earned:
-        connection.execute(_KEEP_REWARDS, [reward_values(reward) for reward in earned])
+        insert_new(connection, rewards, [reward_values(reward) for reward in earned])
     stands = _after(status, tries_left=bool(_tries_left(connection, [row])))
     connection.execute(_SET_ROLLOUT, {"its_id": row.rollout_id, "status": stands})
     return stands
@@ -257,6 +253,7 @@ def cancel(connection: Connection, rollout_ids: Sequence[str]) -> int:
     open_status = ("queued", "running")
     cancelled = 0
     for chunk in chunks(dict.fromkeys(rollout_ids)):
+        _lock_rollouts(connection, chunk)
         connection.execute(
             update(attempts)
             .where(RUNNING, attempts.c.rollout_id.in_(chunk))
@@ -273,6 +270,6 @@ def cancel(connection: Connection, rollout_ids: Sequence[str]) -> int:
 def consume_group(connection: Connection, group_id: str, consumer: str) -> bool:
     """Mark a group as trained on, unless another was first."""
     row = {"group_id": group_id, "consumer": consumer, "consumed_ns": time.time_ns()}
-    connection.execute(insert_new(consumed_groups), row)
+    insert_new(connection, consumed_groups, row)
     first = connection.scalar(select(consumed_groups.c.consumer).where(consumed_groups.c.group_id == group_id))
     return first == consumer

@@ -17,10 +17,12 @@ Values: TypeAlias = dict[str, Any]
 
 
 def _text(value: str | None) -> str | None:
-    """Make text that UTF-8 can hold: a lone surrogate, as in half an emoji, becomes its escape."""
-    if value is None or value.isascii():
-        return value
-    return value.encode("utf-8", "backslashreplace").decode()
+    """Make text that databases hold: a lone surrogate, as in half an emoji, and NUL become their escapes."""
+    if value is None:
+        return None
+    if not value.isascii():
+        value = value.encode("utf-8", "backslashreplace").decode()
+    return value.replace("\0", "\\x00") if "\0" in value else value
 
 
 def _json(value: Mapping[str, Json]) -> str:
@@ -60,7 +62,7 @@ def span_values(span: Span) -> Values:
         "trace_id": span.trace_id,
         "span_id": span.span_id,
         "parent_id": span.parent_id,
-        "operation": span.operation,
+        "operation": _text(span.operation),
         "name": _text(span.name),
         "agent": _text(span.agent),
         "rollout_id": span.rollout_id,

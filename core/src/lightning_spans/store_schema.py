@@ -223,7 +223,7 @@ def prepare(
     there = inspect(connection).get_table_names()
     if not there:
         metadata.create_all(connection)
-        connection.execute(insert(lease_clock).values(id=1, now_ns=0))
+        connection.execute(insert(lease_clock).values(id=1, now_ns=time.time_ns(), wrote_ns=0))
         _stamp(connection, VERSION)
         found = VERSION
     elif schema_version.name not in there:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Select, Table, select
@@ -17,7 +17,8 @@ from lightning_spans.errors import LightningError, RefusedError, StoreError
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import TRAINING, Span
 from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Choice, Rollout, RolloutStatus
-from lightning_spans.store_sqlite import insert_new, open_engine, parse_url, writer_connection
+from lightning_spans.store_database import insert_new, insert_new_ids, open_database, pauses_s
+from lightning_spans.store_lease import LeaseClock
 from lightning_spans.store_writer import Writer
 
 T = TypeVar("T")
@@ -52,25 +53,26 @@ class SqlStore:
             ConfigError: the URL is of a database that this version does not speak.
             StoreError: the file is missing, not a store, of a newer schema, or can't be read or written.
         """
-        parsed = parse_url(url)
-        self.name = Path(parsed.database or "").name
-        self._engine = open_engine(parsed, create=create)
+        self._database = open_database(url, create=create)
+        self._engine = self._database.engine
+        self.name = self._database.name
         self._closed = False
-        self._clock = q.LeaseClock()
+        self._clock = LeaseClock(self._database)
         try:
-            with writer_connection(self._engine) as connection, connection.begin():
+            with self._database.writer() as connection, connection.begin():
+                self._database.lock(connection)
                 schema.prepare(connection, version=version, migrations=migrations)
         except (SQLAlchemyError, StoreError) as error:
-            self._engine.dispose()
+            self._database.close()
             reason = error if isinstance(error, StoreError) else getattr(error, "orig", None) or error
-            raise StoreError(f"store {parsed.database} can't be opened: {reason}") from error
-        self._writer = Writer(lambda: writer_connection(self._engine), self.name)
+            raise StoreError(f"store {self.name} can't be opened: {reason}") from error
+        self._writer = Writer(self._database)
 
     def close(self) -> None:
         """Write what is pending and let go of the file; a second close changes nothing."""
         self._closed = True
         self._writer.close()
-        self._engine.dispose()
+        self._database.close()
 
     def add_spans(self, spans: Sequence[Span]) -> int:
         """Keep spans; one already there is left as it is."""
@@ -184,7 +186,7 @@ class SqlStore:
 
     def _settle(self) -> None:
         """Mark attempts as lost whose lease ran out, though nobody claims: their rollouts must not seem to run."""
-        if self._read(lambda connection: q.any_expired(connection, self._clock.peek())):
+        if self._read(lambda connection: q.any_expired(connection, self._clock.now(connection))):
             self._writer.do(lambda connection: q.expire(connection, self._clock.tick(connection)))
 
     def _values(self, values: Callable[[Any], T], records: Sequence[Any]) -> list[T]:
@@ -198,28 +200,28 @@ class SqlStore:
 
     def _insert(self, table: Table, values: Callable[[Any], rows.Values], records: Sequence[Any]) -> int:
         new = self._values(values, records)
-        statement = insert_new(table)
-        return self._writer.do(lambda connection: connection.execute(statement, new).rowcount) if new else 0
+        return self._writer.do(lambda connection: insert_new(connection, table, new)) if new else 0
 
     def _read(self, read: Callable[[Connection], T]) -> T:
         if self._closed:
             raise StoreError(f"store {self.name} is closed. Open it again to go on.")
-        try:
-            with self._engine.connect() as connection:
-                return read(connection)
-        except SQLAlchemyError as error:
-            raise StoreError(f"store {self.name} could not read: {getattr(error, 'orig', None) or error}") from error
+        pauses = pauses_s()
+        while True:
+            try:
+                with self._engine.connect() as connection:
+                    return read(connection)
+            except SQLAlchemyError as error:
+                if self._database.transient(error) and (pause_s := next(pauses, None)) is not None:
+                    time.sleep(pause_s)
+                    continue
+                raise StoreError(
+                    f"store {self.name} could not read: {getattr(error, 'orig', None) or error}"
+                ) from error
 
 
 def _insert_calls(connection: Connection, by_id: Mapping[str, tuple[rows.Values, list[rows.Values]]]) -> int:
-    known: set[str] = set()
-    for chunk in q.chunks(by_id):
-        known.update(connection.scalars(select(schema.calls.c.call_id).where(schema.calls.c.call_id.in_(chunk))))
-    new = [pair for call_id, pair in by_id.items() if call_id not in known]
-    if not new:
-        return 0
-    connection.execute(schema.calls.insert(), [call for call, _ in new])
-    choices = [choice for _, of_call in new for choice in of_call]
+    new = insert_new_ids(connection, schema.calls.c.call_id, [call for call, _ in by_id.values()])
+    choices = [choice for call_id, (_, of_call) in by_id.items() if call_id in new for choice in of_call]
     if choices:
         connection.execute(schema.choices.insert(), choices)
     return len(new)

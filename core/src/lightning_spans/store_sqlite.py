@@ -1,16 +1,25 @@
-"""All that is SQLite's own: how a file is opened, and the one statement that differs between databases."""
+"""All that is SQLite's own: how a file is opened, and how its writers take turns."""
 
 from __future__ import annotations
 
+import errno
+import os
+import random
 import sqlite3
+import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, Insert, Table, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy import URL, Connection, create_engine, event
 
-from lightning_spans.errors import ConfigError, StoreError
+from lightning_spans.errors import StoreError
+from lightning_spans.store_database import Database
+
+if sys.platform != "win32":
+    import fcntl
 
 _WRITER = "lightning_writer"
 _BUSY_S = 30.0  # how long a writer waits for another process's transaction
@@ -22,25 +31,7 @@ _PRAGMAS = (
 )
 
 
-def parse_url(url: str) -> URL:
-    """Read a store's URL.
-
-    Raises:
-        ConfigError: it is no URL, or of a database that this version does not speak.
-    """
-    try:
-        parsed = make_url(url)
-    except ArgumentError:
-        raise ConfigError(f"store {url!r} is not a database URL. Use a path or sqlite:///path.db.") from None
-    if parsed.get_backend_name() != "sqlite":
-        raise ConfigError(
-            f"store {parsed.render_as_string(hide_password=True)!r}: this version keeps traces in SQLite files only."
-            " Use a path or sqlite:///path.db; for several machines run 'lightning-rl server' and name its http:// URL."
-        )
-    return parsed
-
-
-def open_engine(url: URL, *, create: bool) -> Engine:
+def open_database(url: URL, *, create: bool) -> Database:
     """Open a file so that a transaction once committed is on disk.
 
     Args:
@@ -50,6 +41,28 @@ def open_engine(url: URL, *, create: bool) -> Engine:
     Raises:
         StoreError: no file is named, it is missing, or its folder is.
     """
+    path = _path(url, create=create)
+    turnstile = Turnstile(path)
+    engine = create_engine(url, pool_size=8, max_overflow=-1, connect_args={"timeout": _BUSY_S})
+    event.listen(engine, "connect", _on_connect)
+    event.listen(engine, "begin", _begin(turnstile))
+
+    def close() -> None:
+        engine.dispose()
+        turnstile.close()
+
+    return Database(
+        engine=engine,
+        close=close,
+        writer=lambda: engine.connect().execution_options(**{_WRITER: True}),
+        lock=lambda _: None,  # a writer's transaction excludes all others
+        elapsing_ns=lambda _: time.monotonic_ns(),  # the machine's own, alike in all its processes; it never jumps
+        transient=lambda _: False,  # others are waited for while a transaction begins
+        name=path.name,
+    )
+
+
+def _path(url: URL, *, create: bool) -> Path:
     if url.database in (None, "", ":memory:") or "mode=memory" in str(url):
         raise StoreError("the store needs a file: what it has taken must outlive the process. Use sqlite:///path.db.")
     path = Path(str(url.database))
@@ -57,10 +70,7 @@ def open_engine(url: URL, *, create: bool) -> Engine:
         raise StoreError(f"store {path}: the folder {path.parent} does not exist. Make it first.")
     if not create and not path.exists():
         raise StoreError(f"there is no store at {path}. Is the path right?")
-    engine = create_engine(url, pool_size=8, max_overflow=-1, connect_args={"timeout": _BUSY_S})
-    event.listen(engine, "connect", _on_connect)
-    event.listen(engine, "begin", _on_begin)
-    return engine
+    return path
 
 
 def _on_connect(connection: Any, _record: object) -> None:
@@ -79,20 +89,55 @@ def _on_connect(connection: Any, _record: object) -> None:
             time.sleep(0.01)
 
 
-def _on_begin(connection: Connection) -> None:
-    # A writer takes the lock at once: a transaction that reads first and then writes would fail, not wait, when another
-    # process wrote in between.
-    immediate = connection.get_execution_options().get(_WRITER)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+def _begin(turnstile: Turnstile) -> Callable[[Connection], None]:
+    def on_begin(connection: Connection) -> None:
+        if not connection.get_execution_options().get(_WRITER):
+            connection.exec_driver_sql("BEGIN")
+            return
+        # A writer takes the lock at once: a transaction that reads first and then writes would fail, not wait, when
+        # another process wrote in between.
+        with turnstile:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return on_begin
 
 
-def writer_connection(engine: Engine) -> Connection:
-    """Open a connection whose transactions exclude other writers from their beginning."""
-    return engine.connect().execution_options(**{_WRITER: True})
+class Turnstile:
+    """What writers of several processes pass, one by one, before they wait for the database's lock.
 
+    SQLite's lock goes to whoever asks at the right moment: a process that writes without a pause asks again right after
+    its commit, while the others sleep; of three that wrote all the time, one waited for more than a second. Here it
+    meets the turnstile, held by the one whose turn it is. That only makes turns fair: after `_BUSY_S`, and where files
+    can't be locked, writers go on without it.
+    """
 
-def insert_new(table: Table) -> Insert:
-    """Insert rows, leaving those that are there as they are. PostgreSQL's dialect has the same method."""
-    from sqlalchemy.dialects.sqlite import insert
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(f"{path.name}-turn")
+        self._file: int | None = None
 
-    return insert(table).on_conflict_do_nothing()
+    def __enter__(self) -> None:
+        if sys.platform == "win32":
+            return
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        until = time.monotonic() + _BUSY_S
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    return  # a file system without such locks
+                time.sleep(random.uniform(0.0005, 0.002))
+            else:
+                return
+
+    def __exit__(self, *exc: object) -> None:
+        if sys.platform != "win32" and self._file is not None:
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Let go of the file, which stays for the others."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

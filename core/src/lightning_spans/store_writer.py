@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import DataError, IntegrityError, InterfaceError, ProgrammingError, SQLAlchemyError
 
 from lightning_spans.errors import LightningError, RefusedError, StoreError
+from lightning_spans.store_database import Database, pauses_s
 
 logger = logging.getLogger("lightning_spans")
 T = TypeVar("T")
@@ -42,22 +43,24 @@ class _Write:
             self.answer.set_exception(self.error)
 
 
+class _Failure(NamedTuple):
+    """Why a transaction was not committed. One that did not even begin will not begin for each write alone either."""
+
+    error: Exception
+    begun: bool
+
+
 class Writer:
     """Runs writes one transaction at a time on a thread of its own. A write that fails does not fail its neighbours."""
 
-    def __init__(self, connect: Callable[[], Connection], name: str) -> None:
-        """Start the thread.
-
-        Args:
-            connect: opens the connection to write on, on the thread.
-            name: of the store, for messages.
-        """
-        self._connect = connect
-        self._name = name
+    def __init__(self, database: Database) -> None:
+        """Start the thread, which opens a connection of its own."""
+        self._database = database
+        self._name = database.name
         self._waiting: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name=f"lightning-store {name}", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=f"lightning-store {database.name}", daemon=True)
         self._thread.start()
 
     def do(self, run: Callable[[Connection], T]) -> T:
@@ -85,7 +88,7 @@ class Writer:
     def _serve(self) -> None:
         company = 1
         try:
-            with self._connect() as connection:
+            with self._database.writer() as connection:
                 while writes := self._gather(company):
                     self._commit(connection, writes)
                     company = len(writes)
@@ -117,24 +120,33 @@ class Writer:
         return writes
 
     def _commit(self, connection: Connection, writes: list[_Write]) -> None:
-        try:
-            transaction = connection.begin()
-        except Exception as error:  # noqa: BLE001 - the callers get it. Locked for too long: no better for one alone
-            for write in writes:
-                write.error = self._explained(error)
-        else:
-            try:
-                with transaction:
-                    for write in writes:
-                        self._attempt(connection, write, alone=len(writes) == 1)
-            except Exception as error:  # noqa: BLE001 - the callers get it
-                if len(writes) > 1:  # whose fault it was shows when each has a transaction of its own
-                    for write in writes:
-                        self._commit(connection, [write])
-                    return
-                writes[0].error = self._explained(error)
+        """Run writes in one transaction, again while that may help, and tell their callers."""
+        pauses = pauses_s()
+        while (failure := self._run(connection, writes)) is not None:
+            if self._database.transient(failure.error) and (pause_s := next(pauses, None)) is not None:
+                time.sleep(pause_s)
+            elif failure.begun and len(writes) > 1:
+                for write in writes:  # whose fault it was shows when each has a transaction of its own
+                    self._commit(connection, [write])
+                return
+            else:
+                for write in writes:
+                    write.error = self._explained(failure.error)
+                break
         for write in writes:
             write.settle()
+
+    def _run(self, connection: Connection, writes: list[_Write]) -> _Failure | None:
+        """Run writes in one transaction. Gives why nothing of it is kept; None when it is."""
+        begun = False
+        try:
+            with connection.begin():
+                begun = True
+                for write in writes:
+                    self._attempt(connection, write, alone=len(writes) == 1)
+        except Exception as error:  # noqa: BLE001 - the callers get it
+            return _Failure(error, begun)
+        return None
 
     def _attempt(self, connection: Connection, write: _Write, *, alone: bool) -> None:
         """Run one write of the transaction; behind a savepoint where it has neighbours."""
@@ -146,7 +158,9 @@ class Writer:
         try:
             write.result = write.run(connection)
             savepoint.commit()
-        except Exception as error:  # noqa: BLE001 - the caller gets it
+        except Exception as error:
+            if self._database.transient(error):
+                raise  # all are run again
             # This raises when the database has rolled the whole transaction back (disk full): then all are run again,
             # and nobody is told that a write is kept which is gone.
             savepoint.rollback()
