@@ -211,8 +211,7 @@ class AtWork:
 
 def begin_agent(recorder: Recorder, name: str) -> OpenSpan:
     """Begin the span of an agent."""
-    attributes = {names.FRAMEWORK: FRAMEWORK, names.AGENT_PATH: agent_path(name)}
-    return recorder.start(names.INVOKE_AGENT, name, agent=name, attributes=attributes)
+    return recorder.start(names.INVOKE_AGENT, name, agent=name, attributes={names.FRAMEWORK: FRAMEWORK})
 
 
 def place() -> Context:

@@ -172,7 +172,6 @@ class Following:
                 known[names.AGENT_PATH] = agent_path(name, context)
             return start(names.INVOKE_WORKFLOW, name, context=context, attributes=known)
         if kind == AGENT:
-            known[names.AGENT_PATH] = agent_path(str(agent), context)
             return start(names.INVOKE_AGENT, str(agent), agent=agent, context=context, attributes=known)
         if kind == TOOL:
             return self._tool(event.tool_name, event.tool_args, agent, context)

@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent, overlaid
-from lightning_spans.recorder import agent_path, current_span
+from lightning_spans.recorder import current_span
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -150,7 +150,6 @@ class Runs:
             start_ns=run.start_ns,
             attributes={
                 names.FRAMEWORK: "langchain",
-                names.AGENT_PATH: agent_path(name, context),
                 names.CONVERSATION_ID: run.metadata.get("thread_id"),
             },
         )

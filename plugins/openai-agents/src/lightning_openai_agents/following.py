@@ -21,7 +21,7 @@ from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
 from lightning_spans.patches import Undo, replace
-from lightning_spans.recorder import agent_path, current_span
+from lightning_spans.recorder import current_span
 
 if TYPE_CHECKING:
     from lightning_spans.recorder import OpenSpan, Recorder
@@ -153,9 +153,9 @@ class Following:
         context = settled()
         work = Work(sdk, kind)
         if kind == "agent":
-            path = {names.FRAMEWORK: FRAMEWORK, names.AGENT_PATH: agent_path(data.name, context)}
+            known = {names.FRAMEWORK: FRAMEWORK}
             work.span = self._recorder.start(
-                names.INVOKE_AGENT, data.name, agent=data.name, context=context, attributes=path
+                names.INVOKE_AGENT, data.name, agent=data.name, context=context, attributes=known
             )
         elif kind == "function":
             tool = {names.FRAMEWORK: FRAMEWORK, names.TOOL_NAME: data.name}
