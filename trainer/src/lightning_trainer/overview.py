@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ class AgentRow:
         tool_calls: tools that ran.
         tool_errors: tools that failed.
         reward: mean, over the attempts in which it spoke and got one, of what it earned; None without any.
+        reward_sources: the same by who gave it, such as ``run``, or the name of an automatic rule.
         trained: whether training would reach it.
         why: the reason, and what to do where it would not.
     """
@@ -41,6 +42,7 @@ class AgentRow:
     reward: float | None
     trained: bool
     why: str
+    reward_sources: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Give the row as a JSON object."""
@@ -56,6 +58,7 @@ class _Count:
     tools: int = 0
     tool_errors: int = 0
     earned: list[float] = field(default_factory=list)
+    sources: Counter[str] = field(default_factory=Counter)
     last_error: str = ""
 
 
@@ -75,7 +78,7 @@ def overview(traces: Iterable[Trace], chosen: Sequence[str] | None) -> list[Agen
             count.tools += 1
             count.tool_errors += node.span.status == "error"
         for agent in {node.span.agent for node in trace.chats}:
-            counts[agent].earned += _earned(trace, agent)
+            _count_rewards(counts[agent], trace, agent)
     names = sorted(counts, key=lambda name: (name is None, name or ""))
     return [_row(name, counts[name], chosen) for name in names]
 
@@ -102,10 +105,13 @@ def _number(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _earned(trace: Trace, agent: str | None) -> list[float]:
-    """Give what an agent earned in an attempt, as a list of one number, or of none."""
-    concerns = [reward.value for reward in trace.rewards if reward.agent is None or reward.agent == agent]
-    return [sum(concerns)] if concerns else []
+def _count_rewards(count: _Count, trace: Trace, agent: str | None) -> None:
+    """Count what an agent earned in an attempt: the attempt's rewards and its own."""
+    concerns = [reward for reward in trace.rewards if reward.agent is None or reward.agent == agent]
+    if concerns:
+        count.earned.append(sum(reward.value for reward in concerns))
+    for reward in concerns:
+        count.sources[reward.source] += reward.value
 
 
 def _row(name: str | None, count: _Count, chosen: Sequence[str] | None) -> AgentRow:
@@ -119,6 +125,7 @@ def _row(name: str | None, count: _Count, chosen: Sequence[str] | None) -> Agent
         tool_calls=count.tools,
         tool_errors=count.tool_errors,
         reward=sum(count.earned) / len(count.earned) if count.earned else None,
+        reward_sources={source: value / len(count.earned) for source, value in count.sources.items()},
         trained=problem is None,
         why=problem or "its calls go to the policy while training",
     )

@@ -11,7 +11,15 @@ import click
 
 from lightning_spans.agents import check_known
 from lightning_spans.errors import LightningError
-from lightning_trainer.cli.options import key_file_option, print_json, reading, screen, store_option
+from lightning_trainer.cli.options import (
+    given,
+    key_file_option,
+    print_json,
+    reading,
+    rewards_option,
+    screen,
+    store_option,
+)
 
 if TYPE_CHECKING:
     from lightning_spans.trace import Trace
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--agents", "names", metavar="NAME,...", help="The agents that you mean to train.")
 @click.option("--timeout-s", default=300.0, show_default=True, help="Time limit of a task, in seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object an agent.")
+@rewards_option
 @store_option
 @key_file_option
 def command(
@@ -42,6 +51,7 @@ def command(
     names: str | None,
     timeout_s: float,
     as_json: bool,
+    automatic: tuple[str, ...],
     store: str,
     key_file: Path | None,
 ) -> None:
@@ -49,8 +59,11 @@ def command(
 
     Model calls go where they always go. The traces are kept in the store, so `lightning-rl traces` shows them.
     """
+    from lightning_trainer.air.judge import read_rules
+    from lightning_trainer.air.shown import with_automatic
     from lightning_trainer.overview import overview
 
+    rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     chosen = tuple(name.strip() for name in names.split(",") if name.strip()) if names else None
     if target or program:
         if data is None:
@@ -66,7 +79,7 @@ def command(
         with reading(store, key_file) as source:
             traces = traces_of(source)
             _tell_errors([a.error for a in source.attempts() if a.error], len(traces), "attempts")
-    rows = overview(traces, chosen)
+    rows = overview(with_automatic(traces, rules), chosen)
     if not rows:
         raise LightningError("no model call was captured in this store. Run the agent with attach(), or name a TARGET.")
     if chosen is not None:
@@ -145,7 +158,13 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
     screen().print(table)
     for row in rows:
         verdict = "would be trained" if row.trained else "would not be trained"
-        click.echo(f"{row.agent or '(no name)'} {verdict}: {row.why}{_errors(row)}")
+        click.echo(f"{row.agent or '(no name)'} {verdict}: {row.why}{_errors(row)}{_sources(row)}")
+
+
+def _sources(row: AgentRow) -> str:
+    """Say where its reward came from, where there is more than one source."""
+    parts = [f"{value:+.3f} {source}" for source, value in row.reward_sources.items()]
+    return f"; reward {' '.join(parts)}" if len(parts) > 1 else ""
 
 
 def _errors(row: AgentRow) -> str:

@@ -36,6 +36,14 @@ key_file_option = click.option(
     "--key-file", type=click.Path(path_type=Path), help="File with the server's key; else LIGHTNING_KEY."
 )
 
+rewards_option = click.option(
+    "--rewards",
+    "automatic",
+    multiple=True,
+    metavar="NAME=WEIGHT",
+    help="Show what this automatic rule would give, too, as in training. May be repeated.",
+)
+
 
 @contextmanager
 def reading(url: str, key_file: Path | None) -> Iterator[Store]:

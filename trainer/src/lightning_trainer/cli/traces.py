@@ -3,46 +3,70 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lightning_spans.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
-from lightning_trainer.cli.options import key_file_option, print_json, reading, screen, store_option
+from lightning_trainer.cli.options import (
+    given,
+    key_file_option,
+    print_json,
+    reading,
+    rewards_option,
+    screen,
+    store_option,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
+    from lightning_spans.rewards import Reward
     from lightning_spans.store import AttemptRecord
     from lightning_spans.trace import Node, Trace
 
 SHORT = 100  # characters of a text that a line of the tree shows
+GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's own program gave
 
 
 @click.command(name="traces")
 @click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print one span a line, as JSON.")
 @click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Newest traces shown as trees.")
+@rewards_option
 @store_option
 @key_file_option
-def command(*, rollouts: Sequence[str], as_json: bool, limit: int, store: str, key_file: Path | None) -> None:
+def command(
+    *,
+    rollouts: Sequence[str],
+    as_json: bool,
+    limit: int,
+    automatic: tuple[str, ...],
+    store: str,
+    key_file: Path | None,
+) -> None:
     """Show what happened: agents, model calls with their tokens, tools, rewards.
 
     With --json each line is a span with operation, agent, trace_id, span_id, parent_id, rollout_id, attempt_id,
     start_ns, end_ns, status, attributes, and for model calls response_id, prompt_token_ids, response_token_ids,
-    logprobs, policy_version.
+    logprobs, policy_version. Where rewards are tied to a span its line has them, and the first line of a trace has those
+    of the whole attempt: rewards, with source, agent, value of each.
     """
     from lightning_spans.trace import traces_of
+    from lightning_trainer.air.judge import read_rules
+    from lightning_trainer.air.shown import with_automatic
 
+    rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     with reading(store, key_file) as source:
         traces = traces_of(source, rollout_ids=list(rollouts) or None)
         attempts = {} if as_json else {a.attempt_id: a for a in source.attempts(rollout_ids=list(rollouts) or None)}
+    traces = with_automatic(traces, rules)
     if as_json:
         for trace in traces:
-            for line in trace.to_json_lines():
+            for line in _json_lines(trace):
                 print_json(line)
         return
     _print_trees(traces[-limit:], attempts, whole=bool(rollouts))
@@ -57,18 +81,38 @@ def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord], *,
 
     for trace in traces:
         tree = Tree(_title(trace, attempts.get(trace.attempt_id or ""), whole=whole))
-        _grow(tree, trace)
+        _grow(tree, trace, _by_node(trace))
         for reason, count in Counter(lost.reason for lost in trace.unjoined).items():
             tree.add(f"[yellow]{count} calls: {reason}[/yellow]")
         screen().print(tree)
 
 
-def _grow(tree: Tree, trace: Trace) -> None:
+def _by_node(trace: Trace) -> dict[str | None, list[Reward]]:
+    """Sort rewards by the span that they are tied to; None for those of the attempt, or of a span that is not there."""
+    spans = {span_id: node.span.span_id for node in trace for span_id in (node.span.span_id, *node.merged)}
+    found: dict[str | None, list[Reward]] = {}
+    for reward in trace.rewards:
+        found.setdefault(spans.get(reward.span_id or ""), []).append(reward)
+    return found
+
+
+def _json_lines(trace: Trace) -> Iterator[dict[str, Any]]:
+    rewards = _by_node(trace)
+    for place, line in enumerate(trace.to_json_lines()):
+        own = [*(rewards.get(None, []) if place == 0 else []), *rewards.get(line["span_id"], [])]
+        given = [{"source": reward.source, "agent": reward.agent, "value": reward.value} for reward in own]
+        yield {**line, **({"rewards": given} if given else {})}
+
+
+def _grow(tree: Tree, trace: Trace, rewards: dict[str | None, list[Reward]]) -> None:
     """Hang every node under its parent; a stack, not recursion, because agents nest deeply."""
     stack: list[tuple[Tree, Node]] = [(tree, node) for node in reversed(trace.roots)]
     while stack:
         parent, node = stack.pop()
-        branch = parent.add(_line(node))
+        line = _line(node)
+        for reward in rewards.get(node.span.span_id, []):
+            line.append(f"  {reward.source} {reward.value:+.3g}", style="cyan")
+        branch = parent.add(line)
         stack += [(branch, child) for child in reversed(node.children)]
 
 
@@ -78,8 +122,9 @@ def _title(trace: Trace, attempt: AttemptRecord | None, *, whole: bool) -> Text:
     title = Text(f"attempt {trace.attempt_id}" if trace.attempt_id else "outside a runner", style="bold")
     if attempt is not None:
         title.append(f"  {attempt.status}", style="green" if attempt.status == "succeeded" else "red")
-    for reward in trace.rewards:
-        title.append(f"  {reward.agent or 'reward'} {reward.value:g}", style="cyan")
+    for reward in _by_node(trace).get(None, []):
+        source = "" if reward.source in GIVEN else f" ({reward.source})"
+        title.append(f"  {reward.agent or 'reward'} {reward.value:g}{source}", style="cyan")
     if attempt is not None and attempt.error:
         title.append(f"\n{attempt.error if whole else attempt.error.splitlines()[-1][:SHORT]}", style="red")
     return title
