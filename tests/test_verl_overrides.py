@@ -140,6 +140,13 @@ def test_what_verl_can_not_do_is_refused(options, says):
         told(**options)
 
 
+def test_one_node_has_a_ray_of_its_own_and_several_join_the_cluster():
+    """A Ray that someone else started on this machine is left alone."""
+    address = "+ray_kwargs.ray_init.address"
+    assert told()[address] == "local"
+    assert told(nodes=2, batch_size=16)[address] == "auto"
+
+
 @pytest.mark.parametrize("option", [{"gpus": 2}, {"nodes": 2}, {"staleness": 1}, {"verl": {"a": 1}}])
 def test_options_of_verl_are_refused_with_the_torch_backend(option):
     with pytest.raises(ConfigError, match='backend = "verl"'):

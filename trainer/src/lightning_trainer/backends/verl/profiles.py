@@ -50,6 +50,7 @@ def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_at
     if config.nodes > 1:
         values["+ray_kwargs.ray_init.address"] = "auto"  # the cluster that was started before
     else:
+        values["+ray_kwargs.ray_init.address"] = "local"  # one of its own, whoever else uses Ray on this machine
         values["+ray_kwargs.ray_init.include_dashboard"] = False
     if not flash_attention:
         values[f"+{model}.override_config.attn_implementation"] = "sdpa"
