@@ -1,10 +1,11 @@
-"""The store of a real server over HTTP keeps every promise of a store."""
+"""The store of a real server over HTTP keeps every promise of a store, with either database behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import ExitStack, closing
 
+import postgres
 import pytest
 
 from lightning_spans.store import Store, open_store
@@ -20,13 +21,19 @@ def keys() -> Keys:
     return Keys.fresh()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, keys: Keys) -> Iterator[tuple[str, Store]]:
-    behind = open_store(str(tmp_path_factory.mktemp("store") / "lightning.db"))
-    thread = ServerThread(create_app(behind, keys=keys))
-    yield thread.start(), behind
-    thread.stop()
-    behind.close()
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, keys: Keys
+) -> Iterator[tuple[str, Store]]:
+    with ExitStack() as stack:
+        if request.param == "sqlite":
+            url = str(tmp_path_factory.mktemp("store") / "lightning.db")
+        else:
+            url = stack.enter_context(postgres.server())()
+        behind = stack.enter_context(closing(open_store(url)))
+        thread = ServerThread(create_app(behind, keys=keys))
+        yield thread.start(), behind
+        thread.stop()
 
 
 class TestServedStore(StoreConformance):
@@ -41,7 +48,7 @@ class TestServedStore(StoreConformance):
         return lambda: HttpStore(server[0], key=keys.issue("admin"))
 
 
-def test_an_attempt_claimed_over_http_comes_with_its_context(server: tuple[str, Store], keys: Keys, tmp_path: Path):
+def test_an_attempt_claimed_over_http_comes_with_its_context(server: tuple[str, Store], keys: Keys):
     from lightning_spans.testing.samples import a_rollout
 
     url, behind = server

@@ -9,13 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_spans.testing.memory import MemoryStore
     from lightning_spans.testing.plugins import PluginConformance
     from lightning_spans.testing.server import ScriptedServer
     from lightning_spans.testing.stores import StoreConformance
 
-_HOMES = {"PluginConformance": "plugins", "ScriptedServer": "server", "StoreConformance": "stores"}
+_HOMES = {
+    "MemoryStore": "memory",
+    "PluginConformance": "plugins",
+    "ScriptedServer": "server",
+    "StoreConformance": "stores",
+}
 
-__all__ = ["PluginConformance", "ScriptedServer", "StoreConformance"]
+__all__ = ["MemoryStore", "PluginConformance", "ScriptedServer", "StoreConformance"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,261 @@
+"""A store in memory, for tests of what uses one: as strict as the real ones, gone with the process, quick to make."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar, get_args
+
+from lightning_spans.errors import LeaseLostError, RefusedError, StoreError
+from lightning_spans.rewards import Reward, as_reward
+from lightning_spans.spans import Span
+from lightning_spans.store import (
+    UNCOUNTED,
+    UNCOUNTED_MOST,
+    AttemptRecord,
+    AttemptStatus,
+    Call,
+    Rollout,
+    RolloutStatus,
+)
+
+R = TypeVar("R")
+Ids = Sequence[str] | None
+
+_ENDS: Final = frozenset(get_args(AttemptStatus)) - {"running"}
+_OPEN: Final = ("queued", "running")
+
+
+@dataclass
+class _Kept:
+    """What a store holds; shared by those that were opened on the same data. Dicts keep the order of arrival."""
+
+    spans: dict[tuple[str, str], Span] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
+    rewards: dict[str, Reward] = field(default_factory=dict)
+    rollouts: dict[str, Rollout] = field(default_factory=dict)
+    attempts: dict[str, AttemptRecord] = field(default_factory=dict)
+    consumed: dict[str, str] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+class MemoryStore:
+    """A `Store` that keeps every promise but that of being on disk."""
+
+    def __init__(self, *, on: MemoryStore | None = None) -> None:
+        """Open a store.
+
+        Args:
+            on: another one, whose data this one shares, as two processes share a file; None: empty.
+        """
+        self._kept = _Kept() if on is None else on._kept
+        self._closed = False
+
+    def close(self) -> None:
+        """Refuse what comes later; the data stay for those that share them."""
+        self._closed = True
+
+    def add_spans(self, spans: Sequence[Span]) -> int:
+        """Keep spans; one already there is left as it is."""
+        return self._add(self._kept.spans, (((span.trace_id, span.span_id), span) for span in spans))
+
+    def add_calls(self, calls: Sequence[Call]) -> int:
+        """Keep calls; one already there is left as it is."""
+        return self._add(self._kept.calls, ((call.call_id, call) for call in calls))
+
+    def add_rewards(self, rewards: Sequence[Reward]) -> int:
+        """Keep rewards; one already there is left as it is."""
+        return self._add(self._kept.rewards, [(reward.reward_id, _finite(reward)) for reward in rewards])
+
+    def spans(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Span]:
+        """Give spans in the order of their start."""
+        wanted = _wanted(rollout_id=rollout_ids, attempt_id=attempt_ids, trace_id=trace_ids, origin=_one(origin))
+        return sorted(self._found(self._kept.spans, wanted), key=lambda span: span.start_ns)
+
+    def calls(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Call]:
+        """Give calls in the order of their start."""
+        wanted = _wanted(rollout_id=rollout_ids, attempt_id=attempt_ids, trace_id=trace_ids, origin=_one(origin))
+        return sorted(self._found(self._kept.calls, wanted), key=lambda call: call.start_ns)
+
+    def rewards(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[Reward]:
+        """Give rewards in the order of their arrival."""
+        return self._found(self._kept.rewards, _wanted(rollout_id=rollout_ids, attempt_id=attempt_ids))
+
+    def enqueue(self, rollouts: Sequence[Rollout]) -> int:
+        """Queue rollouts; one already there is left as it is."""
+        for rollout in rollouts:
+            if rollout.max_attempts < 1:
+                raise RefusedError(f"rollout {rollout.rollout_id}: max_attempts is below 1. Allow at least 1.")
+        return self._add(self._kept.rollouts, ((r.rollout_id, replace(r, status="queued")) for r in rollouts))
+
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+        """Start attempts for up to `limit` rollouts, oldest first."""
+        with self._open() as kept:
+            self._settle()
+            waiting = [rollout for rollout in kept.rollouts.values() if rollout.status == "queued"]
+            return [self._begin(rollout, worker, lease_s) for rollout in waiting[: max(0, limit)]]
+
+    def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
+        """Renew leases; gives the attempt ids whose lease is lost."""
+        with self._open() as kept:
+            lost = []
+            for attempt_id, fence in leases:
+                attempt = kept.attempts.get(attempt_id)
+                if attempt is None or (attempt.status, attempt.fence) != ("running", fence):
+                    lost.append(attempt_id)
+                else:
+                    kept.attempts[attempt_id] = replace(attempt, lease_until_ns=_after_s(lease_s))
+            return lost
+
+    def finish(
+        self,
+        attempt_id: str,
+        fence: int,
+        *,
+        status: AttemptStatus,
+        rewards: Sequence[Reward] = (),
+        error: str | None = None,
+    ) -> RolloutStatus:
+        """End an attempt, with its rewards."""
+        with self._open() as kept:
+            attempt = kept.attempts.get(attempt_id)
+            if attempt is None or status not in _ENDS:
+                raise RefusedError(f"there is no attempt {attempt_id} that could end as {status!r}")
+            ids = (attempt_id, attempt.rollout.rollout_id)
+            if any((reward.attempt_id, reward.rollout_id) != ids for reward in rewards):
+                raise RefusedError(f"a reward of another attempt can't end attempt {attempt_id}")
+            if attempt.fence != fence or attempt.status not in ("running", status):
+                raise LeaseLostError(f"attempt {attempt_id} is {attempt.status}, its fence is {attempt.fence}")
+            if attempt.status == "running":
+                self.add_rewards(rewards)
+                self._end(attempt, status, error)
+            return kept.rollouts[ids[1]].status
+
+    def cancel(self, rollout_ids: Sequence[str]) -> int:
+        """Cancel rollouts that have not ended."""
+        with self._open() as kept:
+            named = [kept.rollouts[one] for one in dict.fromkeys(rollout_ids) if one in kept.rollouts]
+            ending = {rollout.rollout_id for rollout in named if rollout.status in _OPEN}
+            for attempt in list(kept.attempts.values()):
+                if attempt.status == "running" and attempt.rollout.rollout_id in ending:
+                    self._end(attempt, "cancelled", None)
+            for rollout_id in ending:
+                self._stand(rollout_id, "cancelled")
+            return len(ending)
+
+    def rollouts(
+        self,
+        *,
+        rollout_ids: Ids = None,
+        group_ids: Ids = None,
+        status: RolloutStatus | None = None,
+        origin: str | None = None,
+    ) -> list[Rollout]:
+        """Give rollouts in the order they were queued."""
+        wanted = _wanted(rollout_id=rollout_ids, group_id=group_ids, status=_one(status), origin=_one(origin))
+        with self._open() as kept:
+            self._settle()
+            return self._found(kept.rollouts, wanted)
+
+    def attempts(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
+    ) -> list[AttemptRecord]:
+        """Give attempts in the order of their start."""
+        wanted = _wanted(rollout_id=rollout_ids, origin=_one(origin))
+        with self._open() as kept:
+            self._settle()
+            found = self._found(kept.attempts, _wanted(attempt_id=attempt_ids))
+            now = [replace(one, rollout=kept.rollouts[one.rollout.rollout_id], disturbed=0) for one in found]
+            return [one for one in now if wanted(one.rollout)]
+
+    def consume_group(self, group_id: str, consumer: str) -> bool:
+        """Mark a group as trained on by `consumer`. False when another consumer had it."""
+        with self._open() as kept:
+            return kept.consumed.setdefault(group_id, consumer) == consumer
+
+    @contextmanager
+    def _open(self) -> Any:
+        if self._closed:
+            raise StoreError("the store in memory is closed. Open it again to go on.")
+        with self._kept.lock:
+            yield self._kept
+
+    def _add(self, table: dict[Any, R], new: Iterable[tuple[Any, R]]) -> int:
+        with self._open():
+            before = len(table)
+            for key, record in new:
+                table.setdefault(key, record)
+            return len(table) - before
+
+    def _found(self, table: Mapping[Any, R], wanted: Callable[[Any], bool]) -> list[R]:
+        with self._open():
+            return [record for record in table.values() if wanted(record)]
+
+    def _begin(self, rollout: Rollout, worker: str, lease_s: float) -> AttemptRecord:
+        kept = self._kept
+        earlier = [one for one in kept.attempts.values() if one.rollout.rollout_id == rollout.rollout_id]
+        attempt = AttemptRecord(
+            attempt_id=f"{rollout.rollout_id}.{len(earlier) + 1}",
+            rollout=self._stand(rollout.rollout_id, "running"),
+            number=len(earlier) + 1,
+            fence=len(kept.attempts) + 1,
+            worker=worker,
+            lease_until_ns=_after_s(lease_s),
+            started_ns=time.time_ns(),
+            disturbed=sum(one.status == "disturbed" for one in earlier),
+        )
+        kept.attempts[attempt.attempt_id] = attempt
+        return attempt
+
+    def _settle(self) -> None:
+        """Mark attempts as lost whose lease ran out."""
+        for attempt in list(self._kept.attempts.values()):
+            if attempt.status == "running" and attempt.lease_until_ns < _after_s(0):
+                self._end(attempt, "lost", "no heartbeat came before the lease ran out")
+
+    def _end(self, attempt: AttemptRecord, status: AttemptStatus, error: str | None) -> None:
+        ended = replace(attempt, status=status, ended_ns=time.time_ns(), error=error)
+        self._kept.attempts[attempt.attempt_id] = ended
+        if status in ("succeeded", "cancelled"):
+            stands: RolloutStatus = "succeeded" if status == "succeeded" else "cancelled"
+        else:
+            stands = "queued" if self._tries_left(attempt.rollout) else "failed"
+        self._stand(attempt.rollout.rollout_id, stands)
+
+    def _tries_left(self, rollout: Rollout) -> bool:
+        ends = Counter(a.status for a in self._kept.attempts.values() if a.rollout.rollout_id == rollout.rollout_id)
+        uncounted = sum(ends[status] for status in UNCOUNTED)
+        return ends.total() - min(uncounted, UNCOUNTED_MOST) < rollout.max_attempts
+
+    def _stand(self, rollout_id: str, status: RolloutStatus) -> Rollout:
+        self._kept.rollouts[rollout_id] = replace(self._kept.rollouts[rollout_id], status=status)
+        return self._kept.rollouts[rollout_id]
+
+
+def _after_s(seconds: float) -> int:
+    """Give a time by a clock that nobody sets, moved to be after every `started_ns`."""
+    return _EPOCH_NS + time.monotonic_ns() + int(seconds * 1e9)
+
+
+_EPOCH_NS: Final = time.time_ns() - time.monotonic_ns()
+
+
+def _finite(reward: Reward) -> Reward:
+    return replace(reward, value=as_reward(reward.value))
+
+
+def _one(value: str | None) -> Ids:
+    return None if value is None else [value]
+
+
+def _wanted(**filters: Ids) -> Callable[[Any], bool]:
+    sets = {name: set(ids) for name, ids in filters.items() if ids is not None}
+    return lambda record: all(getattr(record, name) in ids for name, ids in sets.items())
