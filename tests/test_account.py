@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spans.rewards import Reward
-from lightning_trainer.account import ATTEMPT_FAILED, GREEDY, NOT_SELECTED, Account
+from lightning_trainer.account import (
+    ATTEMPT_FAILED,
+    BEGINS,
+    EDITED,
+    GREEDY,
+    JOINED,
+    NOT_SELECTED,
+    REWRITTEN,
+    Account,
+    continued,
+)
 
 
 @st.composite
@@ -25,6 +35,8 @@ def accounts(draw):
         tokens_in_rows=100,
         tokens_in_calls=200,
         unclaimed=draw(st.dictionaries(st.sampled_from(["writter", "editor"]), st.integers(1, 9))),
+        joined=draw(st.integers(0, 9)),
+        alone=draw(st.dictionaries(st.sampled_from([REWRITTEN, EDITED]), st.integers(0, 9))),
     )
 
 
@@ -95,3 +107,14 @@ def test_metrics_have_names_without_spaces():
     assert metrics["calls_dropped/agent_not_selected"] == 1.0
     assert metrics["calls_dropped/temperature_0"] == 1.0
     assert not any(" " in name for name in metrics)
+
+
+def test_the_share_of_joined_calls_leaves_out_those_that_begin_a_conversation():
+    account = continued([BEGINS, JOINED, JOINED, JOINED, None, EDITED])
+    assert (account.joined, account.alone, account.joined_share) == (3, {EDITED: 1}, 0.75)
+    assert "3 of 4 calls that go on from an earlier one hold its own tokens" in account.lines()
+    assert f"1 do not: {EDITED}" in account.lines()
+    metrics = account.metrics()
+    assert (metrics["calls_joined"], metrics["joined_share"], metrics["calls_alone/history_edited"]) == (3, 0.75, 1)
+    assert continued([BEGINS, None]).joined_share is None
+    assert "joined_share" not in continued([BEGINS]).metrics()

@@ -292,6 +292,11 @@ def test_data_written_again_is_the_same_and_other_data_is_not(one, other):
         assert same_data(json.dumps(one)) != same_data(json.dumps(other))
 
 
+@pytest.mark.parametrize("other", ["assistant", "system", "tool"])
+def test_who_said_it_counts(other):
+    assert Conversation().add(USER) != Conversation().add({**USER, "role": other})
+
+
 @given(st.text(max_size=9), st.text(max_size=9), st.sampled_from(["user", "assistant", "system"]))
 def test_messages_do_not_run_into_each_other(one, other, role):
     whole, parts = Conversation(), Conversation()

@@ -52,6 +52,8 @@ class Account:
         tokens_in_rows: all tokens of the rows, context included: what an update computes.
         tokens_in_calls: the same with one row for each call: what it would compute without merging.
         unclaimed: number of rewards that reached no call, by the agent they name: it made none in that attempt.
+        joined: calls whose prompt holds the tokens of the earlier call that they go on from.
+        alone: calls that go on from an earlier one and do not, by reason.
     """
 
     seen: int = 0
@@ -63,6 +65,8 @@ class Account:
     tokens_in_rows: int = 0
     tokens_in_calls: int = 0
     unclaimed: Mapping[str, int] = field(default_factory=dict)
+    joined: int = 0
+    alone: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.seen != self.trained + sum(self.dropped.values()):
@@ -74,6 +78,11 @@ class Account:
     def merged(self) -> int:
         """Calls that share the row of an earlier one."""
         return self.trained - self.rows
+
+    @property
+    def joined_share(self) -> float | None:
+        """Share of the calls that go on from an earlier one whose prompt holds its tokens; None without such calls."""
+        return joined_share(self.joined, sum(self.alone.values()))
 
     def __add__(self, other: Account) -> Account:
         """Put two accounts together: of two attempts, or of two steps."""
@@ -87,6 +96,8 @@ class Account:
             tokens_in_rows=self.tokens_in_rows + other.tokens_in_rows,
             tokens_in_calls=self.tokens_in_calls + other.tokens_in_calls,
             unclaimed=_sum(self.unclaimed, other.unclaimed),
+            joined=self.joined + other.joined,
+            alone=_sum(self.alone, other.alone),
         )
 
     def plus_dropped(self, reason: str, calls: int) -> Account:
@@ -105,6 +116,10 @@ class Account:
             saved = f" ({self.tokens_in_calls / self.tokens_in_rows:.1f}x fewer tokens)" if self.merged else ""
             found.append(f"{self.rows} rows, {self.merged} calls merged onto an earlier one's{saved}")
             found.append(f"{self.tokens} trained tokens of {self.tokens_in_rows}")
+        if self.joined_share is not None:
+            going = self.joined + sum(self.alone.values())
+            found.append(f"{self.joined} of {going} calls that go on from an earlier one hold its own tokens")
+        found += [f"{count} do not: {reason}" for reason, count in sorted(self.alone.items())]
         if self.rows_without_gradient:
             found.append(f"{self.rows_without_gradient} rows teach nothing: all rewards of their group are equal")
         for agent, count in sorted(self.unclaimed.items()):
@@ -113,7 +128,7 @@ class Account:
 
     def metrics(self) -> dict[str, float]:
         """Give the same as numbers by name, for logs."""
-        numbers = {
+        numbers: dict[str, float] = {
             "calls_seen": self.seen,
             "calls_trained": self.trained,
             "calls_merged": self.merged,
@@ -124,13 +139,29 @@ class Account:
             "tokens_in_calls": self.tokens_in_calls,
             "rewards_unclaimed": sum(self.unclaimed.values()),
         }
-        dropped = {f"calls_dropped/{_slug(reason)}": count for reason, count in self.dropped.items()}
-        return {name: float(value) for name, value in {**numbers, **dropped}.items()}
+        if self.joined_share is not None:
+            numbers |= {"calls_joined": self.joined, "joined_share": self.joined_share}
+        dropped = {f"calls_dropped/{slug(reason)}": count for reason, count in self.dropped.items()}
+        alone = {f"calls_alone/{slug(reason)}": count for reason, count in self.alone.items()}
+        return {name: float(value) for name, value in {**numbers, **dropped, **alone}.items()}
+
+
+def continued(outcomes: Iterable[str | None]) -> Account:
+    """Count how prompts were made: what stands under `CONTINUATION`, one for each call; None says nothing."""
+    counts = Counter(outcome for outcome in outcomes if outcome not in {None, BEGINS})
+    joined = counts.pop(JOINED, 0)
+    return Account(joined=joined, alone={str(reason): count for reason, count in counts.items()})
+
+
+def joined_share(joined: int, alone: int) -> float | None:
+    """Share of joined calls among those that go on from an earlier one; None where there are none."""
+    return joined / (joined + alone) if joined + alone else None
 
 
 def _sum(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
     return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}
 
 
-def _slug(reason: str) -> str:
+def slug(reason: str) -> str:
+    """Give a reason's name for metrics: what stands before its colon."""
     return reason.split(":", maxsplit=1)[0].replace(" ", "_")

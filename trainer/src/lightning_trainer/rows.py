@@ -110,7 +110,8 @@ def make_rows(
     reasons_M = [why_untrainable(transition, max_tokens=max_tokens) for transition in transitions]
     actions = _actions(transitions, advantages_M, reasons_M)
     rows = [_row(branch, groups) for branch in _branches(actions, merge=merge)]
-    return rows, Account(
+    how = {(call.attempt_id, call.turn): _how_made(call) for call in transitions}
+    return rows, reasons.continued(how.values()) + Account(
         seen=len(transitions),
         dropped=dict(Counter(reason for reason in reasons_M if reason is not None)),
         trained=len(actions),
@@ -214,6 +215,15 @@ def _actions(
             raise ValueError(f"the advantage of a call of attempt {transition.attempt_id} is {advantage}")
         found.append(_Action(transition, transition.tokens, float(advantage)))
     return sorted(found, key=lambda action: _place(action.transition))
+
+
+def _how_made(call: Transition) -> str | None:
+    """Say how the prompt was made: in the gateway's words, or, of a call that was forwarded, in ours."""
+    if call.tokens is None or reasons.CONTINUATION in call.sampling:
+        return call.sampling.get(reasons.CONTINUATION)
+    messages = call.request.get("messages")
+    earlier = isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
+    return reasons.ONLY_MESSAGES if earlier else reasons.BEGINS
 
 
 def _place(call: Transition) -> tuple[str, int, int, str]:
