@@ -48,14 +48,21 @@ def rows(calls: list[tuple[str, list[int], list[int]]]) -> list[Any]:
     for number, (agent, prompt, response) in enumerate(calls):
         mask = np.zeros(len(prompt) + len(response), np.bool_)
         mask[len(prompt) :] = True
+        better = number // 2 % 4 == 0
         found.append(
             Row(
-                tokens=np.array(prompt + response, np.int32), mask=mask,
-                logprobs=np.where(mask, -1.0, 0.0).astype("f4"), advantages=np.where(mask, 1.0 if number // 2 % 4 == 0 else -0.3, 0.0), lengths=(len(response),),
-                agent=agent, attempt_id=f"a{number // 2}", rollout_id=f"r{number // 2}", group_id=f"g{number // 16}",
+                tokens=np.array(prompt + response, np.int32),
+                mask=mask,
+                logprobs=np.where(mask, -1.0, 0.0).astype("f4"),
+                advantages=np.where(mask, 1.0 if better else -0.3, 0.0),
+                lengths=(len(response),),
+                agent=agent,
+                attempt_id=f"a{number // 2}",
+                rollout_id=f"r{number // 2}",
+                group_id=f"g{number // 16}",
                 policy=agent,
             )
-        )  # fmt: skip
+        )
     return found
 
 
