@@ -78,13 +78,13 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Attempt | None
 
 def current_agent(context: Context | None = None) -> str | None:
     """Name the agent at work in this context; None when nothing named one."""
-    name = otel_context.get_value(_AGENT, context)
+    name = (otel_context.get_current() if context is None else context).get(_AGENT)
     return name if isinstance(name, str) else None
 
 
 def current_attempt(context: Context | None = None) -> Attempt | None:
     """Give the attempt of this context, else the one that the environment names, else None."""
-    attempt = otel_context.get_value(_ATTEMPT, context)
+    attempt = (otel_context.get_current() if context is None else context).get(_ATTEMPT)
     return attempt if isinstance(attempt, Attempt) else from_environment()
 
 
@@ -121,32 +121,49 @@ def overlaid(ours: Context, onto: Context | None = None) -> Context:
     return Context({**theirs, **{key: value for key, value in ours.items() if key.startswith(_PREFIX)}})
 
 
+class _Steps:
+    """The context of a generator and that of its reader, changed at each step; others may change theirs meanwhile."""
+
+    def __init__(self, inner: Context) -> None:
+        self._inner = inner
+        self._entered: Context | None = None
+        self._outer = inner
+
+    def enter(self) -> None:
+        outer = otel_context.get_current()
+        if self._entered is None or outer is not self._outer or self._inner is not self._entered:
+            self._entered, self._outer = overlaid(self._inner, outer), outer
+        otel_context.attach(self._entered)
+
+    def leave(self) -> None:
+        self._inner = otel_context.get_current()
+        # No token: the last step may come in another execution context.
+        otel_context.attach(self._outer if self._inner is self._entered else overlaid(self._outer, self._inner))
+
+
 async def entered_steps(context: Context, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     """Run an async generator inside `context`, but what its reader does between two items outside of it.
 
     A generator shares its reader's execution context: what it entered itself would leak out at each ``yield``. What
     others put into the OTel Context inside (the user's tracing) still does.
     """
-    inner = context
+    steps = _Steps(context)
     try:
         while True:
-            outer = otel_context.get_current()
-            otel_context.attach(overlaid(inner))
+            steps.enter()
             try:
                 item = await anext(items)
             except StopAsyncIteration:
                 return
             finally:
-                inner = otel_context.get_current()
-                otel_context.attach(overlaid(outer))  # no token: the last step may come in another execution context
+                steps.leave()
             yield item
     finally:
-        outer = otel_context.get_current()
-        otel_context.attach(overlaid(inner))
+        steps.enter()
         try:
             await items.aclose()
         finally:
-            otel_context.attach(overlaid(outer))
+            steps.leave()
 
 
 @contextmanager

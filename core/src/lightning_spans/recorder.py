@@ -125,7 +125,7 @@ _SPAN = "lightning-span"
 
 def current_span(context: Context | None = None) -> OpenSpan | None:
     """Give the span of ours that is open in this context; None when there is none."""
-    found = otel_context.get_value(_SPAN, context)
+    found = (otel_context.get_current() if context is None else context).get(_SPAN)
     return found if isinstance(found, OpenSpan) else None
 
 
@@ -155,6 +155,7 @@ class Recorder:
         self._on_end = on_end
         self._name_agent = name_agent
         self._agents = agents
+        self._guards: dict[str, _Guard] = {}  # they hold nothing of a block, so one serves all
 
     def reroutes(self, span: OpenSpan) -> bool:
         """Whether a model call goes to the policy: its attempt asks for its agent, and `attach(agents=)` allows it."""
@@ -239,7 +240,10 @@ class Recorder:
 
     def guard(self, plugin: str, span: OpenSpan | None = None) -> AbstractContextManager[None]:
         """Log what goes wrong inside the block instead of raising it into the agent."""
-        return _Guard(plugin, span)
+        if span is not None:
+            return _Guard(plugin, span)
+        known = self._guards.get(plugin)
+        return known if known is not None else self._guards.setdefault(plugin, _Guard(plugin, None))
 
     def guarded(self, plugin: str) -> Callable[[F], F]:
         """Decorate an event handler so that it never raises; it returns None when it fails."""
@@ -293,15 +297,21 @@ def agent(name: str) -> Iterator[OpenSpan | None]:
     from lightning_spans.attach import live_recorder
 
     recorder = live_recorder()
-    if recorder is None:
+    span = None
+    if recorder is not None:
+        with recorder.guard("agent"):
+            span = recorder.start(names.INVOKE_AGENT, name, agent=name)
+    if recorder is None or span is None:
         with entered(with_agent(name)):
             yield None
         return
-    span = recorder.start(names.INVOKE_AGENT, name, agent=name)
+    failed: BaseException | None = None
     try:
         with entered(span.context):
             yield span
     except BaseException as error:
-        span.end(error=error)
+        failed = error
         raise
-    span.end()
+    finally:
+        with recorder.guard("agent", span):
+            span.end(error=failed)

@@ -20,19 +20,33 @@ def read_events(body: str) -> tuple[list[dict[str, Json]], bool]:
     Returns:
         The JSON objects of its events in order, and whether its end mark was there.
     """
-    events: list[dict[str, Json]] = []
-    for block in body.replace("\r\n", "\n").split("\n\n"):
+    texts: list[str] = []
+    done = False
+    for block in (body.replace("\r\n", "\n") if "\r" in body else body).split("\n\n"):
         data = block[6:] if block.startswith("data: ") and "\n" not in block else _data_of(block)
         if data.startswith(DONE):
-            return events, True
+            done = True
+            break
         if data:
-            try:
-                event = orjson.loads(data)
-            except orjson.JSONDecodeError:
-                break  # the connection was cut inside this event
-            if isinstance(event, dict):
-                events.append(event)
-    return events, False
+            texts.append(data)
+    try:
+        events = orjson.loads(f"[{','.join(texts)}]")  # at once, which takes half the time
+    except orjson.JSONDecodeError:
+        return _whole(texts), False
+    return [event for event in events if isinstance(event, dict)], done
+
+
+def _whole(texts: Iterable[str]) -> list[dict[str, Json]]:
+    """Read events up to the one inside of which the connection was cut."""
+    events: list[dict[str, Json]] = []
+    for text in texts:
+        try:
+            event = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            break
+        if isinstance(event, dict):
+            events.append(event)
+    return events
 
 
 def _data_of(block: str) -> str:
@@ -61,9 +75,7 @@ def _chat(events: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
     response: dict[str, Json] = {}
     choices: dict[int, dict[str, Json]] = {}
     for event in events:
-        for key, value in event.items():
-            if value is not None or key not in response:
-                response[key] = value
+        response.update(event if None not in event.values() else _known(event, response))
         for part in event.get("choices") or ():
             index = part.get("index", 0)
             choice = choices.get(index)
@@ -82,6 +94,11 @@ def _chat(events: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
         response["object"] = "chat.completion"
     response["choices"] = [choices[index] for index in sorted(choices)]
     return response
+
+
+def _known(event: Mapping[str, Json], response: Mapping[str, Json]) -> dict[str, Json]:
+    """Give what an event tells: null says nothing, where something was said."""
+    return {key: value for key, value in event.items() if value is not None or key not in response}
 
 
 class _Pieces(list[str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -26,6 +27,7 @@ PLUGIN: Final = "lightning_openai"
 _PATHS: Final = ("/chat/completions", "/responses")
 
 
+@functools.lru_cache(256)
 def endpoint_of(method: str, url: str) -> str | None:
     """Give which model call a request is, by its path alone; None when it is none.
 

@@ -66,4 +66,4 @@ def _first(thing: Any, *keys: str) -> Any:
 
 
 def _get(thing: Any, key: str) -> Any:
-    return thing.get(key) if isinstance(thing, Mapping) else getattr(thing, key, None)
+    return thing.get(key) if isinstance(thing, dict) else getattr(thing, key, None)

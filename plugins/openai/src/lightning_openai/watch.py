@@ -38,7 +38,7 @@ def watched(watch: Watch, context: Context | None = None) -> Context:
 
 def current_watch(context: Context | None = None) -> Watch | None:
     """Give the watch of this context, if any."""
-    return cast("Watch | None", otel_context.get_value(_WATCH, context))
+    return cast("Watch | None", (otel_context.get_current() if context is None else context).get(_WATCH))
 
 
 class Stay:
@@ -67,7 +67,9 @@ class Stay:
         """End the work: give back our values that were there before, unless something else of ours is current."""
         self.closed = True
         context = otel_context.get_current()
-        if self.over(context):
+        if context is self.entered:  # as nearly always: nobody put anything on top
+            otel_context.attach(settled(self.previous))
+        elif self.over(context):
             otel_context.attach(settled(context))
 
     def called(self) -> None:
@@ -91,6 +93,9 @@ class Stay:
 def settled(context: Context | None = None) -> Context:
     """Give the innermost context whose work is not over; everybody else's values in it stay as they are."""
     context = otel_context.get_current() if context is None else context
+    stay = current_watch(context)
+    if not isinstance(stay, Stay) or not stay.closed:  # as nearly always
+        return context
     found, alone = context, True
     while isinstance(stay := current_watch(found), Stay) and stay.over(found):
         alone = alone and found is stay.entered  # nobody put anything on top, so nothing is to be kept

@@ -20,7 +20,7 @@ from openai._streaming import AsyncStream, Stream
 from lightning_openai import gateway
 from lightning_openai.call import PLUGIN, Call, endpoint_of
 from lightning_openai.leftovers import leftovers
-from lightning_spans.patches import Undo, replace
+from lightning_spans.patches import Undo, replace, replace_in_subclasses
 
 if TYPE_CHECKING:
     from lightning_spans.recorder import Recorder
@@ -41,7 +41,8 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     with _lock:
         if not _recorders:
             for owner, name, wrap in _PATCHES:
-                _undo_patches.add(replace(owner, name, wrap))
+                put = replace_in_subclasses if name == "request" else replace
+                _undo_patches.add(put(owner, name, wrap))
             leftovers.start()
             atexit.register(_end_unfinished)
         _recorders.append(recorder)
@@ -79,20 +80,21 @@ def _begin(client: Any, options: Any, streamed: object) -> Call | None:
 
 
 # Below, a call whose options are those of the current one is already being recorded: we are patched in twice, with
-# somebody else's patch between.
+# somebody else's patch between. Others patch `OpenAI`, not its base, so subclasses are patched too; their patches may be
+# descriptors that want to be bound.
 
 
 def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
     def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
         outer = _current.get()
         if outer is not None and outer.options is options:
-            return original(self, cast_to, options, **kwargs)
+            return original.__get__(self)(cast_to, options, **kwargs)
         call = _begin(self, options, kwargs.get("stream"))
         _current.set(call)
         try:
             if call is None:
-                return original(self, cast_to, options, **kwargs)
-            answer = original(call.client, cast_to, call.options, **kwargs)
+                return original.__get__(self)(cast_to, options, **kwargs)
+            answer = original.__get__(call.client)(cast_to, call.options, **kwargs)
         except BaseException as error:
             if call is not None:
                 call.failed(error)
@@ -109,13 +111,13 @@ def _wrap_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
     async def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
         outer = _current.get()
         if outer is not None and outer.options is options:
-            return await original(self, cast_to, options, **kwargs)
+            return await original.__get__(self)(cast_to, options, **kwargs)
         call = _begin(self, options, kwargs.get("stream"))
         _current.set(call)
         try:
             if call is None:
-                return await original(self, cast_to, options, **kwargs)
-            answer = await original(call.client, cast_to, call.options, **kwargs)
+                return await original.__get__(self)(cast_to, options, **kwargs)
+            answer = await original.__get__(call.client)(cast_to, call.options, **kwargs)
         except BaseException as error:
             if call is not None:
                 call.failed(error)
