@@ -74,6 +74,7 @@ class Fleet:
         concurrency: attempts at once in each.
         on_end: told once of each attempt placed, unless it was forgotten by `cancel`.
         grace_s: seconds that a cancelled attempt gets to end.
+        wait_for_all: whether `start` waits for all workers, or for the first: on a cluster, room may come later.
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class Fleet:
         concurrency: int,
         on_end: Callable[[AttemptRecord, Ended], None],
         grace_s: float = 5.0,
+        wait_for_all: bool = True,
     ) -> None:
         self._start = start
         self._size = workers
         self._concurrency = concurrency
         self._on_end = on_end
         self._grace_s = grace_s
+        self._wait_for_all = wait_for_all
         self._places: list[_Place] = []
         self._homeless: list[AttemptRecord] = []
         self._suspects: dict[str, float] = {}  # rollouts that ran in a process when it died, and when
@@ -102,13 +105,17 @@ class Fleet:
         self.failure: LightningError | None = None
 
     async def start(self) -> None:
-        """Start all workers; the first goes ahead, so that a wrong target is told once.
+        """Start the workers; the first goes ahead, so that a wrong target is told once.
 
         Raises:
             LightningError: the agent can't be imported or called.
         """
         await self._spawn()
-        await asyncio.gather(*(self._spawn() for _ in range(self._size - 1)))
+        if self._wait_for_all:
+            await asyncio.gather(*(self._spawn() for _ in range(self._size - 1)))
+        else:
+            for _ in range(self._size - 1):
+                self._begin(self._replace(0.0))
 
     def free(self) -> int:
         """Attempts that could be placed now. After a crash, one for each idle worker, for it may have to run alone."""

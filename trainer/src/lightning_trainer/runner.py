@@ -75,7 +75,12 @@ class Runner:
             return await WorkerProcess.start(job, concurrency, log, number=number, limits=limits)
 
         self._fleet = Fleet(
-            start or process, workers=workers, concurrency=concurrency, on_end=self._ended, grace_s=grace_s
+            start or process,
+            workers=workers,
+            concurrency=concurrency,
+            on_end=self._ended,
+            grace_s=grace_s,
+            wait_for_all=start is None,
         )
         self._beats = ThreadPoolExecutor(1, thread_name_prefix="runner-beat")  # not held up by results that wait
         self._finishing: dict[str, AttemptRecord] = {}

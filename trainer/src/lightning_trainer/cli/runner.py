@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lightning_trainer.cli.options import print_json, read_key
+
+if TYPE_CHECKING:
+    from lightning_trainer.limits import Limits
+    from lightning_trainer.target import Job
+    from lightning_trainer.workers import Start
 
 
 @click.command(name="runner")
@@ -26,6 +33,10 @@ from lightning_trainer.cli.options import print_json, read_key
     type=click.FloatRange(0),
     help="Seconds that rollouts get to end when it is stopped; a second signal ends them at once.",
 )
+@click.option("--ray", "on_ray", is_flag=True, help="Workers are actors of a Ray cluster; one a core by default.")
+@click.option("--ray-address", metavar="ADDRESS", help="Of the cluster, else RAY_ADDRESS; local starts one here.")
+@click.option("--ray-cpus", default=1.0, show_default=True, type=click.FloatRange(0), help="Cores of each actor.")
+@click.option("--ray-env", metavar="JSON", help='Ray\'s runtime_env of the actors, such as {"working_dir": "."}.')
 @click.option("--worker-memory", metavar="SIZE", help="Most memory of each worker process, such as 2GiB (Linux).")
 @click.option("--worker-cores", type=click.IntRange(1), help="Processor cores that each worker may use (Linux).")
 @click.option(
@@ -45,6 +56,10 @@ def command(
     workers: int | None,
     concurrency: int,
     drain_s: float,
+    on_ray: bool,
+    ray_address: str | None,
+    ray_cpus: float,
+    ray_env: str | None,
     worker_memory: str | None,
     worker_cores: int | None,
     logs: Path,
@@ -68,9 +83,6 @@ def command(
     if key is None:
         raise ConfigError("a runner needs a key: --key-file FILE. The server names the file in its first line.")
     limits = Limits(memory_bytes=parse_bytes(worker_memory) if worker_memory else None, cores=worker_cores)
-    asked, again = threading.Event(), threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: (again if asked.is_set() else asked).set())
     probe = HttpStore(url, key=key, patience_s=5.0)
     try:
         probe.heartbeat([])
@@ -79,12 +91,23 @@ def command(
     finally:
         probe.close()
     job = Job(target=target, command=program, reward=reward)
-    runner = Runner(job, workers=workers or cores(), concurrency=concurrency, logs=logs, limits=limits)
+    start = None
+    if on_ray:
+        workers, start = _ray(
+            job, concurrency, limits=limits, workers=workers, address=ray_address, cpus=ray_cpus, env=ray_env
+        )
+    elif ray_address or ray_env:
+        raise ConfigError("--ray-address and --ray-env say how to use Ray. Add --ray.")
+    asked, again = threading.Event(), threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
+        signal.signal(number, lambda *_: (again if asked.is_set() else asked).set())
+    count = workers or cores()
+    runner = Runner(job, workers=count, concurrency=concurrency, logs=logs, limits=limits, start=start)
     store = HttpStore(url, key=key)
     try:
         runner.start()
         runner.serve(store)
-        print_json({"runner": runner.name, "server": url, "workers": workers or cores()})
+        print_json({"runner": runner.name, "server": url, "workers": count})
         while not asked.wait(0.5) and runner.alive:
             pass
         runner.drain(drain_s)
@@ -95,3 +118,32 @@ def command(
     finally:
         runner.stop()
         store.close()
+
+
+def _ray(
+    job: Job,
+    concurrency: int,
+    *,
+    limits: Limits,
+    workers: int | None,
+    address: str | None,
+    cpus: float,
+    env: str | None,
+) -> tuple[int, Start]:
+    """Join the cluster, and give the number of workers and what starts one there."""
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.on_ray import Placement, RayWorker, connect
+
+    try:
+        environment: Any = json.loads(env) if env else {}
+    except ValueError:
+        environment = None
+    if not isinstance(environment, dict):
+        raise ConfigError(f"""--ray-env {env!r}: give a JSON object, such as '{{"working_dir": "."}}'.""")
+    cores = connect(address)
+    placement = Placement(cpus=cpus, memory_bytes=limits.memory_bytes, environment=environment)
+
+    async def start(number: int) -> RayWorker:
+        return await RayWorker.start(job, concurrency, number=number, limits=limits, placement=placement)
+
+    return workers or max(1, int(cores / cpus) if cpus else cores), start
