@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import postgres
 import pytest
+from cutting import cutting
 
 from lightning_spans.store import Store, open_store
 from lightning_spans.store_http import HttpStore
 from lightning_spans.testing import StoreConformance
+from lightning_spans.testing.faults import FAULTS, Fault
+from lightning_spans.testing.store_faults import some_work
 from lightning_trainer.server.app import create_app
 from lightning_trainer.server.keys import Keys
 from lightning_trainer.server.serving import ServerThread
@@ -59,3 +64,35 @@ def test_an_attempt_claimed_over_http_comes_with_its_context(server: tuple[str, 
     assert attempt.context.endpoint == url
     assert keys.check(str(attempt.context.key)).attempt_id == attempt.attempt_id
     runner.finish(attempt.attempt_id, attempt.fence, status="succeeded")
+
+
+PATHS = ("rollouts", "rollouts/cancel", "claims", "heartbeats", "finish", "spans", "calls", "rewards", "query")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_network_that_fails_costs_nothing_but_time(
+    server: tuple[str, Store], keys: Keys, path: str, fault: Fault
+) -> None:
+    url, behind = server
+
+    def plan(asked: str, number: int) -> Fault | None:
+        return fault if asked.endswith(f"/{path}") and number % 2 == 0 else None
+
+    with cutting(url, plan) as proxy:
+        work = some_work(HttpStore(proxy, key=keys.issue("admin")))
+        work.run()
+        work.store.close()
+    work.check(behind)
+
+
+def test_a_network_that_fails_all_the_time_costs_nothing_but_time(server: tuple[str, Store], keys: Keys) -> None:
+    url, behind = server
+    draws = random.Random(7)
+    with cutting(url, lambda *_: draws.choice((*FAULTS, *[None] * 8))) as proxy:
+        work = some_work(HttpStore(proxy, key=keys.issue("admin")))
+        work.queue()
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda _: work.do(), range(3)))
+        work.store.close()
+    work.check(behind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sqlite3
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from lightning_spans.store_schema import VERSION
 from lightning_spans.store_sql import SqlStore
 from lightning_spans.testing import StoreConformance
 from lightning_spans.testing.samples import a_call, a_reward, a_rollout, a_span
+from lightning_spans.testing.store_faults import again, some_work
 
 
 @pytest.fixture
@@ -273,3 +275,28 @@ def test_reads_go_on_while_others_write(opened: Callable[..., SqlStore]) -> None
         assert sum(added.result() for added in adding) == 1000
         assert all(count.result() % 50 == 0 for count in counts)  # whole transactions only
     assert len(store.spans(attempt_ids=["a"])) == 1000
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_commit_that_fails_costs_nothing_but_time(
+    opened: Callable[..., SqlStore], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    store = opened()
+    commit, draws = store._engine.dialect.do_commit, random.Random(moment)
+
+    def fail_often(connection: Any) -> None:
+        failing = draws.random() < 0.3
+        if moment == "after" or not failing:
+            commit(connection)
+        if failing:
+            raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(store._engine.dialect, "do_commit", fail_often)
+    work = some_work(store)
+    with ThreadPoolExecutor(4) as pool:
+        neighbours = [pool.submit(again, lambda: store.add_spans([a_span()])) for _ in range(40)]
+        work.run()
+        for neighbour in neighbours:
+            neighbour.result()
+    monkeypatch.undo()
+    work.check(store)

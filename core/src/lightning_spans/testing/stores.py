@@ -8,10 +8,11 @@ import pytest
 
 from lightning_spans.store import Store
 from lightning_spans.testing.store_claims import QueuePromises
+from lightning_spans.testing.store_faults import FaultPromises
 from lightning_spans.testing.store_records import RecordPromises
 
 
-class StoreConformance(RecordPromises, QueuePromises):
+class StoreConformance(RecordPromises, QueuePromises, FaultPromises):
     """Subclass it as ``TestMyStore`` and override the two fixtures. Each test says what to do if it fails.
 
     Records get ids of their own, but the queue must be empty at the start of a test.
