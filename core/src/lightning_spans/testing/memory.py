@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, get_args
@@ -52,7 +52,7 @@ class MemoryStore:
         Args:
             on: another one, whose data this one shares, as two processes share a file; None: empty.
         """
-        self._kept = _Kept() if on is None else on._kept
+        self._kept: _Kept = _Kept() if on is None else on._kept
         self._closed = False
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class MemoryStore:
             return kept.consumed.setdefault(group_id, consumer) == consumer
 
     @contextmanager
-    def _open(self) -> Any:
+    def _open(self) -> Iterator[_Kept]:
         if self._closed:
             raise StoreError("the store in memory is closed. Open it again to go on.")
         with self._kept.lock:
