@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +19,13 @@ from lightning_spans.errors import LightningError
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.backends.verl.agreement import WeightsError
 from lightning_trainer.backends.verl.overrides import Place
-from lightning_trainer.backends.verl.process import explained
+from lightning_trainer.backends.verl.process import explained, run_verl
 from lightning_trainer.backends.verl.trainers import within
 from lightning_trainer.progress import Silent
+from lightning_trainer.runner import Runner
+from lightning_trainer.target import Job
+
+NOBODY = {"workers": 0, "concurrency": 1, "logs": Path("logs")}
 
 
 def test_a_hung_weight_transfer_ends_within_its_bound():
@@ -49,6 +55,13 @@ def test_our_own_errors_come_out_of_rays_wrapping(tmp_path):
     died = explained(RayTaskError("run", "traceback", RayActorError()), place)
     assert "a process of verl died" in str(died)
     assert f"lightning-rl train --resume {tmp_path}" in str(died)
+
+
+def test_a_verl_that_cannot_be_imported_is_told(options, tmp_path, monkeypatch):
+    """A run must not end as if it had been done."""
+    monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo", None)
+    with pytest.raises(LightningError, match="verl failed: import of"):
+        run_verl(TrainConfig(**options), Place(folder=tmp_path), Runner(Job(target="program:run"), **NOBODY))
 
 
 class KillsAfter(Silent):

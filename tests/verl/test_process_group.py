@@ -7,6 +7,8 @@ import pytest
 pytest.importorskip("verl.protocol")
 
 import inspect
+import subprocess
+import sys
 
 import torch
 
@@ -51,3 +53,18 @@ def test_verl_finds_what_we_registered():
         assert get_adv_estimator_fn(f"lightning_whitened{ending}")
     assert get_trainer_cls("lightning_sync").kind == "sync"
     assert get_trainer_cls("lightning_async").kind == "colocate_async"
+
+
+def test_the_cpu_can_be_chosen_after_verl_was_imported():
+    """As in a program that composes verl's configuration, which imports verl, before it trains."""
+    program = (
+        "import os; os.environ.pop('VERL_PLATFORM', None)\n"
+        "import verl.trainer.config\n"
+        "from lightning_trainer.backends.verl.plugin import use_cpu\n"
+        "use_cpu()\n"
+        "import verl.trainer.main_ppo\n"
+        "from verl.utils.device import get_device_name\n"
+        "print('device', get_device_name())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "device cpu" in done.stdout, done.stderr

@@ -9,7 +9,20 @@ from __future__ import annotations
 
 import os
 
-if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-    from lightning_trainer.backends.verl import platform, process_group  # noqa: F401 - registers itself
 
-    process_group.patch()
+def load() -> None:
+    """Make the CPU platform known to verl where the environment asks for it."""
+    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+        from lightning_trainer.backends.verl import platform, process_group  # noqa: F401 - registers itself
+
+        process_group.patch()
+
+
+def use_cpu() -> None:
+    """Choose the CPU platform for this process and those that it starts, even if verl was imported before."""
+    os.environ["VERL_PLATFORM"] = "cpu"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    load()
+
+
+load()

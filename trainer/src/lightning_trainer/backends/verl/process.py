@@ -19,9 +19,6 @@ _END_S: Final = 60.0
 
 def run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
     """Run verl's trainer to its end, and see meanwhile that the agents still run."""
-    if config.device == "cpu":
-        os.environ["VERL_PLATFORM"] = "cpu"  # before verl is imported anywhere
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -31,11 +28,11 @@ def run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
     started = _Started()
 
     def work() -> None:
-        from verl.trainer.main_ppo import run_ppo
-        from verl.trainer.ppo.utils import need_critic, need_reference_policy
-        from verl.utils.config import validate_config
-
         try:
+            from verl.trainer.main_ppo import run_ppo
+            from verl.trainer.ppo.utils import need_critic, need_reference_policy
+            from verl.utils.config import validate_config
+
             validate_config(
                 config=verls, use_reference_policy=need_reference_policy(verls), use_critic=need_critic(verls)
             )

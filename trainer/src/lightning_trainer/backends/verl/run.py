@@ -15,6 +15,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.verl.describe import composed, count_steps, has_flash_attention
 from lightning_trainer.backends.verl.gateway import serving
 from lightning_trainer.backends.verl.overrides import Place, overrides
+from lightning_trainer.backends.verl.plugin import use_cpu
 from lightning_trainer.backends.verl.process import run_verl
 from lightning_trainer.backends.verl.report import Reporter
 from lightning_trainer.backends.verl.resuming import newest_checkpoint, note_identity
@@ -50,6 +51,8 @@ def run(config: TrainConfig, progress: Progress | None = None) -> Result:
 
     began, progress = time.monotonic(), progress or Silent()
     _need_verl()
+    if config.device == "cpu":
+        use_cpu()
     if config.val is not None:
         load_tasks(config.val)
     steps = count_steps(config)
