@@ -74,3 +74,22 @@ def test_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
+
+
+def test_alarm_is_a_line_of_its_own_said_once_while_it_stands(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path)
+    dead = {"reward": 1.0, "groups_without_signal": 1.0}
+    raised = [[alarm.name for alarm in log.add("train", step, dead)] for step in range(4)]
+    assert raised == [[], [], ["groups_dead"], []]
+    log.add("train", 4, {**dead, "groups_without_signal": 0.0})
+    assert log.alarms == []
+    log.close()
+    [line] = [line for line in read(tmp_path / "metrics.jsonl") if line["kind"] == "alarm"]
+    assert (line["name"], line["step"], line["steps_taken"]) == ("groups_dead", 2, 3)
+    assert "100% of the groups had equal rewards" in line["text"]
+    again = MetricLog(tmp_path, from_step=5)
+    assert [(alarm.name, alarm.step) for alarm in again.raised()] == [("groups_dead", 3)]
+    again.close()
+    cut = MetricLog(tmp_path, from_step=2)
+    assert cut.raised() == []
+    cut.close()

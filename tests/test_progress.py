@@ -44,3 +44,17 @@ def test_small_drawings() -> None:
     assert bar(0, 0) == ""
     assert (duration(59.6), duration(61), duration(3723)) == ("1:00", "1:01", "1:02:03")
     assert one_line({"loss": 1.0}) == "loss 1.0000"
+
+
+def test_alarms_stand_in_the_panel_and_are_said_once_in_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    with Shown("training writer") as progress:
+        for _ in range(2):
+            progress.alarms(["The entropy has fallen."])
+    assert capsys.readouterr().err.splitlines() == ["training writer", "ALARM: The entropy has fallen."]
+    console = Console(width=90, record=True, file=io.StringIO())
+    console.print(progress._panel())
+    assert "The entropy has fallen." in console.export_text()

@@ -108,6 +108,9 @@ def test_each_agent_is_trained_on_its_own_adapter_and_the_checker_stays(tiny_mod
     assert (last["policy_version/writer"], last["policy_version/rewriter"]) == (2, 2)
     assert last["calls_dropped/agent_not_selected"] == 6
     assert {"loss/writer", "loss/rewriter", "reward/writer", "reward/rewriter"} <= last.keys()
+    watched = {"entropy/writer", "response_tokens/checker", "groups_without_signal", "staleness", "reward_source/run"}
+    assert watched | {"tokens_generated", "rollout_seconds", "adapt_seconds", "update_seconds"} <= last.keys()
+    assert (last["staleness"], last["calls_per_rollout"]) == (0.0, 3.0)
     assert result.checkpoint is not None
     for name in ("writer", "rewriter"):
         assert (result.checkpoint / name / "adapter_model.safetensors").is_file()

@@ -169,6 +169,8 @@ class TrainConfig(BaseModel):
     """Steps between checkpoints; there is always one at the end."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints kept, newest first."""
+    trackers: tuple[str, ...] = ()
+    """Experiment trackers that are told the metrics, with commas between: mlflow, wandb. TensorBoard always is."""
     store: str | None = None
     """Store URL for traces and rollouts; SQLite in the run's folder by default."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -262,7 +264,7 @@ def to_json(config: TrainConfig) -> str:
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults that depend on other options, and take `agents` as one text with commas too."""
+    """Fill in the defaults that depend on other options, and take lists of names as one text with commas too."""
     filled = dict(values)
     if filled.get("policies"):
         if isinstance(filled["policies"], (str, tuple)):
@@ -273,8 +275,9 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(filled.get("algorithm"), str):
         for name, value in recipe_of(filled["algorithm"]).options.items():
             filled[name] = value if filled.get(name) is None else filled[name]
-    if isinstance(filled.get("agents"), str):
-        filled["agents"] = tuple(name.strip() for name in filled["agents"].split(",") if name.strip())
+    for name in ("agents", "trackers"):
+        if isinstance(filled.get(name), str):
+            filled[name] = tuple(part.strip() for part in filled[name].split(",") if part.strip())
     chosen = filled.get("policies")
     if isinstance(chosen, Mapping) and chosen and all(isinstance(value, str) for value in chosen.values()):
         filled["policies"], filled["agents"] = policies.complete(chosen, filled.get("agents"))

@@ -12,8 +12,10 @@ from lightning_spans.agents import check_known, selects
 from lightning_spans.errors import LightningError
 from lightning_spans.store import Rollout
 from lightning_spans.trace import Trace, traces_of
+from lightning_spans.watch import waiting
+from lightning_trainer import watch
 from lightning_trainer.account import Account
-from lightning_trainer.algorithms.rl import Algorithm, Batch
+from lightning_trainer.algorithms.rl import Algorithm, Batch, Traces
 from lightning_trainer.backends import Backend
 from lightning_trainer.checkpoints import State, save
 from lightning_trainer.config import TrainConfig
@@ -21,7 +23,7 @@ from lightning_trainer.data import Task, batch_at
 from lightning_trainer.engine import Engine
 from lightning_trainer.interrupts import Interrupted
 from lightning_trainer.local import Local
-from lightning_trainer.metrics import MetricLog
+from lightning_trainer.metrics import Kind, MetricLog
 from lightning_trainer.overview import nothing_captured
 from lightning_trainer.policies import BASE
 from lightning_trainer.progress import Progress
@@ -91,7 +93,8 @@ class Loop:
         self._parts.progress.phase("saving")
         seconds = self._seconds_before + time.monotonic() - self._began
         state = replace(self.state, seconds=seconds)
-        save(self._parts.folder, state, self._parts.backend.save, keep=self._parts.config.keep)
+        with waiting("checkpoint write", f"the checkpoint of step {state.step} in {self._parts.folder}"):
+            save(self._parts.folder, state, self._parts.backend.save, keep=self._parts.config.keep)
         self._saved = self.state.step
         self._parts.log.draw()
 
@@ -102,7 +105,7 @@ class Loop:
 
     def _validate(self) -> None:
         """Run the held-out tasks, sampled as in training, unless it was done with these weights."""
-        step, config = self.state.step, self._parts.config
+        step, config, began = self.state.step, self._parts.config, time.monotonic()
         if not self._parts.val or any(at == step for at, _ in self._parts.log.series("val", "rollouts")):
             return
         rollouts = plan(
@@ -115,7 +118,7 @@ class Loop:
         )
         outcomes = self._run(rollouts, "validation")
         result = score(outcomes, config.failed)
-        self._parts.log.add("val", step, result.metrics())
+        self._log("val", step, {**result.metrics(), "seconds": time.monotonic() - began})
         self._parts.progress.note(f"held out after {step} steps: {describe(result)}")
 
     def _step(self) -> None:
@@ -131,25 +134,38 @@ class Loop:
         )
         outcomes = self._run(rollouts, "rollouts")
         rolled_s = time.monotonic() - began
-        batch = self._batch(outcomes)
+        traces = _Read(self._traces)
+        ages = {engine.model: engine.version for engine in self._parts.backend.engines}
+        batch = self._batch(outcomes, traces)
+        adapted_s = time.monotonic() - began - rolled_s
         self._parts.check()
         self._parts.progress.phase(f"learning from {len(batch.rows)} rows")
         self._whole = False
         learned = self._learn(batch)
         result = score(outcomes, config.failed)
+        given = [reward for outcome in outcomes for reward in outcome.rewards]
         metrics = {
             **result.metrics(),
             **batch.account.metrics(),
-            **by_source(batch.automatic, result.rollouts - result.failed),
+            **by_source([*given, *batch.automatic], result.rollouts - result.failed),
+            **watch.of_groups(*compared(batch)),
+            **watch.of_traces(traces.found),
+            **watch.of_rows(batch.rows, ages),
             **learned,
             **versions(self._parts.backend.engines),
             "rollout_seconds": rolled_s,
+            "adapt_seconds": adapted_s,
             "seconds": time.monotonic() - began,
         }
-        self._parts.log.add("train", step, metrics)
+        self._log("train", step, metrics)
         self._parts.progress.step(step, metrics)
         self._tell(batch.account, outcomes)
         self._advance(batch, result)
+
+    def _log(self, kind: Kind, step: int, metrics: dict[str, float]) -> None:
+        """Keep numbers, and show the alarms that stand after them."""
+        self._parts.log.add(kind, step, metrics)
+        self._parts.progress.alarms([alarm.text for alarm in self._parts.log.alarms])
 
     def _run(self, rollouts: Sequence[Rollout], what: str) -> list[Outcome]:
         outcomes = self._parts.local.run(rollouts, self._parts.progress, what, check=self._parts.check)
@@ -184,14 +200,14 @@ class Loop:
         if errors:
             self._parts.progress.note(f"{len(errors)} of {len(outcomes)} rollouts failed: {_end(errors[-1], 1)}")
 
-    def _batch(self, outcomes: Sequence[Outcome]) -> Batch:
+    def _batch(self, outcomes: Sequence[Outcome], traces: Traces) -> Batch:
         """Make rows, and refuse what can't teach anything and never will."""
         groups = {outcome.rollout.group_id for outcome in outcomes}
         consumer = f"{self._parts.name}/{self.state.step}"
         fresh = {group for group in groups if self._parts.local.store.consume_group(group, consumer)}
-        batch = self._parts.algorithm(
-            [outcome for outcome in outcomes if outcome.rollout.group_id in fresh], self._traces, self.state.agents
-        )
+        whole = [outcome for outcome in outcomes if outcome.rollout.group_id in fresh]
+        with waiting("rows", f"the rows of {len(whole)} rollouts"):
+            batch = self._parts.algorithm(whole, traces, self.state.agents)
         self._parts.local.store.add_rewards(batch.automatic)  # to be seen beside the others; their source says whose
         if batch.account.seen == 0:
             raise NothingLearnedError(nothing_captured(len(outcomes), self._parts.local.runner.attached))
@@ -204,7 +220,8 @@ class Loop:
         if not any(row.has_gradient for row in batch.rows) and self._parts.config.kl_coef == 0:
             return {"update_seconds": 0.0}
         began = time.monotonic()
-        learned = self._parts.backend.update(batch.rows)
+        with waiting("update", f"the backend to learn from {len(batch.rows)} rows"):
+            learned = self._parts.backend.update(batch.rows)
         return {**learned, "update_seconds": time.monotonic() - began}
 
     def _advance(self, batch: Batch, result: Score) -> None:
@@ -241,6 +258,24 @@ class Loop:
 
     def _traces(self, attempt_ids: Sequence[str]) -> list[Trace]:
         return traces_of(self._parts.local.store, attempt_ids=attempt_ids)
+
+
+class _Read:
+    """Reads traces, and keeps them for who counts what is in them."""
+
+    def __init__(self, read: Callable[[Sequence[str]], list[Trace]]) -> None:
+        self._read = read
+        self.found: list[Trace] = []
+
+    def __call__(self, attempt_ids: Sequence[str]) -> list[Trace]:
+        self.found = self._read(attempt_ids)
+        return self.found
+
+
+def compared(batch: Batch) -> tuple[int, int]:
+    """Count the groups that were compared, and of them those in which there was nothing to compare."""
+    groups = {call.group_id for call in batch.calls if call.left_out is None}
+    return len(groups), len(groups & batch.flat_groups)
 
 
 def versions(engines: Sequence[Engine]) -> dict[str, float]:

@@ -1,19 +1,31 @@
-"""What a run writes about itself: a line of JSON a step, the same for TensorBoard, and the curve as a picture."""
+"""What a run writes about itself: a line of JSON a step, the same for TensorBoard and others, and the curve.
+
+A step's numbers may raise alarms; these are lines of their own.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from lightning_trainer.alarms import Alarm, raised
+
+if TYPE_CHECKING:
+    from lightning_trainer.trackers import Tracker
+
+logger = logging.getLogger(__name__)
 
 Kind: TypeAlias = Literal["train", "val"]
 Line: TypeAlias = dict[str, Any]
 
 LOG_NAME: Final = "metrics.jsonl"
 CURVE_NAME: Final = "curve.png"
+_TRIES: Final = 3  # times in a row that a tracker may fail before it is told no more: each try may take minutes
 
 
 class MetricLog:
@@ -23,9 +35,10 @@ class MetricLog:
         folder: of the run; it exists.
         from_step: the first step that is still to come. Lines of later steps, which a resumed run takes again, are
             cut off.
+        trackers: are told the same; closed with the log. One that keeps failing is told no more.
     """
 
-    def __init__(self, folder: Path, *, from_step: int = 0) -> None:
+    def __init__(self, folder: Path, *, from_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         from tensorboardX import SummaryWriter
 
         self._folder = folder
@@ -35,24 +48,65 @@ class MetricLog:
         self._file = self._path.open("a", encoding="utf-8")
         self._drawn = -1
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step or None)
+        self._trackers = dict.fromkeys(trackers, 0)  # with the number of times that each failed in a row
+        self.alarms: list[Alarm] = raised(self._history)  # those that stand
 
-    def add(self, kind: Kind, step: int, values: Mapping[str, float]) -> None:
+    def add(self, kind: Kind, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Keep the numbers of one step, or of the validation before it.
+
+        Returns:
+            Alarms that this line raises and that did not stand before.
 
         Args:
             kind: of what.
             step: steps taken before: 0 for the first one and for the validation before training.
             values: numbers by name.
         """
-        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
+        for name, value in values.items():
+            self._board.add_scalar(f"{kind}/{name}", value, step)
+        for tracker in list(self._trackers):
+            self._tell(tracker, kind, step, values)
+        standing = {alarm.name for alarm in self.alarms}
+        self.alarms = raised(self._history)
+        fresh = [alarm for alarm in self.alarms if alarm.name not in standing]
+        for alarm in fresh:
+            facts = {"name": alarm.name, "text": alarm.text, "steps_taken": alarm.step}
+            self._write({"kind": "alarm", "step": step, "time": round(time.time(), 3), **facts})
+            self._board.add_text(f"alarm/{alarm.name}", alarm.text, step)
+        self._board.flush()
+        return fresh
+
+    def raised(self) -> list[Alarm]:
+        """Give every alarm of the run, also those that no longer stand."""
+        return [
+            Alarm(line["name"], line["steps_taken"], line["text"]) for line in self._lines if line["kind"] == "alarm"
+        ]
+
+    @property
+    def _history(self) -> list[Line]:
+        return [line for line in self._lines if line["kind"] != "alarm"]
+
+    def _write(self, line: Line) -> None:
         self._lines.append(line)
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
-        self._board.flush()
 
-    def lines(self, kind: Kind) -> list[Line]:
+    def _tell(self, tracker: Tracker, kind: Kind, step: int, values: Mapping[str, float]) -> None:
+        try:
+            tracker.log(kind, step, values)
+            self._trackers[tracker] = 0
+        except Exception as error:  # noqa: BLE001 - whatever a service does, the run goes on
+            self._trackers[tracker] += 1
+            given_up = self._trackers[tracker] >= _TRIES
+            logger.warning(
+                "%s did not take the numbers of step %d (%s); they stand in %s%s",
+                tracker.name, step, error, self._path, ". It is told no more" if given_up else "",
+            )  # fmt: skip
+            if given_up:
+                del self._trackers[tracker]
+
+    def lines(self, kind: Kind | Literal["alarm"]) -> list[Line]:
         """Give every line of a kind."""
         return [line for line in self._lines if line["kind"] == kind]
 
@@ -77,9 +131,14 @@ class MetricLog:
         return path
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Let go of the files and the trackers."""
         self._file.close()
         self._board.close()
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001 - whatever a service does, the run has ended
+                logger.warning("%s did not take the end of the run: %s", tracker.name, error)
 
 
 def read(path: Path) -> list[Line]:

@@ -33,6 +33,10 @@ class Progress(Protocol):
         """Tell something worth keeping on the screen."""
         ...
 
+    def alarms(self, texts: Sequence[str]) -> None:
+        """Say which alarms stand now; those before no longer do."""
+        ...
+
 
 class Silent:
     """Shows nothing: for programs that call `train()`."""
@@ -47,6 +51,9 @@ class Silent:
         """Show nothing."""
 
     def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def alarms(self, texts: Sequence[str]) -> None:
         """Show nothing."""
 
 
@@ -67,6 +74,7 @@ class Shown:
         self._rewards: list[float] = []
         self._metrics: Mapping[str, float] = {}
         self._phase = ("starting", 0, 0)
+        self._alarms: Sequence[str] = ()
         self._live: Live | None = None
 
     def __enter__(self) -> Shown:
@@ -106,6 +114,13 @@ class Shown:
         """Tell something worth keeping on the screen."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def alarms(self, texts: Sequence[str]) -> None:
+        """Say which alarms stand now; those before no longer do."""
+        for text in texts:
+            if self._live is None and text not in self._alarms:
+                self.note(f"ALARM: {text}")
+        self._alarms = texts
+
     def _panel(self) -> RenderableType:
         from rich.console import Group
         from rich.panel import Panel
@@ -126,6 +141,7 @@ class Shown:
             lines.append(Text(f"reward {self._rewards[-1]:.3f}  {sparkline(self._rewards)}"))
             rest = {name: value for name, value in self._metrics.items() if name != "reward"}
             lines.append(Text(one_line(rest), style="dim"))
+        lines += [Text(text, style="bold yellow") for text in self._alarms]
         return Panel(Group(*lines), title=self._title, title_align="left")
 
 

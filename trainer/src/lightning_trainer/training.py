@@ -13,7 +13,9 @@ from typing import Any
 
 from lightning_spans import plugins
 from lightning_spans.errors import ConfigError
+from lightning_trainer import trackers
 from lightning_trainer.air import installed, read_rules
+from lightning_trainer.alarms import Alarm
 from lightning_trainer.algorithms import algorithm_by_name
 from lightning_trainer.backends import Backend, open_backend
 from lightning_trainer.checkpoints import NEWEST, State, check_identity, find, read_state
@@ -46,6 +48,7 @@ class Result:
         checkpoint: the newest checkpoint, which `lightning-rl serve` takes; None where nothing was learned.
         folder: the run's.
         seconds: time that the run took, earlier parts of a resumed run included.
+        alarms: every alarm of the run, in the order in which they were raised.
     """
 
     before: Score | None
@@ -55,6 +58,7 @@ class Result:
     checkpoint: Path | None
     folder: Path
     seconds: float
+    alarms: tuple[Alarm, ...] = ()
 
     @property
     def reward_before(self) -> float | None:
@@ -109,7 +113,8 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
         backend = stack.enter_context(_backend(config, checkpoint, progress))
         check()
         local = stack.enter_context(_local(config, folder, runner, backend))
-        log = stack.enter_context(closing(MetricLog(folder, from_step=state.step)))
+        told = stack.enter_context(trackers.opened(config.trackers, folder, config.model_dump(mode="json")))
+        log = stack.enter_context(closing(MetricLog(folder, from_step=state.step, trackers=told)))
         write_atomically(folder / CONFIG_NAME, to_json(config.model_copy(update={"out": folder})).encode())
         parts = Parts(
             config=config,
@@ -255,4 +260,5 @@ def _result(state: State, log: MetricLog, folder: Path, seconds: float) -> Resul
         checkpoint=newest if newest.exists() else None,
         folder=folder,
         seconds=seconds,
+        alarms=tuple(log.raised()),
     )

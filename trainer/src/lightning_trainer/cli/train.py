@@ -46,6 +46,7 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, **flags: An
             "by_agent_before": dict(result.before.by_agent) if result.before else {},
             "by_agent_after": dict(result.after.by_agent) if result.after else {},
             "steps": result.steps,
+            "alarms": [{"after_steps": alarm.step, "text": alarm.text} for alarm in result.alarms],
             "folder": str(result.folder),
             "checkpoint": str(result.checkpoint) if result.checkpoint else None,
             "seconds": round(result.seconds, 1),
