@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_spans.spans import CHAT, EXECUTE_TOOL, FRAMEWORK, INVOKE_AGENT, RESPONSE, RESPONSE_ID, Span
+from lightning_spans.spans import CHAT, EXECUTE_TOOL, FRAMEWORK, INVOKE_AGENT, REQUEST, RESPONSE, RESPONSE_ID, Span
 from lightning_spans.store import Call, Choice
 from lightning_spans.store_sql import SqlStore
 from lightning_spans.testing.samples import a_call, a_reward, a_rollout, an_id
-from lightning_spans.trace import Node, Trace, traces_of
+from lightning_spans.trace import Node, Trace, count_joins, traces_of
+from lightning_spans.trace_join import NO_SPAN, NOT_SEEN, SPARE
+from lightning_spans.trace_named import AMBIGUOUS, UNNAMED
 
 T = "0af7651916cd43dd8448eb211c80319c"
 
@@ -402,3 +404,102 @@ def test_an_outer_span_around_one_attempt_belongs_to_it(store: SqlStore) -> None
     store.add_spans([span("outer", operation="user's own"), span("a", "outer", attempt_id="a", rollout_id="r")])
     assert [ids(list(trace)) for trace in traces_of(store)] == [["outer", "a"]]
     assert [ids(list(trace)) for trace in traces_of(store, rollout_ids=["r"])] == [["outer", "a"]]
+
+
+ASKED = '{"messages": [{"role": "user", "content": "hi"}]}'
+
+
+def asked(span_id: str, agent: str | None = "writer", request: str = ASKED, **changes: Any) -> Span:
+    """A chat span that had no answer, such as one whose stream was left."""
+    return chat(span_id, agent=agent, attributes={REQUEST: request}, **changes)
+
+
+def named(response_id: str, agent: str | None = "writer", **changes: Any) -> Call:
+    return call(response_id, agent=agent, request={"messages": [{"role": "user", "content": "hi"}]}, **changes)
+
+
+def test_without_traceparent_and_response_id_the_key_and_the_agents_name_join() -> None:
+    calls = [named("r1"), named("r2")]
+    trace = Trace.build([asked("a"), asked("b"), asked("c", "editor")], calls)
+    assert [node.call for node in trace.chats] == [*calls, None]
+    above = span("agent", operation=INVOKE_AGENT, agent="writer")
+    assert Trace.build([above, asked("a", None, parent_id="agent")], [calls[0]]).chats[0].call == calls[0]
+
+
+def test_a_name_that_leaves_a_choice_joins_nothing_and_says_so() -> None:
+    tried, calls = asked("a"), [named("r1"), named("r2")]
+    trace = Trace.build([tried], calls)
+    assert [node.call for node in trace.chats] == [None, *calls]
+    assert [half.reason for half in trace.unjoined] == [NOT_SEEN, AMBIGUOUS, AMBIGUOUS]
+    failed = named("x", error="500")
+    trace = Trace.build([asked("a")], [failed, calls[0]])
+    assert [node.call for node in trace.chats] == [calls[0]]
+    assert [(half.reason, half.call) for half in trace.unjoined] == [(SPARE, failed)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "lone", "why"),
+    [
+        ([asked("a", request='{"messages": []}')], named("r1"), NO_SPAN),
+        ([asked("a", "editor")], named("r1"), NO_SPAN),
+        ([asked("a")], named("r1", None), UNNAMED),
+        ([asked("a")], named("r1", span_id="never delivered"), NO_SPAN),
+        ([chat("a", None, "r9", agent="writer", attributes={REQUEST: ASKED})], named("r1"), NO_SPAN),
+    ],
+)
+def test_what_does_not_fit_is_not_joined_by_name(spans: list[Span], lone: Call, why: str) -> None:
+    trace = Trace.build(spans, [lone])
+    assert len(trace.chats) == 2
+    assert trace.chats[0].call is None or trace.chats[1].call is None
+    assert why in [half.reason for half in trace.unjoined]
+
+
+@given(st.data())
+def test_every_call_is_one_chat_node_or_a_try_of_one(data: st.DataObject) -> None:
+    """Whatever headers, ids and names calls come with, each is told once: at one node, or as a spare try."""
+    some = st.sampled_from([None, "r1", "r2", "r3"])
+    agents = st.sampled_from([None, "writer", "editor"])
+    spans = [
+        chat(
+            f"s{n}",
+            data.draw(st.sampled_from([None, "s0", "s1", "lost"])),
+            data.draw(some),
+            agent=data.draw(agents),
+            attributes={FRAMEWORK: data.draw(st.sampled_from(["openai", "proxy"])), REQUEST: ASKED},
+        )
+        for n in range(data.draw(st.integers(0, 4)))
+    ]
+    calls = [
+        named(
+            data.draw(some) or "r0",
+            data.draw(agents),
+            span_id=data.draw(st.sampled_from([None, "s0", "s1", "lost"])),
+            error=data.draw(st.sampled_from([None, "500"])),
+        )
+        for _ in range(data.draw(st.integers(0, 5)))
+    ]
+    trace = Trace.build(spans, calls)
+    at_nodes = [node.call.call_id for node in trace.chats if node.call is not None]
+    spare = [half.call.call_id for half in trace.unjoined if half.reason == SPARE and half.call is not None]
+    assert sorted(at_nodes + spare) == sorted(each.call_id for each in calls)
+    counted = count_joins([trace])
+    assert counted.calls == len(trace.chats)
+    both = [n for n in trace.chats if n.call is not None and n.span.attributes.get(FRAMEWORK) != "gateway"]
+    assert counted.joined == len(both)
+
+
+def test_a_forged_traceparent_reaches_no_other_attempt(store: SqlStore) -> None:
+    victim = span("victim", rollout_id="r", attempt_id="b", agent="writer")
+    theirs = call("r1", "victim", rollout_id="r", attempt_id="b")
+    forged = call("r2", "victim", rollout_id="r", attempt_id="a", agent="thief")
+    store.add_spans([victim])
+    store.add_calls([theirs, forged])
+    for read in ({"attempt_ids": ["a"]}, {"attempt_ids": ["b"]}, {}):
+        by_attempt = {trace.attempt_id: trace for trace in traces_of(store, **read)}
+        for attempt, own in (("a", forged), ("b", theirs)):
+            if attempt in by_attempt:
+                (node,) = by_attempt[attempt].chats
+                assert node.call == own
+                assert node.span.attempt_id == attempt
+    (lone,) = traces_of(store, attempt_ids=["a"])[0].unjoined
+    assert lone.reason == NO_SPAN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,20 +11,20 @@ from lightning_spans.rewards import Reward
 from lightning_spans.spans import CHAT, EXECUTE_TOOL, Json, Span
 from lightning_spans.store import Call
 from lightning_spans.trace_join import (
-    NO_SPAN,
     NOT_SEEN,
     join_by_response_id,
     join_by_traceparent,
     merge_doubles,
     node_of_call,
 )
+from lightning_spans.trace_named import Joins, join_by_name
 from lightning_spans.trace_nodes import Node, Unjoined
 from lightning_spans.trace_tree import Key, complete, descend, link, make_nodes, start_of, tidy
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store
 
-__all__ = ["Node", "Trace", "Unjoined", "traces_of"]
+__all__ = ["Joins", "Node", "Trace", "Unjoined", "count_joins", "traces_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,12 +77,14 @@ class Trace:
             tidy([*into.values(), *(node.parent for node in into if node.parent is not None)], into)
             order = descend(node for node in order if node.parent is None and node not in into)
             orphans = [node for node in orphans if node not in into]
-        rest = join_by_response_id(sorted(_chats(order), key=start_of), rest)
-        made = [_hang(call, nodes, into) for call in rest]
+        chats = sorted(_chats(order), key=start_of)
+        alone, tries = join_by_name(chats, join_by_response_id(chats, rest))
+        made = [_hang(half.call, nodes, into) for half in alone if half.call is not None]
         tidy((node.parent for node in made if node.parent is not None), ())
         order += made
         orphans += [node for node in made if node.parent is None and node.span.parent_id is not None]
-        lone += [*doubled, *(Unjoined(NO_SPAN, node=node, call=node.call) for node in made)]
+        lone += [*doubled, *tries]
+        lone += [Unjoined(half.reason, node=node, call=node.call) for half, node in zip(alone, made, strict=True)]
         records: list[Span | Call | Reward] = [*its_spans, *its_calls, *its_rewards]
         rollout_id = rollout_id or _only(record.rollout_id for record in records)
         attempt_id = attempt_id or _only(record.attempt_id for record in records)
@@ -126,6 +129,18 @@ class Trace:
         not recorded; where the call has several choices these are the first one's, and ``choices`` holds all.
         """
         return [node.to_json() for node in self.nodes]
+
+
+def count_joins(traces: Iterable[Trace]) -> Joins:
+    """Count the model calls of traces that have both halves, and the halves that stand alone, by reason."""
+    calls = joined = 0
+    unjoined: Counter[str] = Counter()
+    for trace in traces:
+        halves = trace.unjoined
+        calls += len(trace.chats)
+        joined += len(trace.chats) - sum(half.node is not None for half in halves)
+        unjoined.update(half.reason for half in halves)
+    return Joins(calls, joined, dict(unjoined))
 
 
 def _chats(nodes: Iterable[Node]) -> list[Node]:

@@ -1,7 +1,8 @@
 """One model call, one chat node: what the gateway recorded is joined to the agent's span, and doubles are merged.
 
 A call belongs to the span that its ``traceparent`` names; where there is none, to the span with its response id; where
-there is none either, it gets a span of its own. Nothing is ever matched by time or by text alone.
+there is none either, to the one span of its attempt and agent that asked for the same (`trace_named`); else it gets a
+span of its own. Nothing is ever matched by time or by text alone.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from lightning_spans.trace_tree import Key, start_of
 
 GATEWAY: Final = "gateway"  # the framework of spans made from calls
 
-NOT_SEEN: Final = "no gateway saw this call: it went to another endpoint, or failed on the way"
-SPARE: Final = "another call of the same span is the one whose answer the agent got: the client tried again"
+NOT_SEEN: Final = "no gateway saw it: it went to another endpoint, or failed on the way"
+SPARE: Final = "tried again: another call of the same span is the one whose answer the agent got"
 NO_SPAN: Final = (
-    "no span has its traceparent or its response id: the agent is not attached, or its span was not delivered"
+    "no span: none has its traceparent, its response id, or its agent and request. The agent is not attached, or its"
+    " span was not delivered"
 )
 
 
