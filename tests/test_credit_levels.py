@@ -130,6 +130,12 @@ def test_gigpo_compares_attempts_and_states():
     assert (steps.weight, steps.by_step, len(set(steps.places))) == (0.7, True, 4)  # nothing kept: states of their own
 
 
+def test_gigpo_counts_step_rewards_in_the_return_of_the_whole_attempt():
+    episode, steps = levels_of(gigpo(TEAM, [reward(1.0), reward(0.5, "writer", "s2"), reward(0.2, "writer", "s0")]))
+    assert list(episode.values) == pytest.approx([1.7, 1.0, 1.7, 1.0])
+    assert steps.values[3] == 1.0
+
+
 def say(role, content, **more):
     return {"role": role, "content": content, **more}
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from lightning_spans.credit import discounted, identical
+from lightning_spans.credit import discounted
 from lightning_spans.errors import ConfigError
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Json
@@ -97,7 +97,7 @@ def gigpo(
             the environment's state; ``prompt``, all that the model saw.
 
     Returns:
-        One value for each transition: the attempt's return, as `identical` gives it.
+        One value for each transition: its agent's return in the attempt, the rewards of single calls among it.
 
     Raises:
         ConfigError: an option is out of range.
@@ -112,7 +112,7 @@ def gigpo(
         weight=omega,
         by_step=True,
     )
-    return Credited(identical(transitions, rewards), more=[steps])
+    return Credited(_returns(transitions, rewards), more=[steps])
 
 
 def state_of(transition: Transition, anchor: Anchor = "observation") -> str:
@@ -130,6 +130,14 @@ def state_of(transition: Transition, anchor: Anchor = "observation") -> str:
     if transition.tokens is not None:
         return _digest(transition.tokens.prompt)
     return f"{transition.attempt_id}/{transition.span_id}"
+
+
+def _returns(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
+    """(M,) all that came to the agent of each call: its return to go at its first one, without discount."""
+    to_go = discounted(transitions, rewards, gamma=1.0)
+    order = sorted(range(len(transitions)), key=lambda m: (transitions[m].turn, transitions[m].choice), reverse=True)
+    first = {transitions[m].agent: to_go[m] for m in order}
+    return [first[transition.agent] for transition in transitions]
 
 
 def _numbers(transitions: Sequence[Transition]) -> list[int]:

@@ -75,7 +75,7 @@ def answer_format(
     """
     if (pattern is None) == (schema is None):
         raise ConfigError("answer_format needs either a pattern or a schema.")
-    expression = re.compile(pattern) if pattern is not None else None
+    expression = _compiled(pattern) if pattern is not None else None
 
     def has_format(text: str) -> bool:
         return expression.search(text) is not None if expression is not None else _reads_as(text, schema)
@@ -91,11 +91,12 @@ def latency(trace: Trace, *, budget_s: float) -> list[Finding]:
         trace: the attempt.
         budget_s: seconds from the start of its first span to the end of its last.
     """
+    _check_budget(budget_s, "budget_s")
     if not trace.nodes:
         return []
     spans = [node.span for node in trace.nodes]
     seconds = (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
-    return [Finding(_over(seconds, budget_s, "budget_s"))]
+    return [Finding(_over(seconds, budget_s))]
 
 
 def cost(trace: Trace, *, budget: float, prompt: float = 1.0, response: float = 1.0) -> list[Finding]:
@@ -107,11 +108,12 @@ def cost(trace: Trace, *, budget: float, prompt: float = 1.0, response: float = 
         prompt: price of a token of a prompt.
         response: price of a token of an answer.
     """
+    _check_budget(budget, "budget")
     if not trace.chats:
         return []
     counted = [tokens_of(node) for node in trace.chats]
     spent = prompt * sum(given for given, _ in counted) + response * sum(drawn for _, drawn in counted)
-    return [Finding(_over(spent, budget, "budget"))]
+    return [Finding(_over(spent, budget))]
 
 
 def overlong(trace: Trace, *, max_tokens: int, buffer: int) -> list[Finding]:
@@ -152,6 +154,13 @@ def text_of(node: Node) -> str:
     for item in message.get("output") or []:
         parts = [*parts, *(item.get("content") or [])] if isinstance(item, Mapping) else parts
     return "".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"answer_format: pattern {pattern!r} is no regular expression: {error}.") from None
 
 
 def _all_asked(trace: Trace) -> list[Asked]:
@@ -197,7 +206,10 @@ def _is_empty(node: Node) -> bool:
     return str(result).strip().lower() in ("", "null", "none", "[]", "{}", '""', "''")
 
 
-def _over(spent: float, budget: float, option: str) -> float:
-    if not budget > 0:
-        raise ConfigError(f"{option} = {budget} must be above 0.")
+def _check_budget(budget: float, option: str) -> None:
+    if not isinstance(budget, (int, float)) or not budget > 0:
+        raise ConfigError(f"{option} = {budget!r} must be a number above 0.")
+
+
+def _over(spent: float, budget: float) -> float:
     return -min(max(spent / budget - 1.0, 0.0), 1.0)

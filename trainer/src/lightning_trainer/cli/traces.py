@@ -52,8 +52,8 @@ def command(
 
     With --json each line is a span with operation, agent, trace_id, span_id, parent_id, rollout_id, attempt_id,
     start_ns, end_ns, status, attributes, and for model calls response_id, prompt_token_ids, response_token_ids,
-    logprobs, policy_version. Where rewards are tied to a span its line has them, and the first line of a trace has those
-    of the whole attempt: rewards, with source, agent, value of each.
+    logprobs, policy_version. Where rewards are tied to a span its line has them, and the first line of a trace has
+    those of the whole attempt: rewards, with source, agent, value of each.
     """
     from lightning_spans.trace import traces_of
     from lightning_trainer.air.judge import read_rules
