@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from lightning_spans import store_http
-from lightning_spans.errors import LeaseLostError, RefusedError, StoreError
+from lightning_spans.errors import LeaseLostError, RefusedError, RewardError, StoreError
 from lightning_spans.records import dumps, from_json, loads, to_json
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
-from lightning_spans.store import Call, Rollout, Store, open_store
+from lightning_spans.store import Call, End, Rollout, Store, open_store
 from lightning_spans.store_http import HttpStore
 from lightning_spans.store_sql import SqlStore
 from lightning_spans.testing import StoreConformance
@@ -53,6 +53,11 @@ def _result(store: Store, path: str, body: dict[str, Any]) -> dict[str, Any]:
         case ["attempts", attempt_id, "finish"]:
             rewards = [from_json(Reward, item) for item in body.pop("rewards")]
             return {"status": store.finish(attempt_id, body.pop("fence"), rewards=rewards, **body)}
+        case ["finishes"]:
+            ends = [
+                End(**{**end, "rewards": [from_json(Reward, one) for one in end["rewards"]]}) for end in body["ends"]
+            ]
+            return {"answers": [_told(one) for one in store.finish_all(ends)]}
         case ["groups", "consume"]:
             return {"ok": store.consume_group(**body)}
     raise ValueError(f"no such path: {path}")
@@ -63,6 +68,13 @@ def behind(tmp_path: Path) -> Iterator[SqlStore]:
     store = SqlStore(f"sqlite:///{tmp_path}/lightning.db")
     yield store
     store.close()
+
+
+def _told(answer: Any) -> dict[str, Any]:
+    codes = {LeaseLostError: "lease_lost", RewardError: "bad_reward"}
+    if isinstance(answer, Exception):
+        return {"code": codes.get(type(answer), "refused"), "message": str(answer)}
+    return {"status": answer}
 
 
 class TestHttpStore(StoreConformance):

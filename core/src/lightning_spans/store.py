@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 from lightning_spans.context import Attempt
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import TRAINING, Json, Span
 
@@ -143,6 +143,25 @@ class AttemptRecord:
     disturbed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an attempt ended, as its runner tells it.
+
+    Attributes:
+        attempt_id: the attempt.
+        fence: the fencing number that came with the claim.
+        status: any but ``running``.
+        rewards: of this attempt.
+        error: why it failed; None otherwise.
+    """
+
+    attempt_id: str
+    fence: int
+    status: AttemptStatus
+    rewards: Sequence[Reward] = ()
+    error: str | None = None
+
+
 @runtime_checkable
 class Store(Protocol):
     """Traces, calls, rewards and the queue of rollouts. Whatever returns is on disk.
@@ -226,6 +245,10 @@ class Store(Protocol):
             RefusedError: no such attempt, `status` is no end, or a reward belongs to another attempt.
             RewardError: a reward is not a finite number.
         """
+        ...
+
+    def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
+        """End several attempts in one transaction. Gives for each what `finish` gives, or the error that it raises."""
         ...
 
     def cancel(self, rollout_ids: Sequence[str]) -> int:

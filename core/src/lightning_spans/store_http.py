@@ -11,6 +11,7 @@ Every body is JSON; records have the form of `records`. What a server answers:
 | POST /api/claims | ``{"worker", "limit", "lease_s"}`` | ``{"attempts": [...]}`` |
 | POST /api/heartbeats | ``{"leases": [[id, fence], ...], "lease_s"}`` | ``{"lost": [id, ...]}`` |
 | POST /api/attempts/ID/finish | ``{"fence", "status", "rewards", "error"}`` | ``{"status": s}``; 409: lease lost |
+| POST /api/finishes | ``{"ends": [{"attempt_id", ...}]}`` | ``{"answers": [{"status"} or {"code", "message"}]}`` |
 | POST /api/groups/consume | ``{"group_id", "consumer"}`` | ``{"ok": true}`` |
 
 ``what`` is spans, calls, rewards, rollouts or attempts, with the filters of the method of that name; a filter left out
@@ -28,11 +29,12 @@ from urllib.parse import quote
 
 import httpx
 
-from lightning_spans.errors import LeaseLostError, RefusedError, RewardError, StoreError
+from lightning_spans.errors import LeaseLostError, LightningError, RefusedError, RewardError, StoreError
 from lightning_spans.records import R, dumps, from_json, loads, to_json
 from lightning_spans.rewards import Reward, as_reward
 from lightning_spans.spans import Json, Span
-from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Rollout, RolloutStatus
+from lightning_spans.store import AttemptRecord, AttemptStatus, Call, End, Rollout, RolloutStatus
+from lightning_spans.store_together import Together
 
 V = TypeVar("V")
 Ids = Sequence[str] | None
@@ -74,6 +76,7 @@ class HttpStore:
         self.name = str(base)
         self._patience_s = patience_s
         self._closed = False
+        self._ending: Together[End, RolloutStatus] = Together(self._end)
         self._client = httpx.Client(
             base_url=base,
             headers={"authorization": f"Bearer {key}"} if key else {},
@@ -152,8 +155,30 @@ class HttpStore:
             RewardError: a reward is not a finite number; nothing is sent.
         """
         _check_finite(rewards)
-        body = {"fence": fence, "status": status, "rewards": [to_json(reward) for reward in rewards], "error": error}
-        return cast(RolloutStatus, self._ask(f"/api/attempts/{quote(attempt_id, safe='')}/finish", body, "status", str))
+        return self._ending.do(End(attempt_id, fence, status, tuple(rewards), error))
+
+    def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
+        """End several attempts, a thousand in a request."""
+        return [answer for first in range(0, len(ends), _BATCH) for answer in self._end(ends[first : first + _BATCH])]
+
+    def _end(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
+        """End attempts in one request; each in its own where one of them can't even be sent with the others."""
+        if len(ends) > 1:
+            try:
+                told = self._ask("/api/finishes", {"ends": [_end_json(end) for end in ends]}, "answers", list)
+                return [_answer(one) for one in told]
+            except RefusedError:
+                return [answer for end in ends for answer in self._end([end])]
+        try:
+            return [self._end_one(end) for end in ends]
+        except (RefusedError, LeaseLostError, RewardError) as error:
+            return [error]
+
+    def _end_one(self, end: End) -> RolloutStatus:
+        _check_finite(end.rewards)
+        path, body = f"/api/attempts/{quote(end.attempt_id, safe='')}/finish", _end_json(end)
+        del body["attempt_id"]
+        return cast(RolloutStatus, self._ask(path, body, "status", str))
 
     def cancel(self, rollout_ids: Sequence[str]) -> int:
         """Cancel rollouts that have not ended."""
@@ -256,6 +281,18 @@ class HttpStore:
         if response.status_code == httpx.codes.CONFLICT:
             return LeaseLostError(text)
         return RefusedError(text) if response.is_client_error else StoreError(text)
+
+
+def _end_json(end: End) -> dict[str, Json]:
+    names = ("attempt_id", "fence", "status", "error")
+    return {**{name: getattr(end, name) for name in names}, "rewards": [to_json(reward) for reward in end.rewards]}
+
+
+def _answer(told: Mapping[str, Json]) -> RolloutStatus | LightningError:
+    if "status" in told:
+        return cast(RolloutStatus, told["status"])
+    kind = {"lease_lost": LeaseLostError, "bad_reward": RewardError}.get(str(told.get("code")), RefusedError)
+    return kind(told.get("message", "refused"))
 
 
 def _batches(records: Sequence[Any]) -> list[list[Json]]:

@@ -6,16 +6,15 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, Final, TypeAlias, TypeVar, get_args
 
 from sqlalchemy import Connection, and_, bindparam, func, insert, select, update
 
-from lightning_spans.errors import LeaseLostError, RefusedError
-from lightning_spans.rewards import Reward
-from lightning_spans.store import UNCOUNTED, UNCOUNTED_MOST, AttemptRecord, AttemptStatus, Rollout, RolloutStatus
+from lightning_spans.errors import LeaseLostError, LightningError, RefusedError
+from lightning_spans.store import UNCOUNTED, UNCOUNTED_MOST, AttemptRecord, AttemptStatus, End, Rollout, RolloutStatus
 from lightning_spans.store_database import POSTGRESQL, insert_new
 from lightning_spans.store_lease import LeaseClock
-from lightning_spans.store_rows import reward_values, rollout_values, row_attempt
+from lightning_spans.store_rows import Values, rollout_values, row_attempt
 from lightning_spans.store_schema import QUEUED, RUNNING, attempts, consumed_groups, rewards, rollouts
 
 T = TypeVar("T")
@@ -41,19 +40,22 @@ ATTEMPTS: Final = select(  # with the columns that `row_attempt` reads
     rollouts.c.status.label("rollout_status"),
 ).join_from(attempts, rollouts, _JOINED)
 _STANDING: Final = (
-    select(attempts.c.fence, attempts.c.status, rollouts.c.rollout_id, rollouts.c.tries, rollouts.c.max_attempts)
+    select(*(attempts.c[name] for name in ("attempt_id", "fence", "status")))
+    .add_columns(rollouts.c.rollout_id, rollouts.c.tries, rollouts.c.max_attempts)
     .add_columns(rollouts.c.status.label("rollout_status"))
     .join_from(attempts, rollouts, _JOINED)
-    .where(attempts.c.attempt_id == bindparam("attempt"))
+    .where(attempts.c.attempt_id.in_(bindparam("ids", expanding=True)))
 )
 _END_ATTEMPT: Final = update(attempts).where(attempts.c.fence == bindparam("its_fence"))
-_SET_ROLLOUT: Final = update(rollouts).where(rollouts.c.rollout_id == bindparam("its_id"))
 # Rollouts are locked before their attempts, by all: so nobody waits for one who waits for him.
-_LOCK_ITS_ROLLOUT: Final = (
+_LOCK_THEIR_ROLLOUTS: Final = (
     select(rollouts.c.seq)
     .where(
-        rollouts.c.rollout_id.in_(select(attempts.c.rollout_id).where(attempts.c.attempt_id == bindparam("attempt")))
+        rollouts.c.rollout_id.in_(
+            select(attempts.c.rollout_id).where(attempts.c.attempt_id.in_(bindparam("ids", expanding=True)))
+        )
     )
+    .order_by(rollouts.c.seq)
     .with_for_update()
 )
 
@@ -191,53 +193,95 @@ def heartbeat(
     return [attempt_id for attempt_id, fence in leases if (attempt_id, fence) not in held]
 
 
-def finish(
-    connection: Connection,
-    attempt_id: str,
-    fence: int,
-    *,
-    status: AttemptStatus,
-    earned: Sequence[Reward],
-    error: str | None,
-) -> RolloutStatus:
-    """End an attempt and keep its rewards. Checks come first: nothing is written when it raises.
+Ends: TypeAlias = Sequence[tuple[End, Sequence[Values]]]
+"""Ends with the rows of their rewards."""
 
-    Raises:
-        LeaseLostError: another has taken over, or the attempt ended otherwise.
-        RefusedError: no such attempt, `status` is not an end, or a reward belongs to another attempt.
+
+def finish(connection: Connection, ends: Ends) -> list[RolloutStatus | LightningError]:
+    """End attempts and keep their rewards. Gives for each where its rollout stands, or why it is refused.
+
+    What is refused changes nothing; the others are not harmed by it.
     """
-    if connection.dialect.name == POSTGRESQL:
-        connection.execute(_LOCK_ITS_ROLLOUT, {"attempt": attempt_id})
-    row = connection.execute(_STANDING, {"attempt": attempt_id}).first()
-    _check_end(attempt_id, status, earned, row)
-    assert row is not None  # noqa: S101 - for the type checker; _check_end has raised
-    if row.fence != fence or row.status not in ("running", status):
-        raise LeaseLostError(
-            f"attempt {attempt_id} (fence {fence}) is no longer yours: it is {row.status}, its fence is {row.fence}."
-            " Drop this result; a retry is a new attempt"
-        )
-    if row.status == status:
-        return row.rollout_status  # type: ignore[no-any-return]
-    ended = {"its_fence": fence, "status": status, "ended_ns": time.time_ns(), "error": error}
-    connection.execute(_END_ATTEMPT, ended)
+    standing = _standing(connection, list(dict.fromkeys(end.attempt_id for end, _ in ends)))
+    refusals: dict[int, LightningError] = {}
+    accepted: dict[str, End] = {}
+    earned: list[Values] = []
+    for place, (end, its_rewards) in enumerate(ends):
+        row: Any = standing.get(end.attempt_id)
+        told = accepted.get(end.attempt_id)
+        try:
+            _check_end(end, row, told)
+        except LightningError as error:
+            refusals[place] = error
+            continue
+        if told is None and row.status == "running":
+            accepted[end.attempt_id] = end
+            earned += its_rewards
+    stands = {row.rollout_id: row.rollout_status for row in standing.values()}
+    stands |= _end(connection, list(accepted.values()), standing, earned)
+    return [
+        refusals[place] if place in refusals else stands[standing[end.attempt_id].rollout_id]
+        for place, (end, _) in enumerate(ends)
+    ]
+
+
+def _standing(connection: Connection, attempt_ids: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for ids in chunks(attempt_ids):
+        if connection.dialect.name == POSTGRESQL:
+            connection.execute(_LOCK_THEIR_ROLLOUTS, {"ids": ids})
+        found |= {row.attempt_id: row for row in connection.execute(_STANDING, {"ids": ids})}
+    return found
+
+
+def _end(
+    connection: Connection, ends: Sequence[End], standing: dict[str, Any], earned: Sequence[Values]
+) -> dict[str, RolloutStatus]:
+    """Write down ends that were accepted. Gives where their rollouts stand now."""
+    if not ends:
+        return {}
+    now = time.time_ns()
+    connection.execute(
+        _END_ATTEMPT, [{"its_fence": e.fence, "status": e.status, "ended_ns": now, "error": e.error} for e in ends]
+    )
     if earned:
-        insert_new(connection, rewards, [reward_values(reward) for reward in earned])
-    stands = _after(status, tries_left=bool(_tries_left(connection, [row])))
-    connection.execute(_SET_ROLLOUT, {"its_id": row.rollout_id, "status": stands})
+        insert_new(connection, rewards, earned)
+    rows = {end.attempt_id: standing[end.attempt_id] for end in ends}
+    final = ("succeeded", "cancelled")
+    again = _tries_left(connection, [rows[end.attempt_id] for end in ends if end.status not in final])
+    stands: dict[str, RolloutStatus] = {}
+    for end in ends:
+        rollout_id = rows[end.attempt_id].rollout_id
+        stands[rollout_id] = _after(end.status, tries_left=rollout_id in again)
+    for status in set(stands.values()):
+        _set_rollouts(connection, [one for one, stood in stands.items() if stood == status], status=status)
     return stands
 
 
-def _check_end(attempt_id: str, status: AttemptStatus, earned: Sequence[Reward], row: Any) -> None:
+def _check_end(end: End, row: Any, told: End | None) -> None:
+    """Refuse what can't be.
+
+    Args:
+        end: what is told.
+        row: how the attempt and its rollout stand; None: there is no such attempt.
+        told: what was told of it before in the same transaction.
+    """
     if row is None:
-        raise RefusedError(f"there is no attempt {attempt_id}")
-    if status not in _END_STATUS:
-        raise RefusedError(f"an attempt ends as one of {', '.join(sorted(_END_STATUS))}, not as {status!r}")
-    for reward in earned:
-        if (reward.attempt_id, reward.rollout_id) != (attempt_id, row.rollout_id):
+        raise RefusedError(f"there is no attempt {end.attempt_id}")
+    if end.status not in _END_STATUS:
+        raise RefusedError(f"an attempt ends as one of {', '.join(sorted(_END_STATUS))}, not as {end.status!r}")
+    for reward in end.rewards:
+        if (reward.attempt_id, reward.rollout_id) != (end.attempt_id, row.rollout_id):
             raise RefusedError(
                 f"reward {reward.reward_id} is of attempt {reward.attempt_id} of rollout {reward.rollout_id},"
-                f" and can't end attempt {attempt_id} of rollout {row.rollout_id}"
+                f" and can't end attempt {end.attempt_id} of rollout {row.rollout_id}"
             )
+    status = row.status if told is None else told.status
+    if row.fence != end.fence or status not in ("running", end.status):
+        raise LeaseLostError(
+            f"attempt {end.attempt_id} (fence {end.fence}) is no longer yours: it is {status}, its fence {row.fence}."
+            " Drop this result; a retry is a new attempt"
+        )
 
 
 def _after(status: AttemptStatus, *, tries_left: bool) -> RolloutStatus:

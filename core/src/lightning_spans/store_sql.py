@@ -16,9 +16,10 @@ from lightning_spans import store_schema as schema
 from lightning_spans.errors import LightningError, RefusedError, StoreError
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import TRAINING, Span
-from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Choice, Rollout, RolloutStatus
+from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Choice, End, Rollout, RolloutStatus
 from lightning_spans.store_database import insert_new, insert_new_ids, open_database, pauses_s
 from lightning_spans.store_lease import LeaseClock
+from lightning_spans.store_together import Together
 from lightning_spans.store_writer import Writer
 
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class SqlStore:
             reason = error if isinstance(error, StoreError) else getattr(error, "orig", None) or error
             raise StoreError(f"store {self.name} can't be opened: {reason}") from error
         self._writer = Writer(self._database)
+        self._ending: Together[tuple[End, Sequence[rows.Values]], RolloutStatus] = Together(self._finish)
 
     def close(self) -> None:
         """Write what is pending and let go of the file; a second close changes nothing."""
@@ -143,9 +145,23 @@ class SqlStore:
         error: str | None = None,
     ) -> RolloutStatus:
         """End an attempt, with its rewards, in one transaction."""
-        return self._writer.do(
-            lambda connection: q.finish(connection, attempt_id, fence, status=status, earned=rewards, error=error)
-        )
+        end = End(attempt_id, fence, status, tuple(rewards), error)
+        return self._ending.do((end, self._values(rows.reward_values, rewards)))
+
+    def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
+        """End several attempts in one transaction."""
+        good: list[tuple[End, Sequence[rows.Values]]] = []
+        refused: dict[int, LightningError] = {}
+        for place, end in enumerate(ends):
+            try:
+                good.append((end, self._values(rows.reward_values, end.rewards)))
+            except LightningError as error:
+                refused[place] = error
+        told = iter(self._finish(good) if good else ())
+        return [refused[place] if place in refused else next(told) for place in range(len(ends))]
+
+    def _finish(self, ends: q.Ends) -> list[RolloutStatus | LightningError]:
+        return self._writer.do(lambda connection: q.finish(connection, ends))
 
     def cancel(self, rollout_ids: Sequence[str]) -> int:
         """Cancel rollouts that have not ended."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, get_args
 
-from lightning_spans.errors import LeaseLostError, RefusedError, StoreError
+from lightning_spans.errors import LeaseLostError, LightningError, RefusedError, RewardError, StoreError
 from lightning_spans.rewards import Reward, as_reward
 from lightning_spans.spans import Span
 from lightning_spans.store import (
@@ -19,6 +19,7 @@ from lightning_spans.store import (
     AttemptRecord,
     AttemptStatus,
     Call,
+    End,
     Rollout,
     RolloutStatus,
 )
@@ -138,6 +139,16 @@ class MemoryStore:
                 self.add_rewards(rewards)
                 self._end(attempt, status, error)
             return kept.rollouts[ids[1]].status
+
+    def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
+        """End several attempts."""
+        return [self._finish(end) for end in ends]
+
+    def _finish(self, end: End) -> RolloutStatus | LightningError:
+        try:
+            return self.finish(end.attempt_id, end.fence, status=end.status, rewards=end.rewards, error=end.error)
+        except (RefusedError, LeaseLostError, RewardError) as error:
+            return error
 
     def cancel(self, rollout_ids: Sequence[str]) -> int:
         """Cancel rollouts that have not ended."""

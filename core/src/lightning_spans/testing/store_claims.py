@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,16 @@ import pytest
 from hypothesis import given
 
 from lightning_spans.errors import LeaseLostError, RefusedError, RewardError
-from lightning_spans.store import UNCOUNTED, UNCOUNTED_MOST, AttemptRecord, AttemptStatus, Rollout, RolloutStatus, Store
+from lightning_spans.store import (
+    UNCOUNTED,
+    UNCOUNTED_MOST,
+    AttemptRecord,
+    AttemptStatus,
+    End,
+    Rollout,
+    RolloutStatus,
+    Store,
+)
 from lightning_spans.testing import samples
 from lightning_spans.testing.samples import ANY, a_reward, a_rollout, a_span, an_id
 
@@ -195,6 +205,50 @@ class QueuePromises:
         assert store.finish(attempt.attempt_id, attempt.fence, status="failed", rewards=[again]) == "running"
         assert store.claim("worker") == []
         assert store.rewards(rollout_ids=[rollout.rollout_id]) == [reward]
+
+    def test_several_ends_are_answered_each_for_itself(self, store: Store) -> None:
+        """If it fails: one end that is refused must neither change anything nor harm the others told with it."""
+        rollouts = [a_rollout(max_attempts=1) for _ in range(4)]
+        store.enqueue(rollouts)
+        one, two, three, four = store.claim("worker", limit=4)
+        reward = a_reward(rollout_id=one.rollout.rollout_id, attempt_id=one.attempt_id)
+        bad = a_reward(rollout_id=four.rollout.rollout_id, attempt_id=four.attempt_id, value=math.nan)
+        ends = [
+            End(one.attempt_id, one.fence, "succeeded", [reward]),
+            End(two.attempt_id, two.fence + 1, "succeeded"),
+            End(three.attempt_id, three.fence, "failed", error="it broke"),
+            End(one.attempt_id, one.fence, "succeeded", [reward]),
+            End(one.attempt_id, one.fence, "failed"),
+            End("nobody's", 1, "succeeded"),
+            End(four.attempt_id, four.fence, "succeeded", [bad]),
+        ]
+        told = store.finish_all(ends)
+        assert [told[place] for place in (0, 2, 3)] == ["succeeded", "failed", "succeeded"]
+        assert [type(told[place]) for place in (1, 4, 5, 6)] == [
+            LeaseLostError, LeaseLostError, RefusedError, RewardError,
+        ]  # fmt: skip
+        ids = [rollout.rollout_id for rollout in rollouts]
+        assert [one.status for one in store.rollouts(rollout_ids=ids)] == ["succeeded", "running", "failed", "running"]
+        assert store.rewards(rollout_ids=ids) == [reward]
+        assert [one.error for one in store.attempts(rollout_ids=ids)] == [None, None, "it broke", None]
+        assert store.finish_all([]) == []
+
+    def test_many_who_end_at_once_are_all_answered(self, store: Store) -> None:
+        """If it fails: calls that are done together must each get their own answer."""
+        rollouts = [a_rollout() for _ in range(60)]
+        store.enqueue(rollouts)
+        taken = store.claim("worker", limit=60)
+
+        def end(place: int) -> str:
+            attempt = taken[place]
+            try:
+                return store.finish(attempt.attempt_id, attempt.fence + (place % 5 == 0), status="succeeded")
+            except LeaseLostError as error:
+                return "refused" if attempt.attempt_id in str(error) else str(error)
+
+        with ThreadPoolExecutor(16) as pool:
+            told = list(pool.map(end, range(60)))
+        assert told == ["succeeded" if place % 5 else "refused" for place in range(60)]
 
     def test_another_end_after_the_end_is_refused(self, store: Store) -> None:
         """If it fails: an attempt ends once; a second, different word about it must not overwrite the first."""

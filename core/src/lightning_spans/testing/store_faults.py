@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lightning_spans.errors import LeaseLostError, RefusedError, StoreError
 from lightning_spans.rewards import Reward
-from lightning_spans.store import AttemptRecord, Rollout, Store
+from lightning_spans.store import AttemptRecord, End, Rollout, Store
 from lightning_spans.testing.faults import FAULTS, METHODS, FaultyStore, Planned
 from lightning_spans.testing.samples import ANY, a_call, a_rollout, a_span, an_id
 
@@ -49,6 +49,7 @@ class Work:
     rollouts: Sequence[Rollout]
     unwanted: Rollout
     trace_id: str = field(default_factory=an_id)
+    _ended: int = 0
 
     def run(self) -> None:
         """Queue everything and do it."""
@@ -68,6 +69,10 @@ class Work:
                 self._attempt(attempt)
             time.sleep(0.01)
 
+    def _odd(self) -> bool:
+        self._ended += 1
+        return self._ended % 2 == 1
+
     def _waits(self) -> bool:
         ids = [rollout.rollout_id for rollout in self.rollouts]
         found = again(lambda: self.store.rollouts(rollout_ids=ids))
@@ -83,6 +88,11 @@ class Work:
         again(lambda: self.store.add_spans([span]))
         again(lambda: self.store.add_calls([call]))
         again(lambda: self.store.add_rewards(scores[1:]))
+        if self._odd():  # both ways to end one
+            end = End(*lease, "succeeded", scores[:1])
+            (told,) = again(lambda: self.store.finish_all([end]))
+            assert told == "succeeded" or isinstance(told, LeaseLostError)
+            return
         try:
             again(lambda: self.store.finish(*lease, status="succeeded", rewards=scores[:1]))
         except LeaseLostError:

@@ -49,6 +49,32 @@ class FinishBody(Body):
     error: str | None = None
 
 
+class EndBody(FinishBody):
+    """How one of several attempts ended."""
+
+    attempt_id: str
+
+
+class EndsBody(Body):
+    """How several attempts ended."""
+
+    ends: list[EndBody] = Field(max_length=10_000)
+
+
+class Answer(Body):
+    """Where a rollout stands, or why its end is refused."""
+
+    status: str | None = None
+    code: str | None = None
+    message: str | None = None
+
+
+class Answers(Body):
+    """One answer for each end, in order."""
+
+    answers: list[Answer]
+
+
 class SpansBody(Body):
     """Spans to keep."""
 
