@@ -109,6 +109,13 @@ def test_an_option_that_was_added_is_replaced_where_it_stands():
     assert "ray_kwargs.ray_init.num_gpus" not in cpu
 
 
+def test_micro_batches_are_small_on_a_cpu_and_hold_the_longest_row_everywhere():
+    tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    assert told(device="cpu", gpus=1, max_model_len=1024)[tokens] == 2048
+    assert told(device="cpu", gpus=1, max_model_len=4096)[tokens] == 4096
+    assert told(max_model_len=1024)[tokens] == 16384
+
+
 @pytest.mark.parametrize(
     ("key", "says"),
     [

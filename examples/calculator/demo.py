@@ -61,6 +61,7 @@ def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.N
         until=0.92 if args.backend == "torch" else None,  # verl's trainer can't be stopped between two steps
         backend=args.backend,
         device=args.device,
+        max_model_len=1024,
         concurrency=32,
         seed=args.seed,
     )

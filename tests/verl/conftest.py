@@ -15,7 +15,6 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # Ray gives way to other programs; here nothing else matters
     "RAY_memory_usage_threshold": "0.98",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",

@@ -75,7 +75,7 @@ def overrides(config: TrainConfig, place: Place, shape: Shape | None, *, flash_a
     connecting = _connecting(config, place)
     values = defaults(config, shape, context, flash_attention=flash_attention)
     if config.device == "cpu":
-        values |= on_cpu(config)
+        values |= on_cpu(config, context)
     passed = dict(_flatten(config.verl))
     _refuse(passed, derived, connecting)
     known = {key.lstrip("+"): key for key in values}

@@ -20,6 +20,7 @@ _END_S: Final = 60.0
 def run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
     """Run verl's trainer to its end, and see meanwhile that the agents still run."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers are the run: they need not give way to it
     import ray
 
     values = overrides(config, place, read_shape(config.model), flash_attention=has_flash_attention())

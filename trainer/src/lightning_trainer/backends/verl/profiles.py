@@ -13,6 +13,7 @@ Values = dict[str, Any]
 
 TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
 _ROWS_OF_TOKENS: Final = 16384  # tokens of one accelerator's micro-batch, verl's own default
+_ROWS_OF_TOKENS_CPU: Final = 2048  # logits over a vocabulary of 50,000: 0.4 GiB, several times over
 
 
 def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_attention: bool) -> Values:
@@ -75,7 +76,7 @@ def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_at
     return values
 
 
-def on_cpu(config: TrainConfig) -> Values:
+def on_cpu(config: TrainConfig, context: int) -> Values:
     """Options for a machine without an accelerator: logical devices, float32 throughout, vLLM never asleep."""
     actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
     full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -83,6 +84,7 @@ def on_cpu(config: TrainConfig) -> Values:
         f"{model}.use_remove_padding": False,
         f"{model}.enable_gradient_checkpointing": False,
         f"+{model}.override_config.attn_implementation": "sdpa",
+        f"{actor}.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS_CPU),
         f"{actor}.use_torch_compile": False,
         f"{actor}.fsdp_config.use_torch_compile": False,
         f"+{actor}.fsdp_config.mixed_precision": full,
@@ -103,6 +105,7 @@ def on_cpu(config: TrainConfig) -> Values:
         }
     if config.algorithm == "ppo":
         values |= {
+            "critic.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS_CPU),
             "critic.model.enable_gradient_checkpointing": False,
             "critic.fsdp.use_torch_compile": False,
             "+critic.fsdp.mixed_precision": full,
