@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from lightning_spans.otlp import PROTOBUF, encode
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
 from lightning_spans.spool import Spool
+from lightning_spans.watch import waiting
 
 if TYPE_CHECKING:
     import httpx
@@ -57,6 +59,9 @@ class Counts:
     put: int = 0
     delivered: int = 0
     spooled: int = 0
+    retried: int = 0  # sent again, from the spool
+    sampled_out: int = 0  # left out by the configured rate
+    redacted: int = 0  # had something masked
     refused: int = 0  # the other side will never take them: delivering again is useless
     dropped: int = 0
 
@@ -92,6 +97,9 @@ class BatchSink:
         route: gives the destinations of a span: usually the training side of its attempt, else the own store.
         spool: keeps on disk what could not be delivered.
         queue_size: spans that may wait; more are dropped and counted.
+        keeps: whether a span is recorded at all; the rest is counted.
+        prepare: masks what must not leave the process, before anything is sent or spooled; one that raises drops its
+            batch.
     """
 
     def __init__(
@@ -101,11 +109,16 @@ class BatchSink:
         route: Callable[[Attempt | None], Sequence[Destination]],
         spool: Spool,
         queue_size: int = QUEUE_SIZE,
+        keeps: Callable[[Span, Attempt | None], bool] | None = None,
+        prepare: Callable[[Span, Attempt | None], Span] | None = None,
     ) -> None:
         self._deliver = deliver
         self._route = route
         self._spool = spool
         self._queue_size = queue_size
+        self._keeps = keeps
+        self._prepare = prepare
+        self._id = uuid.uuid4().hex[:12]
         self.counts = Counts()
         self._failures = 0
         self._retry_at = 0.0
@@ -126,6 +139,9 @@ class BatchSink:
 
     def put(self, span: Span, attempt: Attempt | None) -> None:
         """Take a span for delivery."""
+        if self._keeps is not None and not self._keeps(span, attempt):
+            self.counts.sampled_out += 1
+            return
         with self._lock:
             if self._closing or len(self._queue) >= self._queue_size:
                 self.counts.dropped += 1
@@ -162,6 +178,10 @@ class BatchSink:
                 left.put, left.delivered, left.refused, left.dropped, self._spool.describe(),
             )  # fmt: skip
 
+    def about(self) -> str:
+        """Say what became of all spans so far, for the server that counts it: ``ID;delivered=5;dropped=1``."""
+        return ";".join([self._id, *(f"{name}={getattr(self.counts, name)}" for name in Counts.__slots__)])
+
     def _run(self) -> None:
         while True:
             self._wake.wait(LINGER_S if self._queue else 0.5)
@@ -188,18 +208,22 @@ class BatchSink:
 
     def _send(self, batch: list[tuple[Span, Attempt | None]]) -> None:
         groups: dict[Destination, list[Span]] = {}
-        for span, attempt in batch:
+        for given, attempt in batch:
+            span = given if self._prepare is None else self._prepare(given, attempt)
+            self.counts.redacted += span.attributes is not given.attributes
             for destination in self._route(attempt):
                 groups.setdefault(destination, []).append(span)
         for destination, spans in groups.items():
             if time.monotonic() < self._retry_at or not self._try(destination, spans):
-                kept = self._spool.append(destination.url, destination.key, spans)
+                with waiting("spool write", f"the disk of {self._spool.folder}"):
+                    kept = self._spool.append(destination.url, destination.key, spans)
                 self.counts.spooled += kept
                 self.counts.dropped += len(spans) - kept
 
     def _try(self, destination: Destination, spans: Sequence[Span]) -> bool:
         try:
-            self._deliver(destination, spans)
+            with waiting("sink delivery", f"{destination.url or 'the own store'} to take {len(spans)} spans"):
+                self._deliver(destination, spans)
         except RefusedError as error:
             self.counts.refused += len(spans)
             self._warn(str(error))
@@ -215,6 +239,7 @@ class BatchSink:
 
     def _replay(self) -> None:
         def send(url: str | None, key: str | None, spans: Sequence[Span]) -> bool:
+            self.counts.retried += len(spans)
             return self._try(Destination(url, key), spans)
 
         self._spool.replay(send)
@@ -241,6 +266,7 @@ class Delivery:
         self._open_store = store
         self._store: Store | None = None
         self._client: httpx.Client | None = None
+        self.about: Callable[[], str] | None = None  # what each request says of this process's spans
 
     def __call__(self, destination: Destination, spans: Sequence[Span]) -> None:
         """Deliver one batch.
@@ -269,6 +295,8 @@ class Delivery:
         if self._client is None:
             self._client = self._httpx.Client(timeout=10.0, trust_env=False)
         headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}
+        if self.about is not None and key:  # a collector of somebody else's is told nothing
+            headers["x-lightning-sender"] = self.about()
         answer = self._client.post(url, content=encode(spans), headers=headers)
         if 400 <= answer.status_code < 500 and answer.status_code not in {408, 429}:
             raise RefusedError(f"{url} answered {answer.status_code}: {answer.text[:200]}")

@@ -222,6 +222,9 @@ class Fleet:
         if message["type"] == "scoring":
             running.wait.moved("reward function", f"the reward of attempt {running.record.attempt_id}")
             return
+        if message["type"] == "flushing":
+            running.wait.moved("sink flush", f"the spans of attempt {running.record.attempt_id} to be delivered")
+            return
         self.attached = tuple(message["attached"]) or self.attached
         if not message["flushed"]:
             logger.warning("spans of attempt %s were not delivered in time", running.record.attempt_id)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from lightning_spans.errors import LightningError, RewardError
 from lightning_spans.rewards import Reward
 from lightning_spans.store import AttemptRecord, Rollout, RolloutStatus, Store
+from lightning_spans.watch import Wait, begin
 
 POLL_S: Final = 0.25
 SLACK_S: Final = 60.0  # a runner notices a time-out, ends the attempt and tells the store well within this
@@ -102,20 +103,23 @@ def wait(
     untimed = any(rollout.timeout_s is None for rollout in rollouts)
     seen: object = None
     since = time.monotonic()
-    while True:
-        check()
-        standing: Counter[RolloutStatus] = Counter(rollout.status for rollout in store.rollouts(rollout_ids=ids))
-        attempts = store.attempts(rollout_ids=ids)
-        _refuse_missing_rewards(attempts)
-        moved = (standing, Counter(attempt.status for attempt in attempts))
-        if moved != seen:
-            seen, since = moved, time.monotonic()
-            on_progress(len(ids) - standing["queued"] - standing["running"])
-        if not standing["queued"] and not standing["running"]:
-            return
-        if time.monotonic() - since > limit_s and not untimed:
-            raise StalledError(_stalled(attempts, standing, limit_s, describe()))
-        time.sleep(poll_s)
+    with _Watch(describe) as watch:
+        while True:
+            check()
+            now = store.rollouts(rollout_ids=ids)
+            standing: Counter[RolloutStatus] = Counter(rollout.status for rollout in now)
+            attempts = store.attempts(rollout_ids=ids)
+            _refuse_missing_rewards(attempts)
+            moved = (standing, Counter(attempt.status for attempt in attempts))
+            if moved != seen:
+                seen, since = moved, time.monotonic()
+                on_progress(len(ids) - standing["queued"] - standing["running"])
+            if not standing["queued"] and not standing["running"]:
+                return
+            watch.look(now, attempts, moved)
+            if time.monotonic() - since > limit_s and not untimed:
+                raise StalledError(_stalled(attempts, standing, limit_s, describe()))
+            time.sleep(poll_s)
 
 
 def outcomes(store: Store, rollouts: Sequence[Rollout]) -> list[Outcome]:
@@ -156,3 +160,55 @@ def _stalled(
         f"nothing has begun or ended for {limit_s:.0f} s, longer than an attempt may take: {what}.{which}\n"
         f"{workers}\nLook into the workers' logs; is the agent waiting for something that never comes?"
     )
+
+
+class _Watch:
+    """Names what a batch waits for while nothing moves: a claim, a runner that has gone, the last of its groups."""
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+        self._waits: dict[str, Wait] = {}
+        self._seen: object = None
+
+    def __enter__(self) -> _Watch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for wait in self._waits.values():
+            wait.end()
+
+    def look(self, rollouts: Sequence[Rollout], attempts: Sequence[AttemptRecord], moved: object) -> None:
+        """Note how the batch stands now."""
+        if moved != self._seen:
+            self._seen = moved
+            for wait in self._waits.values():
+                wait.moved()
+        told = self._describe
+        queued = sum(rollout.status == "queued" for rollout in rollouts)
+        running = [attempt for attempt in attempts if attempt.status == "running"]
+        gone = [attempt for attempt in running if attempt.lease_until_ns < time.time_ns()]
+        last = _last_of_groups(rollouts)
+        self._note("queue", queued > 0 and not running, lambda: f"a runner to claim {queued} rollouts\n{told()}")
+        self._note("lease", bool(gone), lambda: f"another runner to take over {_named(gone)}")
+        self._note("group", bool(last), lambda: f"the last of their groups: {', '.join(last[:4])}\n{told()}")
+
+    def _note(self, part: str, stands: bool, what: Callable[[], str]) -> None:
+        if not stands:
+            if (wait := self._waits.pop(part, None)) is not None:
+                wait.end()
+        elif part not in self._waits:
+            self._waits[part] = begin(part, what)
+
+
+def _named(gone: Sequence[AttemptRecord]) -> str:
+    return f"{len(gone)} attempts, such as {gone[0].attempt_id}, claimed by {gone[0].worker}"
+
+
+def _last_of_groups(rollouts: Sequence[Rollout]) -> list[str]:
+    """Name the rollouts that have not ended, where they are a quarter of each group or fewer."""
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.group_id].append(rollout)
+    left = [[r.rollout_id for r in group if r.status in {"queued", "running"}] for group in groups.values()]
+    few = all(len(some) <= max(1, len(group) // 4) for some, group in zip(left, groups.values(), strict=True))
+    return [rollout for some in left for rollout in some] if few else []

@@ -103,6 +103,7 @@ class Worker:
             needs_reward=self._needs_reward,
             on_score=lambda: self._send({"type": "scoring", "id": message["id"]}),
         )
+        self._send({"type": "flushing", "id": message["id"]})
         self._send(_ended(message["id"], outcome, await _flush()))
 
 

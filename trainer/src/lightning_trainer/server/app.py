@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -33,6 +34,7 @@ from lightning_trainer.server.surfaces.messages import MessagesSurface
 from lightning_trainer.server.surfaces.responses import ResponsesSurface
 from lightning_trainer.server.surfaces.surface import Surface
 from lightning_trainer.server.upstream import Upstream, UpstreamPolicy
+from lightning_trainer.server.watched import WatchedEngine, watched_store
 from lightning_trainer.server.wire import ClientGoneError, send_refusal
 from lightning_trainer.server.writer import Writer
 
@@ -140,6 +142,7 @@ def create_app(
     """
     limits = limits or Limits()
     engines = [] if engine is None else list(engine) if isinstance(engine, Sequence) else [engine]
+    engines, store = [cast(Engine, WatchedEngine(each)) for each in engines], watched_store(store)
     routing = routing or Routing(model=engines[0].model if engines else "policy")
     metrics, writer = Metrics(), Writer(store, max_waiting_spans=limits.waiting_spans)
     attempts = EndedAttempts(store)
@@ -158,7 +161,7 @@ def create_app(
 
     app = App(title="Lightning", description="Rollouts, attempts, records.", lifespan=lifespan)
     app.metrics, app.limits = metrics, limits
-    app.state.store, app.state.keys, app.state.door = store, keys, door
+    app.state.store, app.state.keys, app.state.door, app.state.metrics = store, keys, door, metrics
     app.state.attempts, app.state.limits, app.state.routing = attempts, limits, routing
     conversations = Conversations()
     app.state.forget = _forgetter(attempts, conversations, embedded)

@@ -1,15 +1,17 @@
-"""``GET /healthz``: whether the store takes writes and the engine answers, as found out and not as hoped."""
+"""``GET /healthz``: whether the store takes writes, the engine answers, and nothing stalls, as found out just now."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
 from lightning_spans.store import Store
+from lightning_spans.watch import stalls
 from lightning_trainer.server.embedded import EmbeddedEngine
 from lightning_trainer.server.wire import send_json
 from lightning_trainer.server.writer import Writer
@@ -40,13 +42,13 @@ class Health:
     async def _check(self) -> dict[str, Any]:
         store = await self._check_store()
         engine = self._check_engine()
-        well = store["status"] == "ok" and (engine is None or engine["status"] == "ok")
-        return {"status": "ok" if well else "error", "store": store, "engine": engine}
+        stalled = [asdict(stall) for stall in stalls()]
+        well = store["status"] == "ok" and (engine is None or engine["status"] == "ok") and not stalled
+        return {"status": "ok" if well else "error", "store": store, "engine": engine, "stalled": stalled}
 
     async def _check_store(self) -> dict[str, Any]:
         try:
-            reading = asyncio.to_thread(self._store.rollouts, rollout_ids=["healthz"])
-            await asyncio.wait_for(reading, _PATIENCE_S)
+            await asyncio.wait_for(asyncio.to_thread(self._try_store), _PATIENCE_S)
         except TimeoutError:
             return {"status": "error", "error": f"no answer within {_PATIENCE_S:g} s"}
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
@@ -54,6 +56,10 @@ class Health:
         if (failed := self._writer.last_error) is not None:
             return {"status": "error", "error": f"the last write failed: {type(failed).__name__}: {failed}"}
         return {"status": "ok"}
+
+    def _try_store(self) -> None:
+        self._store.rollouts(rollout_ids=["healthz"])
+        self._store.heartbeat([])  # goes the way of every write, and changes nothing that anyone sees
 
     def _check_engine(self) -> dict[str, Any] | None:
         """Say how the engine is: the first policy's state, of several the first that failed."""

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
+from lightning_spans.watch import stall_counts, stalls
 from lightning_trainer.account import BEGINS, CONTINUATION, JOINED, joined_share, slug
 from lightning_trainer.server.draft import Draft
 from lightning_trainer.server.wire import send_bytes
 
+SENDER_OUTCOMES: Final = ("delivered", "spooled", "retried", "refused", "dropped", "sampled_out", "redacted")
+_SENDERS_MOST: Final = 10_000
 _TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -40,6 +47,18 @@ class Metrics:
         )
         share.set_function(lambda: joined_share(self._joined, self._alone) or 0.0)
         self._joined = self._alone = 0
+        self._ends = Counter("lightning_attempts", "attempts by how they ended", ["status"], registry=self.registry)
+        self._claims = Counter("lightning_claims", "attempts begun", registry=self.registry)
+        self._leases = Counter("lightning_leases_lost", "leases that a runner lost", registry=self.registry)
+        self._late = Counter(
+            "lightning_results_refused", "ends of attempts whose lease was lost", registry=self.registry
+        )
+        self._senders = Counter(
+            "lightning_sender_spans", "what became of spans in the agents' processes", ["outcome"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._heard: OrderedDict[str, dict[str, int]] = OrderedDict()
+        self.registry.register(_Stalls())
         self._in_flight = Gauge("lightning_calls_in_flight", "model calls being answered", registry=self.registry)
 
     def request(self, path: str, status: int) -> None:
@@ -64,6 +83,38 @@ class Metrics:
         if count:
             self._spans.labels(outcome).inc(count)
 
+    def claimed(self, count: int) -> None:
+        """Count attempts that a runner got."""
+        self._claims.inc(count)
+
+    def ended(self, status: str) -> None:
+        """Count the end of an attempt: released, disturbed, failed and the like are tried again."""
+        self._ends.labels(status).inc()
+
+    def leases_lost(self, count: int) -> None:
+        """Count leases that a runner was told it has lost."""
+        self._leases.inc(count)
+
+    def late_result(self) -> None:
+        """Count the end of an attempt that was refused, because its lease was lost."""
+        self._late.inc()
+
+    def sender(self, told: str) -> None:
+        """Count what an agent's process says became of its spans: ``ID;dropped=1;spooled=20``, all since its start.
+
+        What is not of that form is left alone: anybody with a key may send this.
+        """
+        name, *pairs = told[:500].split(";")
+        counts = {key: int(value) for key, _, value in (pair.partition("=") for pair in pairs) if value.isdigit()}
+        before = self._heard.get(name, {})
+        for outcome in SENDER_OUTCOMES:
+            if (more := counts.get(outcome, 0) - before.get(outcome, 0)) > 0:
+                self._senders.labels(outcome).inc(more)
+        self._heard[name] = counts
+        self._heard.move_to_end(name)
+        while len(self._heard) > _SENDERS_MOST:
+            self._heard.popitem(last=False)
+
     @contextmanager
     def in_flight(self) -> Iterator[None]:
         """Count a call as being answered inside the block."""
@@ -76,3 +127,17 @@ class Metrics:
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
         """Answer ``GET /metrics``."""
         await send_bytes(send, generate_latest(self.registry), kind=_TEXT)
+
+
+class _Stalls(Collector):
+    """What `lightning_spans.watch` has told of in this process, and what stalls now."""
+
+    def collect(self) -> Iterable[Metric]:
+        told = CounterMetricFamily("lightning_stalls", "waits that outlasted their bound", labels=["part"])
+        for part, count in stall_counts().items():
+            told.add_metric([part], count)
+        now = GaugeMetricFamily("lightning_stalled_seconds", "longest wait over its bound now", labels=["part"])
+        longest = {stall.part: stall.seconds for stall in reversed(stalls())}
+        for part, seconds in longest.items():
+            now.add_metric([part], seconds)
+        return [told, now]

@@ -53,6 +53,8 @@ class OtlpReceiver:
         if content_type not in {PROTOBUF, JSON}:
             raise Refusal(415, f"content-type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
         body = await read_body(scope, receive, self._limits.body_bytes)
+        if (told := headers(scope).get(b"x-lightning-sender")) is not None:
+            self._metrics.sender(told.decode("latin-1"))
         try:
             inline = len(body) <= _INLINE_BYTES
             spans = _read(body, content_type) if inline else await asyncio.to_thread(_read, body, content_type)

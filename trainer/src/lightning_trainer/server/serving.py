@@ -9,6 +9,7 @@ import threading
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.watch import waiting
 
 _START_S: Final = 30.0
 _GRACE_S: Final = 5  # seconds that answers under way have to end when the server stops
@@ -83,7 +84,8 @@ class ServerThread:
         """Let answers under way end, for a few seconds, then stop. Does nothing when it is not running."""
         if self._thread is not None:
             self._server.should_exit = True
-            self._thread.join()
+            with waiting("shutdown", "the server, to answer what is under way and to write it down"):
+                self._thread.join()
             self._thread = None
             gc.unfreeze()
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.watch import waiting
 from lightning_trainer.server.assemble import Assembly
 from lightning_trainer.server.draft import Draft
 from lightning_trainer.server.embedded import Record
@@ -23,10 +24,12 @@ from lightning_trainer.server.outlet import Outlet
 from lightning_trainer.server.refusals import Refusal
 from lightning_trainer.server.settings import Routing
 from lightning_trainer.server.sse import events_in
+from lightning_trainer.server.watched import each_noted
 
 if TYPE_CHECKING:
     import aiohttp
 
+SILENCE_S = 1800.0  # an upstream that sends nothing for so long has failed
 _SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "n", "seed")
 
 
@@ -66,6 +69,7 @@ class UpstreamPolicy:
         self._session: aiohttp.ClientSession | None = None
         self._sends_tokens: bool | None = None  # not asked yet
         self._asking = asyncio.Lock()
+        self._waits_for = f"{upstream.url} to answer for {upstream.model}"
 
     async def close(self) -> None:
         """Close the connections."""
@@ -86,13 +90,18 @@ class UpstreamPolicy:
         whole: dict[str, Any] = {}
         try:
             body = self._body(draft, routing, tokens=await self._asks_for_tokens())
-            async with self._client().post(f"{self._upstream.url}/chat/completions", data=body) as response:
-                if response.status >= 400:
-                    raise _refusal(response.status, await response.read(), response.headers.get("retry-after"))
-                if response.content_type == "text/event-stream":
+            asking = self._client().post(f"{self._upstream.url}/chat/completions", data=body)
+            with waiting("upstream", self._waits_for):
+                response = await asking
+            async with response:
+                if response.content_type == "text/event-stream" and response.status < 400:
                     held = await self._stream(response, assembly, outlet)
                 else:
-                    whole = assembly.add(_object(await response.read()))
+                    with waiting("upstream", self._waits_for):
+                        found = await response.read()
+                    if response.status >= 400:
+                        raise _refusal(response.status, found, response.headers.get("retry-after"))
+                    whole = assembly.add(_object(found))
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _failed(f"{self._upstream.url} did not answer: {type(error).__name__}: {error}") from error
         finally:
@@ -144,7 +153,8 @@ class UpstreamPolicy:
             headers = {"authorization": f"Bearer {self._upstream.key}"} if self._upstream.key else {}
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),  # the upstream queues, we don't
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),  # an answer may take as long as it takes
+                # An answer may take as long as it takes, while something comes.
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE_S),
                 headers={**headers, "content-type": "application/json"},
                 auto_decompress=True,
             )
@@ -174,7 +184,8 @@ class UpstreamPolicy:
     ) -> list[dict[str, Any]]:
         """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
         held: list[dict[str, Any]] = []
-        async with aclosing(events_in(response.content.iter_any())) as found:
+        pieces = each_noted(response.content.iter_any(), "upstream", self._waits_for)
+        async with aclosing(events_in(pieces)) as found:
             async for data in found:
                 if data == b"[DONE]":
                     break

@@ -8,11 +8,13 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import orjson
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from lightning_spans.watch import waiting
 from lightning_trainer.server.refusals import Refusal, bad_request, too_large
 
 T = TypeVar("T")
+BODY_S: Final = 120.0  # between two parts of a body
 MAX_DEPTH: Final = 100  # levels of JSON; a chat request with tools has about ten
 _JSON_HEADERS: Final = [(b"content-type", b"application/json")]
 
@@ -35,7 +37,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         limit: most bytes, both as sent and unpacked.
 
     Raises:
-        Refusal: it is larger than that (413), or its encoding is not gzip (415) or is broken (400).
+        Refusal: it is larger than that (413), its encoding is not gzip (415) or is broken (400), or it does not come
+            on (408).
         ClientGoneError: the client closed the connection.
     """
     given = headers(scope)
@@ -45,7 +48,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
-        message = await receive()
+        message = await _soon(receive, size)
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         part = message.get("body", b"")
@@ -57,6 +60,16 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             break
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     return _unpacked(body, given.get(b"content-encoding", b"identity").strip().lower(), limit)
+
+
+async def _soon(receive: Receive, size: int) -> Message:
+    """Give the next part of a body, within a time limit: a client that stops sending holds no request for ever."""
+    try:
+        with waiting("request body", f"a client to go on after {size} bytes"):
+            async with asyncio.timeout(BODY_S):
+                return await receive()
+    except TimeoutError:
+        raise Refusal(408, f"no more of the body came for {BODY_S:g} s, after {size} bytes") from None
 
 
 def _unpacked(body: bytes, encoding: bytes, limit: int) -> bytes:
