@@ -437,3 +437,17 @@ def test_a_model_without_chat_template_is_refused_and_hermes_helps(tmp_path: Pat
     assert "tool_call" in engine.tokenizer.chat_template
     engine.close()
     gc.collect()
+
+
+async def test_what_an_idle_slot_lost_keeps_nobody_waiting(tiny_model):
+    """Room given back cuts the ends of idle slots; a prompt that shares more with one must not wait for them."""
+    engine = make_engine(tiny_model)
+    try:
+        first = ids(engine, "a prompt of some length, which others begin with ")
+        await asyncio.gather(*(collect(engine, [*first, *ids(engine, str(n))], max_tokens=30) for n in range(4)))
+        await collect(engine, ids(engine, "x " * 200), max_tokens=5)
+        await collect(engine, ids(engine, "y"), max_tokens=5)
+        again = collect(engine, [*first, *ids(engine, "0")], max_tokens=5)
+        assert (await asyncio.wait_for(again, 30)).token_ids
+    finally:
+        engine.close()

@@ -216,7 +216,7 @@ class Batcher:
             if cache.tail(slot) >= LONGEST_TAIL:
                 cache.seal(slot, int(cache.computed[slot]))
         longest = max((cache.tail(c.slot) + c.length for c in chunks if c.length <= SHORT), default=0)
-        cache.give_back_room(longest)
+        cache.give_back_room(longest, [slot for slot in range(cache.slots) if slot not in self._running])
         cache.make_room(longest)
         return chunks
 

@@ -9,6 +9,7 @@ Axes: Y layers, S slots, K key heads, D head width, P tokens of a prefix, C toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,10 +173,12 @@ class SlotCache:
         if tail > self.room:
             self._lay_out(_rounded(tail))
 
-    def give_back_room(self, tail: int) -> None:
-        """Keep no more than twice the room that tails need now; slots without a request may lose their last tokens."""
+    def give_back_room(self, tail: int, idle: Sequence[int]) -> None:
+        """Keep no more than twice the room that tails need now; idle slots may lose their last tokens."""
         if 2 * _rounded(tail) <= self.room:
             self._lay_out(_rounded(tail))
+            for slot in idle:
+                self.end(slot)  # else a request would wait for ever for tokens that nobody computes
 
     def _lay_out(self, room: int) -> None:
         shape = self.shape

@@ -7,11 +7,13 @@ import os
 import random
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from lightning_trainer.backends.torch.adjusting import Adjuster
 from lightning_trainer.backends.torch.batcher import Batcher
+from lightning_trainer.backends.torch.grammar import Grammars
 from lightning_trainer.backends.torch.mixed import NO_ADAPTER, MixedLinears
 from lightning_trainer.backends.torch.model import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
@@ -21,9 +23,22 @@ from lightning_trainer.backends.torch.text import TextStream
 from lightning_trainer.engine import Sampled, Sampling
 from lightning_trainer.policies import BASE
 
+ABILITIES: Final = frozenset(
+    {
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "grammar",
+    }
+)  # fmt: skip - see `lightning_trainer.engine.abilities`
+
 
 class TorchEngine:
     """Generates with a model in this process. It owns a thread; `close` ends it."""
+
+    abilities = ABILITIES
 
     def __init__(self, model: LoadedModel, options: TorchOptions, *, version: int = 0) -> None:
         self._model = model
@@ -33,6 +48,7 @@ class TorchEngine:
         packable = can_pack(model.shape.dtype, model.shape.device)
         names = options.adapters
         mixed = MixedLinears(model.causal, names, pack=packable) if names else None
+        self._grammars = Grammars(model.tokenizer, _vocabulary(model), model.end_tokens)
         self._linears = mixed or (PackedLinears(model.causal) if packable else None)
         self._batcher = Batcher(model, options.slots, _threads(options, model), mixed)
         self.adapters = tuple(AdapterEngine(self, name, number) for number, name in enumerate(names))
@@ -78,8 +94,11 @@ class TorchEngine:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens; with the answer there is room for {self.max_model_len}"
             )
-        if ids.min() < 0 or ids.max() >= self._model.causal.config.get_text_config().vocab_size:
+        known = _vocabulary(self._model)
+        if ids.min() < 0 or ids.max() >= known:
             raise ValueError("the prompt has a token that the model does not know")
+        if any(not 0 <= token < known for token in sampling.logit_bias):
+            raise ValueError("logit_bias has a token that the model does not know")
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         seed = self.random.getrandbits(64) if sampling.seed is None else sampling.seed
         return self._pieces(ids, sampling, limit, seed, adapter)
@@ -89,13 +108,17 @@ class TorchEngine:
     ) -> AsyncIterator[Sampled]:
         text = TextStream(self.tokenizer, sampling.stop)
         loop = asyncio.get_running_loop()
-        request = Request(ids, sampling, limit, random.Random(seed), text, loop, adapter=adapter)
+        grammar = None if sampling.grammar is None else await asyncio.to_thread(self._grammars.make, sampling.grammar)
+        adjuster = Adjuster.of(sampling, ids, grammar)
+        request = Request(ids, sampling, limit, random.Random(seed), text, loop, adapter=adapter, adjuster=adjuster)
         self._batcher.submit(request)
         try:
             while True:
                 piece = await request.pieces.get()
                 if isinstance(piece, Exception):
                     raise piece
+                if adjuster is not None and adjuster.failure is not None:
+                    raise ValueError(adjuster.failure)
                 yield piece
                 if piece.finish_reason is not None:
                     return
@@ -136,6 +159,8 @@ class TorchEngine:
 class AdapterEngine:
     """One adapter of an engine, as a policy of its own: `Engine`. Requests of all adapters share each batch."""
 
+    abilities = ABILITIES
+
     def __init__(self, engine: TorchEngine, name: str, number: int) -> None:
         self._engine, self._number = engine, number
         self.model = name
@@ -154,6 +179,11 @@ class AdapterEngine:
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
         """Draw one answer: `Engine.generate`, with the errors of `TorchEngine.draw`."""
         return self._engine.draw(prompt, sampling, self._number)
+
+
+def _vocabulary(model: LoadedModel) -> int:
+    size: int = model.causal.config.get_text_config().vocab_size
+    return size
 
 
 def _check(sampling: Sampling) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_trainer.backends.torch.adjusting import Adjuster
 from lightning_trainer.backends.torch.sampling import Draw
 from lightning_trainer.backends.torch.text import TextStream
 from lightning_trainer.engine import FinishReason, Sampled, Sampling
@@ -24,6 +25,7 @@ class Request:
         limit: most tokens to draw: what was asked for and what the context leaves.
         random: where draws come from.
         text: turns tokens into text.
+        adjuster: changes the logits before each draw; None: nothing does.
         loop: event loop that takes the answer.
         pieces: the answer, piece by piece, or the error that ended it.
         cancelled: nobody waits for the answer any more. Set by the event loop, read by the batcher.
@@ -38,6 +40,7 @@ class Request:
     random: random.Random
     text: TextStream
     loop: asyncio.AbstractEventLoop
+    adjuster: Adjuster | None = None
     pieces: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
     cancelled: bool = False
     adapter: int = -1
@@ -47,11 +50,15 @@ class Request:
     def next_draw(self) -> Draw:
         """Say how the next token is drawn."""
         sampling = self.sampling
-        return Draw(sampling.temperature, sampling.top_p, sampling.top_k, self.random.random())
+        adjust = None if self.adjuster is None else self.adjuster.apply
+        drawn = self.random.random()
+        return Draw(sampling.temperature, sampling.top_p, sampling.top_k, drawn, sampling.min_p, adjust)
 
     def take(self, token: int, logprob: float, *, ends: bool) -> Sampled:
         """Take a drawn token, and give the piece of the answer that it makes."""
         self.drawn += 1
+        if self.adjuster is not None:
+            self.adjuster.take(token)
         text, stopped = self.text.push(token)
         reason: FinishReason | None = None
         if ends or stopped:

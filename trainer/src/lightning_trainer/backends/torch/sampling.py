@@ -6,7 +6,7 @@ the same whatever it is batched with. Sums go by blocks of the vocabulary: no cu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,17 +17,19 @@ _BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is drawn; `uniform` lies in [0, 1)."""
+    """How one row is drawn; `uniform` lies in [0, 1), `adjust` changes the logits that it is drawn from."""
 
     temperature: float
     top_p: float
     top_k: int
     uniform: float
+    min_p: float = 0.0
+    adjust: Callable[[Tensor], Tensor] | None = None
 
     @property
     def truncates(self) -> bool:
         """Whether part of the vocabulary is cut off."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> tuple[list[int], list[float]]:
@@ -39,7 +41,7 @@ def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> tuple[list[int], list[fl
 
     Returns:
         (B,) tokens, and (B,) their natural log-probabilities under softmax(logits / temperature) over the whole
-        vocabulary, before top-p and top-k; under temperature 1 where the temperature is 0.
+        vocabulary, before adjustments, top-p, top-k and min-p; under temperature 1 where the temperature is 0.
     """
     device = logits_BV.device
     scaled_BV = logits_BV.float()
@@ -51,7 +53,9 @@ def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> tuple[list[int], list[fl
     uniform_B = torch.tensor([draw.uniform for draw in draws_B], dtype=torch.float64, device=device)
     drawn_B, totals_B = _invert(weights_BV, uniform_B)
     for row, how in enumerate(draws_B):
-        if how.temperature == 0:
+        if how.adjust is not None:
+            drawn_B[row] = _draw_adjusted(how.adjust(logits_BV[row]), how)
+        elif how.temperature == 0:
             drawn_B[row] = greedy_B1[row, 0]
         elif how.truncates:
             drawn_B[row] = _draw_truncated(weights_BV[row], how)
@@ -91,8 +95,21 @@ def _invert(weights_BW: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     return (block_B1 * _BLOCK + place_B1)[:, 0], totals_B
 
 
+def _draw_adjusted(logits_V: Tensor, how: Draw) -> int:
+    """Draw from logits of a request's own."""
+    if how.temperature == 0:
+        return int(logits_V.argmax())
+    scaled_V = logits_V / how.temperature
+    return _draw_truncated((scaled_V - scaled_V.max()).exp(), how)
+
+
 def _draw_truncated(weights_W: Tensor, how: Draw) -> int:
-    """Draw among the `top_k` heaviest, and of these among the smallest set that has `top_p` of their weight."""
+    """Draw among the `top_k` heaviest, and of these among the smallest set that has `top_p` of their weight.
+
+    The heaviest weight is 1, so weights below `min_p` are those that fall out before.
+    """
+    if how.min_p:
+        weights_W = torch.where(weights_W >= how.min_p, weights_W, 0.0)
     if how.top_k:
         sorted_W, places_W = weights_W.topk(min(how.top_k, len(weights_W)))
     else:
