@@ -36,6 +36,8 @@ def accounts(draw):
         tokens_in_calls=200,
         unclaimed=draw(st.dictionaries(st.sampled_from(["writter", "editor"]), st.integers(1, 9))),
         joined=draw(st.integers(0, 9)),
+        told_twice=draw(st.integers(0, 9)),
+        unjoined=draw(st.dictionaries(st.sampled_from(["lost", "tried again"]), st.integers(0, 9))),
         alone=draw(st.dictionaries(st.sampled_from([REWRITTEN, EDITED]), st.integers(0, 9))),
     )
 
@@ -118,3 +120,11 @@ def test_the_share_of_joined_calls_leaves_out_those_that_begin_a_conversation():
     assert (metrics["calls_joined"], metrics["joined_share"], metrics["calls_alone/history_edited"]) == (3, 0.75, 1)
     assert continued([BEGINS, None]).joined_share is None
     assert "joined_share" not in continued([BEGINS]).metrics()
+
+
+def test_halves_of_calls_that_stand_alone_are_told_with_their_reason():
+    account = Account(told_twice=3, unjoined={"no span: lost": 2}) + Account(told_twice=1)
+    assert "4 calls have both an agent's span and a gateway's record" in account.lines()
+    assert "2 have not: no span: lost" in account.lines()
+    metrics = account.metrics()
+    assert (metrics["calls_told_twice"], metrics["calls_unjoined"], metrics["calls_unjoined/no_span"]) == (4, 2, 2)

@@ -417,7 +417,9 @@ def test_agents_says_who_would_be_trained_and_why_not(folder: Path, own_model: S
     assert "no reward" in rows["rewriter"]["why"]
     assert "no agent's name" in rows[None]["why"]
     assert len(own_model.requests) == 9
+    assert "0 of 9 model calls are joined" in result.stderr
     again = call("agents", "--agents", "writer")
+    assert "9 not joined: no gateway saw it" in again.stdout
     assert "writer would be trained" in again.stdout
     assert "rewriter would not be trained: not among --agents" in again.stdout
     assert "outside a runner" not in call("traces").stdout

@@ -7,7 +7,7 @@ to a span of its agent that has no answer yet and asked for the same. Where that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -31,7 +31,7 @@ class _Match:
     calls: list[Call] = field(default_factory=list)
 
 
-def join_by_name(chats: Iterable[Node], calls: Iterable[Call]) -> tuple[list[Unjoined], list[Unjoined]]:
+def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unjoined], list[Unjoined]]:
     """Join calls to spans of their agent that asked for the same and have neither answer nor call.
 
     Args:
@@ -58,7 +58,8 @@ def join_by_name(chats: Iterable[Node], calls: Iterable[Call]) -> tuple[list[Unj
     spare: list[Unjoined] = []
     for match in matches.values():
         _settle(match, lone, spare)
-    return lone, spare
+    place = {call.call_id: at for at, call in enumerate(calls)}
+    return sorted(lone, key=lambda half: place[half.call.call_id] if half.call else 0), spare
 
 
 def _settle(match: _Match, lone: list[Unjoined], spare: list[Unjoined]) -> None:

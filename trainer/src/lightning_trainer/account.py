@@ -54,6 +54,8 @@ class Account:
         unclaimed: number of rewards that reached no call, by the agent they name: it made none in that attempt.
         joined: calls whose prompt holds the tokens of the earlier call that they go on from.
         alone: calls that go on from an earlier one and do not, by reason.
+        told_twice: calls of which the agent's span and the gateway's record are joined.
+        unjoined: number of spans and records that stand alone, by reason.
     """
 
     seen: int = 0
@@ -67,6 +69,8 @@ class Account:
     unclaimed: Mapping[str, int] = field(default_factory=dict)
     joined: int = 0
     alone: Mapping[str, int] = field(default_factory=dict)
+    told_twice: int = 0
+    unjoined: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.seen != self.trained + sum(self.dropped.values()):
@@ -98,6 +102,8 @@ class Account:
             unclaimed=_sum(self.unclaimed, other.unclaimed),
             joined=self.joined + other.joined,
             alone=_sum(self.alone, other.alone),
+            told_twice=self.told_twice + other.told_twice,
+            unjoined=_sum(self.unjoined, other.unjoined),
         )
 
     def plus_dropped(self, reason: str, calls: int) -> Account:
@@ -120,6 +126,9 @@ class Account:
             going = self.joined + sum(self.alone.values())
             found.append(f"{self.joined} of {going} calls that go on from an earlier one hold its own tokens")
         found += [f"{count} do not: {reason}" for reason, count in sorted(self.alone.items())]
+        if self.unjoined:
+            found.append(f"{self.told_twice} calls have both an agent's span and a gateway's record")
+        found += [f"{count} have not: {reason}" for reason, count in sorted(self.unjoined.items())]
         if self.rows_without_gradient:
             found.append(f"{self.rows_without_gradient} rows teach nothing: all rewards of their group are equal")
         for agent, count in sorted(self.unclaimed.items()):
@@ -138,12 +147,15 @@ class Account:
             "tokens_in_rows": self.tokens_in_rows,
             "tokens_in_calls": self.tokens_in_calls,
             "rewards_unclaimed": sum(self.unclaimed.values()),
+            "calls_told_twice": self.told_twice,
+            "calls_unjoined": sum(self.unjoined.values()),
         }
         if self.joined_share is not None:
             numbers |= {"calls_joined": self.joined, "joined_share": self.joined_share}
         dropped = {f"calls_dropped/{slug(reason)}": count for reason, count in self.dropped.items()}
         alone = {f"calls_alone/{slug(reason)}": count for reason, count in self.alone.items()}
-        return {name: float(value) for name, value in {**numbers, **dropped, **alone}.items()}
+        unjoined = {f"calls_unjoined/{slug(reason)}": count for reason, count in self.unjoined.items()}
+        return {name: float(value) for name, value in {**numbers, **dropped, **alone, **unjoined}.items()}
 
 
 def continued(outcomes: Iterable[str | None]) -> Account:

@@ -156,6 +156,7 @@ def one_line(metrics: Mapping[str, float]) -> str:
         "logprob_gap": ".4f",
         "entropy": ".2f",
         "calls_trained": ".0f",
+        "calls_unjoined": ".0f",
         "rows": ".0f",
         "seconds": ".1f",
     }

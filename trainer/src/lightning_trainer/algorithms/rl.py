@@ -24,6 +24,7 @@ from lightning_spans.agents import check_known, selects
 from lightning_spans.credit import CreditAssigner, credit_by_name, unclaimed
 from lightning_spans.credit_levels import Level, levels_of
 from lightning_spans.rewards import Reward
+from lightning_spans.trace import count_joins
 from lightning_spans.transitions import Transition
 from lightning_trainer import account as reasons
 from lightning_trainer.account import Account
@@ -196,8 +197,10 @@ def make_batch(
     Raises:
         UnknownAgentError: an agent was selected by a name that was never seen.
     """
-    by_attempt = transitions_by_attempt(traces([a.attempt_id for o in outcomes for a in o.attempts]))
-    account, agents = Account(), Counter(t.agent for ts, _ in by_attempt.values() for t in ts)
+    read = list(traces([a.attempt_id for o in outcomes for a in o.attempts]))
+    by_attempt, joins = transitions_by_attempt(read), count_joins(read)
+    account = Account(told_twice=joins.joined, unjoined=joins.unjoined)
+    agents = Counter(t.agent for ts, _ in by_attempt.values() for t in ts)
     patterns = ("*",) if settings.agents is None else settings.agents
     if settings.agents is not None and agents:
         check_known(patterns, {*known_agents, *(name for name in agents if name is not None)})

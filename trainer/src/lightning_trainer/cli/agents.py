@@ -59,6 +59,7 @@ def command(
 
     Model calls go where they always go. The traces are kept in the store, so `lightning-rl traces` shows them.
     """
+    from lightning_spans.trace import count_joins
     from lightning_trainer.air.judge import read_rules
     from lightning_trainer.air.shown import with_automatic
     from lightning_trainer.overview import overview
@@ -89,6 +90,8 @@ def command(
             print_json(row.to_json())
     else:
         _print_table(rows)
+    for line in count_joins(traces).lines():
+        click.echo(line, err=as_json)
 
 
 def _run(job: Job, tasks: Sequence[Task], timeout_s: float, store: str) -> list[Trace]:

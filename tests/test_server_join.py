@@ -1,0 +1,157 @@
+"""The two halves of a call, made by the real wire and the real gateway: each call is one chat span."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+from fakes import FakeEngine, served
+
+import lightning_openai
+from lightning_openai import agent
+from lightning_spans import Attempt, use_attempt
+from lightning_spans.spans import FRAMEWORK
+from lightning_spans.trace import count_joins, traces_of
+from lightning_spans.trace_join import GATEWAY, NO_SPAN, NOT_SEEN, SPARE
+from lightning_spans.trace_named import UNNAMED
+from lightning_trainer.server.serving import ServerThread
+
+USER = [{"role": "user", "content": "What is 12+7?"}]
+ELSEWHERE = "http://127.0.0.1:9/v1"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("join"), FakeEngine()) as running:
+        yield running
+
+
+@pytest.fixture
+def attempt(request, server):
+    server.engine.play(())
+    name = request.node.name
+    return Attempt(f"rollout of {name}", name, endpoint=server.url, key=server.key(name), agents=("writer",))
+
+
+@contextmanager
+def proxy_without(header: bytes, url: str):
+    """A proxy before the gateway that drops a header."""
+
+    async def app(scope, receive, send):
+        if scope["type"] != "http":
+            while (message := await receive())["type"] != "lifespan.shutdown":
+                await send({"type": f"{message['type']}.complete"})
+            await send({"type": "lifespan.shutdown.complete"})
+            return
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        kept = [(k, v) for k, v in scope["headers"] if k not in {header, b"host"}]
+        async with httpx.AsyncClient() as http:
+            answer = await http.request(scope["method"], url + scope["path"], headers=kept, content=body)
+        lines = [(b"content-type", answer.headers["content-type"].encode())]
+        await send({"type": "http.response.start", "status": answer.status_code, "headers": lines})
+        await send({"type": "http.response.body", "body": answer.content})
+
+    thread = ServerThread(app)
+    try:
+        yield thread.start()
+    finally:
+        thread.stop()
+
+
+def trace_of(server, attempt):
+    (trace,) = traces_of(server.store, attempt_ids=[attempt.attempt_id])
+    return trace
+
+
+def test_a_call_a_stream_and_one_that_is_left_are_one_chat_span_each(server, attempt):
+    with lightning_openai.attach(), use_attempt(attempt):
+        client = openai.OpenAI(base_url=ELSEWHERE, api_key="mine", max_retries=0)
+        with agent("writer"):
+            client.chat.completions.create(model="m", messages=USER)
+            list(client.chat.completions.create(model="m", messages=USER, stream=True))
+            server.engine.play(["long " * 200])
+            for _ in (stream := client.chat.completions.create(model="m", messages=USER, stream=True)):
+                break
+            stream.close()
+    trace = trace_of(server, attempt)
+    assert count_joins([trace]).joined == len(trace.chats) == len(server.calls(attempt.attempt_id)) == 3
+    assert trace.unjoined == ()
+    assert {node.span.agent for node in trace.chats} == {"writer"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_tries_again_is_one_span_with_two_calls(server, attempt, stream):
+    server.engine.play([RuntimeError("broke"), "19"])
+    with lightning_openai.attach(), use_attempt(attempt):
+        client = openai.OpenAI(base_url=ELSEWHERE, api_key="mine", max_retries=2)
+        with agent("writer"):
+            reply = client.chat.completions.create(model="m", messages=USER, stream=stream)
+            text = "".join(c.choices[0].delta.content or "" for c in reply) if stream else None
+            assert (text or reply.choices[0].message.content) == "19"
+    failed, answered = server.calls(attempt.attempt_id)
+    trace = trace_of(server, attempt)
+    assert [node.call for node in trace.chats] == [answered]
+    assert [(half.reason, half.call) for half in trace.unjoined] == [(SPARE, failed)]
+    assert count_joins([trace]).unjoined == {SPARE: 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_proxy_that_drops_traceparent_leaves_the_join_to_the_response_id(server, attempt, stream):
+    with (
+        proxy_without(b"traceparent", server.url) as url,
+        use_attempt(replace(attempt, endpoint=url)),
+        lightning_openai.attach(),
+        agent("writer"),
+    ):
+        client = openai.OpenAI(base_url=ELSEWHERE, api_key="mine", max_retries=0)
+        for _ in range(2):
+            assert len(list(client.chat.completions.create(model="m", messages=USER, stream=stream))) > 1
+    one, two = trace_of(server, attempt).chats
+    assert [one.call, two.call] == server.calls(attempt.attempt_id)
+    assert one.call.trace_id is None
+    assert trace_of(server, attempt).unjoined == ()
+
+
+def test_a_program_that_is_not_attached_is_known_by_its_key_and_header(server, attempt):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=attempt.key)
+    client.chat.completions.create(model="m", messages=USER, extra_headers={"x-lightning-agent": "shell"})
+    client.chat.completions.create(model="m", messages=USER)
+    named, nameless = trace_of(server, attempt).chats
+    assert (named.span.agent, named.span.attempt_id) == ("shell", attempt.attempt_id)
+    assert nameless.span.agent is None
+    assert [half.reason for half in trace_of(server, attempt).unjoined] == [NO_SPAN, UNNAMED]
+
+
+def test_calls_that_stay_where_they_were_are_told_as_such(server, attempt):
+    with lightning_openai.attach(), use_attempt(attempt):
+        client = openai.OpenAI(base_url=ELSEWHERE, api_key="mine", max_retries=0)
+        with agent("editor"), pytest.raises(openai.APIConnectionError):
+            client.chat.completions.create(model="m", messages=USER)
+    counted = count_joins([trace_of(server, attempt)])
+    assert (counted.calls, counted.joined, counted.unjoined) == (1, 0, {NOT_SEEN: 1})
+    assert counted.lines() == [
+        "0 of 1 model calls are joined to what the gateway recorded of them",
+        f"1 not joined: {NOT_SEEN}",
+    ]
+
+
+def test_a_forged_traceparent_leaves_the_other_attempts_call_as_it_was(server, attempt):
+    with lightning_openai.attach(), use_attempt(attempt):
+        client = openai.OpenAI(base_url=ELSEWHERE, api_key="mine", max_retries=0)
+        with agent("writer"):
+            client.chat.completions.create(model="m", messages=USER)
+    (own,) = trace_of(server, attempt).chats
+    forged = {"traceparent": f"00-{own.span.trace_id}-{own.span.span_id}-01", "x-lightning-agent": "writer"}
+    thief = openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.key("thief"), default_headers=forged)
+    thief.chat.completions.create(model="m", messages=USER)
+    assert trace_of(server, attempt).chats[0].call == own.call
+    assert trace_of(server, attempt).unjoined == ()
+    (theirs,) = traces_of(server.store, attempt_ids=["thief"])[0].chats
+    assert (theirs.span.attempt_id, theirs.span.attributes.get(FRAMEWORK)) == ("thief", GATEWAY)
