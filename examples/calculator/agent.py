@@ -108,3 +108,8 @@ async def run(task: dict[str, Any]) -> dict[str, float]:
         "caller": float(state["result"] == right),
         "answerer": float(found is not None and found[1] == right),
     }
+
+
+async def outcome(task: dict[str, Any]) -> float:
+    """Run the program on a task, and say only whether the final answer is right."""
+    return (await run(task))["answerer"]

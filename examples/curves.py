@@ -1,0 +1,175 @@
+"""What the measured examples share: train every setup with every seed, keep the curves, draw them, print the table.
+
+Results are lines of JSON, one a run, so that a measurement that was stopped goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_trainer import TrainConfig, train
+from lightning_trainer.loop import NothingLearnedError
+from lightning_trainer.progress import Shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        setup: what was compared.
+        seed: of the run and its problems.
+        curves: by the name of a number, its value in each step.
+        before: held-out rewards before training: ``reward``, and by agent.
+        after: the same after it.
+        seconds: wall time, on a machine that others may have used too.
+        cpu_seconds: of all its processes.
+    """
+
+    setup: str
+    seed: int
+    curves: dict[str, list[float | None]]
+    before: dict[str, float]
+    after: dict[str, float]
+    seconds: float
+    cpu_seconds: float = field(default=0.0)
+
+
+def arguments(setups: Mapping[str, Any], results: Path, *, steps: int, description: str | None) -> argparse.Namespace:
+    """Read the command line that the measured examples have in common."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--setups", default=",".join(setups), help="with commas between")
+    parser.add_argument("--seeds", default="0,1,2", help="with commas between")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--results", type=Path, default=results, help="file of JSON lines")
+    parser.add_argument("--draw", action="store_true", help="only draw what was measured")
+    args = parser.parse_args()
+    args.results = args.results.resolve()
+    return args
+
+
+def read(path: Path) -> list[Run]:
+    """Read the runs that were measured."""
+    return [Run(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def measure(
+    path: Path, names: Sequence[str], seeds: Sequence[int], config: Callable[[str, int, Path], dict[str, Any]]
+) -> None:
+    """Train what is not measured yet, seed by seed, so that what is there can be compared at any time.
+
+    Args:
+        path: file of the results.
+        names: of the setups.
+        seeds: of the runs.
+        config: gives the options of a run, from its setup, its seed and an empty folder.
+    """
+    done = {(run.setup, run.seed) for run in read(path)}
+    for seed in seeds:
+        for name in names:
+            if (name, seed) not in done:
+                with tempfile.TemporaryDirectory() as folder:
+                    run = trained(name, seed, Path(folder), config)
+                with path.open("a") as file:
+                    file.write(json.dumps(asdict(run)) + "\n")
+
+
+def trained(name: str, seed: int, folder: Path, config: Callable[[str, int, Path], dict[str, Any]]) -> Run:
+    """Train once."""
+    before_s, began = cpu_seconds(), time.monotonic()
+    chosen = TrainConfig(**{"out": folder / "run", "seed": seed, **config(name, seed, folder)})
+    with Shown(f"{name}, seed {seed}") as progress:
+        try:
+            train(chosen, progress)
+        except NothingLearnedError as error:  # is a result, too
+            print(error, file=sys.stderr)
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "train"]
+    kept = sorted({key for line in steps for key in line if key.split("/")[0] in KEPT})
+    held_out = [{k: v for k, v in line.items() if k.startswith("reward")} for line in lines if line["kind"] == "val"]
+    return Run(
+        setup=name,
+        seed=seed,
+        curves={key: [_short(line.get(key)) for line in steps] for key in kept},
+        before=held_out[0],
+        after=held_out[-1],
+        seconds=round(time.monotonic() - began, 1),
+        cpu_seconds=round(cpu_seconds() - before_s, 1),
+    )
+
+
+KEPT = {"reward", "reward_source", "tool_error_rate", "entropy", "seconds", "rollout_seconds", "update_seconds"}
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those that it started and that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def here(file: str) -> Path:
+    """Work in the example's folder, where its agent is."""
+    folder = Path(file).resolve().parent
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    return folder
+
+
+def draw(runs: Sequence[Run], panels: Mapping[str, str], path: Path, *, label: str = "step") -> None:
+    """Draw a panel for each number: a thin line for each run, a thick one for the mean of each setup.
+
+    Args:
+        runs: that were measured.
+        panels: title of each panel, by the name of the number that it shows.
+        path: of the picture.
+        label: of the x axis.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(panels), 3.9), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (number, title) in zip(all_axes, panels.items(), strict=True):
+        for place, setup in enumerate(dict.fromkeys(run.setup for run in runs)):
+            own = [run.curves[number] for run in runs if run.setup == setup and number in run.curves]
+            for curve in own:
+                axes.plot(curve, color=f"C{place}", linewidth=0.7, alpha=0.45)
+            if own:
+                mean = [statistics.fmean(v or 0.0 for v in values) for values in zip(*own, strict=False)]
+                axes.plot(mean, color=f"C{place}", linewidth=2.2, label=f"{setup} ({len(own)})")
+        axes.set_title(title)
+        axes.set_xlabel(label)
+        axes.grid(visible=True, alpha=0.3)
+        axes.set_ylim(-0.02, 1.02)
+    all_axes[0].set_ylabel("mean training reward")
+    all_axes[-1].legend(title="setup (seeds)", fontsize="small")
+    FigureCanvasAgg(figure).print_figure(path, dpi=110)
+
+
+def table(runs: Sequence[Run], agents: Sequence[str]) -> str:
+    """Give the held-out rewards of each run as a table of Markdown."""
+    head = ["setup", "seed", *(f"{name}, before and after" for name in ("reward", *agents)), "CPU s", "wall s"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for run in sorted(runs, key=lambda run: (run.setup, run.seed)):
+        cells = [run.setup, str(run.seed)]
+        keys = ("reward", *(f"reward/{agent}" for agent in agents))
+        cells += [f"{run.before.get(key, 0.0):.2f} to {run.after.get(key, 0.0):.2f}" for key in keys]
+        lines.append(f"| {' | '.join([*cells, f'{run.cpu_seconds:.0f}', f'{run.seconds:.0f}'])} |")
+    return "\n".join(lines)
