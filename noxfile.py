@@ -135,6 +135,13 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def trackers(session: nox.Session) -> None:
+    """Tell MLflow, with a database on disk, and Weights & Biases, offline, what a run measured."""
+    session.install(*TEST, "-e", str(ROOT / "core"), "-e", f"{ROOT / 'trainer'}[mlflow,wandb]")
+    session.run("pytest", "tests/test_trackers.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
     session.install("ruff==0.17.5")
