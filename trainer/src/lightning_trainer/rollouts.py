@@ -184,12 +184,12 @@ class _Watch:
             for wait in self._waits.values():
                 wait.moved()
         told = self._describe
-        queued = sum(rollout.status == "queued" for rollout in rollouts)
-        running = [attempt for attempt in attempts if attempt.status == "running"]
-        gone = [attempt for attempt in running if attempt.lease_until_ns < time.time_ns()]
+        queued = {rollout.rollout_id for rollout in rollouts if rollout.status == "queued"}
+        idle = bool(queued) and not any(attempt.status == "running" for attempt in attempts)
+        gone = [a for a in attempts if a.status == "lost" and a.rollout.rollout_id in queued]
         last = _last_of_groups(rollouts)
-        self._note("queue", queued > 0 and not running, lambda: f"a runner to claim {queued} rollouts\n{told()}")
-        self._note("lease", bool(gone), lambda: f"another runner to take over {_named(gone)}")
+        self._note("queue", idle and not gone, lambda: f"a runner to claim {len(queued)} rollouts\n{told()}")
+        self._note("lease", idle and bool(gone), lambda: f"another runner to take over {_named(gone)}")
         self._note("group", bool(last), lambda: f"the last of their groups: {', '.join(last[:4])}\n{told()}")
 
     def _note(self, part: str, stands: bool, what: Callable[[], str]) -> None:

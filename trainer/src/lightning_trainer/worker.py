@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
 
+from lightning_spans import watch
 from lightning_spans.attach import attached, live_recorder
 from lightning_spans.errors import LightningError
 from lightning_trainer.alive import LoopWatch, leaked_threads
@@ -166,6 +167,7 @@ def main(fd: int, pipe: int) -> None:
     job = Job(**settings["job"])
     threads = ThreadPoolExecutor(settings["concurrency"], thread_name_prefix="attempt")
     try:
+        watch.configure(os.environ.get("LIGHTNING_BOUNDS"))
         Limits(**settings["limits"]).apply(settings["n"])
         # Before there is an event loop, for modules that run one of their own while they are imported.
         agent, score = load_job(job, threads)

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import click
 
+from lightning_spans import watch
 from lightning_spans.errors import LightningError
 
 # name -> the help's line; the command itself is `command` of the module with that name
@@ -68,6 +69,7 @@ def cli(debug: bool) -> None:  # noqa: ARG001 - click passes flags by name; pars
     """Train the agents of a program you already have, by reinforcement learning, agent by agent, by name."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would be drawn through our own display
     _log_to_stderr()
+    watch.configure(os.environ.get("LIGHTNING_BOUNDS"))
 
 
 def main() -> None:

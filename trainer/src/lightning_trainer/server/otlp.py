@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightning_spans.errors import StoreError
 from lightning_spans.otlp import JSON, PROTOBUF, decode
-from lightning_spans.spans import Span
+from lightning_spans.spans import LIVE, Span
 from lightning_trainer.server.door import Door
 from lightning_trainer.server.foreign import adopted
 from lightning_trainer.server.keys import Grant
@@ -48,7 +48,7 @@ class OtlpReceiver:
         Raises:
             Refusal: no good key (401, 403), not OTLP (400, 415), too large (413), or too much waits already (503).
         """
-        grant = await self._door.admit(scope, "attempt", "runner", "admin", late_s=self._limits.late_spans_s)
+        grant = await self._door.admit(scope, "attempt", "runner", "live", "admin", late_s=self._limits.late_spans_s)
         content_type = headers(scope).get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
         if content_type not in {PROTOBUF, JSON}:
             raise Refusal(415, f"content-type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
@@ -85,7 +85,16 @@ def _read(body: bytes, content_type: str) -> list[Span]:
 
 
 def sort(spans: Sequence[Span], grant: Grant) -> Sorted:
-    """Say which spans a key may send: an attempt's key its own only; spans that name no attempt become the key's."""
+    """Say which spans a key may send.
+
+    An attempt's key its own only; spans that name no attempt become the key's. A live key those of no attempt, and they
+    are marked as live, whatever they say.
+    """
+    if grant.scope == "live":
+        free = tuple(replace(s, origin=LIVE) for s in spans if s.attempt_id is None and s.rollout_id is None)
+        rejected = len(spans) - len(free)
+        message = f"{rejected} spans name an attempt; a live key sends spans of none"
+        return Sorted(free, rejected, message if rejected else "")
     if grant.attempt_id is None:
         return Sorted(tuple(spans), 0, "")
     own = (grant.rollout_id, grant.attempt_id)
