@@ -35,6 +35,13 @@ def test_base_is_served_and_never_trained() -> None:
     assert parse(found.policies).adapters == ("writer",)
 
 
+def test_fixed_adapter_is_served_and_never_trained() -> None:
+    found = config(policies="writer=lora,rewriter=fixed,editor=fixed:team")
+    policies = parse(found.policies)
+    assert found.agents == ("writer",)
+    assert (policies.adapters, policies.fixed) == (("writer", "rewriter", "team"), {"rewriter", "team"})
+
+
 def test_trained_agents_without_a_policy_share_one() -> None:
     found = config(agents="writer,rewriter,checker", policies="writer=lora")
     assert parse(found.policies).by_agent == {"writer": "writer", "rewriter": "shared", "checker": "shared"}
@@ -54,7 +61,7 @@ def test_agent_names_that_no_folder_could_have_make_adapter_names_that_one_can()
     ("options", "message"),
     [
         ({"policies": "writer"}, "write AGENT=lora"),
-        ({"policies": "writer=full"}, "write writer=lora, writer=lora:NAME to share, or writer=base"),
+        ({"policies": "writer=full"}, "write writer=lora, writer=lora:NAME to share, writer=fixed or writer=base"),
         ({"policies": "writer=lora:"}, "write writer=lora"),
         ({"policies": "*=lora"}, r"it needs a name: \*=lora:NAME"),
         ({"policies": "a b=lora,a_b=lora"}, "would both be named a_b"),
@@ -64,7 +71,9 @@ def test_agent_names_that_no_folder_could_have_make_adapter_names_that_one_can()
         ({"policies": "writer=lora,writer=base"}, "writer has two"),
         ({"policies": "checker=base"}, "no policy is trained"),
         ({"policies": "writer=lora", "agents": "rewriter"}, "agents does not name writer"),
-        ({"policies": "writer=base", "agents": "writer"}, "its policy is the starting model"),
+        ({"policies": "writer=base", "agents": "writer"}, "its policy, base, is not"),
+        ({"policies": "writer=lora:a,rewriter=fixed:a"}, "can't be both trained and fixed"),
+        ({"policies": "writer=fixed"}, "no policy is trained"),
         ({"policies": "writer=lora", "backend": "verl"}, "verl trains one policy"),
         ({"policies": {"writer": 3}}, "policies = 3"),
     ],

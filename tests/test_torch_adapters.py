@@ -220,6 +220,28 @@ def test_checkpoint_is_served_with_all_its_adapters(backend: TorchBackend, tmp_p
     one.close()
 
 
+def test_fixed_adapter_is_kept_and_served_bit_for_bit(backend: TorchBackend, tmp_path: Path) -> None:
+    for seed in range(2):
+        backend.update(both(seed))
+    backend.save(tmp_path / "first")
+    options = {**TWO, "fixed": ("rewriter",), "dtype": backend.options.dtype}
+    again = make_backend(tmp_path / "first", **options)
+    before = hashes(again)
+    again.update(rows_of("writer", 5))
+    moved = changed(before, hashes(again))
+    assert moved
+    assert all(".writer." in name for name in moved)
+    again.save(tmp_path / "second")
+    for name, same in (("rewriter", True), ("writer", False)):
+        files = [tmp_path / step / name / "adapter_model.safetensors" for step in ("first", "second")]
+        assert (files[0].read_bytes() == files[1].read_bytes()) is same
+    with pytest.raises(ValueError, match="answered by 'rewriter', not by writer"):
+        again.update(rows_of("rewriter"))
+    again.close()
+    with pytest.raises(ConfigError, match=r"no adapter editor in .* to keep"):
+        make_backend(tmp_path / "first", **{**options, "adapters": ("writer", "editor"), "fixed": ("editor",)})
+
+
 def test_what_does_not_fit_is_refused(backend: TorchBackend, tiny_model: Path, tmp_path: Path) -> None:
     backend.save(tmp_path / "step")
     other = make_backend(tiny_model, dtype=backend.options.dtype, **{**TWO, "adapters": ("writer", "editor")})

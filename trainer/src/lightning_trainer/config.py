@@ -48,7 +48,8 @@ class TrainConfig(BaseModel):
     """Names or globs of the agents to train. All agents that have a name, by default."""
     policies: dict[str, str] = Field(default_factory=dict)
     """Adapters of agents over one frozen model, written AGENT=lora (its own), AGENT=lora:NAME (shared by those that
-    name it) or AGENT=base (served, never trained), with commas between. Agents to train that have none share one."""
+    name it), AGENT=fixed (that of the checkpoint given as model, not trained) or AGENT=base (the model without one),
+    with commas between. Agents to train that have none share one."""
     model: str
     """The policy to start from: a local model folder, a hub id, or a name that the backend knows."""
     backend: str = "torch"

@@ -1,7 +1,8 @@
 """Which policy answers which agent: `writer=lora,rewriter=lora:team,checker=base`, read once.
 
 A value is `lora` (an adapter of the agent's own, named after it), `lora:NAME` (an adapter with this name; agents that
-name the same one share it) or `base` (the starting model, served and never trained). No torch here.
+name the same one share it), `fixed` or `fixed:NAME` (an adapter of the checkpoint that training starts from, served and
+never trained) or `base` (the model without any, likewise). No torch here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ BASE: Final = "base"  # the name under which the starting model is served, and h
 SHARED: Final = "shared"  # the adapter of agents that are trained and have no policy of their own
 DEFAULT_RANK: Final = 16
 _LORA: Final = "lora"
+_FIXED: Final = "fixed"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _GLOB: Final = frozenset("*?[")
 
@@ -28,9 +30,11 @@ class Policies:
 
     Attributes:
         by_agent: policy of each agent name or glob; exact names go before globs, these in the order given.
+        fixed: names of the adapters that are not trained.
     """
 
     by_agent: Mapping[str, str] = field(default_factory=dict)
+    fixed: frozenset[str] = frozenset()
 
     def of(self, agent: str | None) -> str | None:
         """Give the policy of an agent; None for one that has none, or has no name."""
@@ -45,8 +49,8 @@ class Policies:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Names and globs of the agents that have an adapter."""
-        return tuple(agent for agent, policy in self.by_agent.items() if policy != BASE)
+        """Names and globs of the agents whose adapter is trained."""
+        return tuple(agent for agent, policy in self.by_agent.items() if policy not in {BASE, *self.fixed})
 
 
 def parse(values: Mapping[str, str]) -> Policies:
@@ -58,14 +62,16 @@ def parse(values: Mapping[str, str]) -> Policies:
     """
     owners: dict[str, str] = {}  # who has an adapter named after it
     by_agent: dict[str, str] = {}
+    kinds: dict[str, set[str]] = {_LORA: set(), _FIXED: set()}
     for agent, value in sorted(values.items(), key=lambda item: bool(_GLOB & set(item[0]))):
-        kind, _, name = value.partition(":")
+        kind, colon, name = value.partition(":")
         if value == BASE:
             by_agent[agent] = BASE
             continue
-        if kind != _LORA or (":" in value and not name):
+        if kind not in kinds or (colon and not name):
             raise ConfigError(
-                f"policy {agent}={value}: write {agent}=lora, {agent}=lora:NAME to share, or {agent}=base."
+                f"policy {agent}={value}: write {agent}=lora, {agent}=lora:NAME to share, {agent}=fixed or"
+                f" {agent}=base."
             )
         if not name:
             name = _own_name(agent)
@@ -74,7 +80,10 @@ def parse(values: Mapping[str, str]) -> Policies:
             owners[name] = agent
         _check_name(agent, name)
         by_agent[agent] = name
-    return Policies(by_agent)
+        kinds[kind].add(name)
+    for name in sorted(kinds[_LORA] & kinds[_FIXED]):
+        raise ConfigError(f"the adapter {name} can't be both trained and fixed. {_NAME_IT}")
+    return Policies(by_agent, frozenset(kinds[_FIXED]))
 
 
 _NAME_IT: Final = "Give one a name: AGENT=lora:NAME."
@@ -93,19 +102,20 @@ def complete(values: Mapping[str, str], agents: Sequence[str] | None) -> tuple[d
     Raises:
         ConfigError: see `parse`; or a policy is of an agent that is not to be trained, or none is.
     """
-    trained = parse(values).trained
+    known = parse(values)
+    trained = known.trained
     if agents is None:
         agents = trained
     if not agents:
-        raise ConfigError("no policy is trained: give at least one agent lora instead of base.")
+        raise ConfigError("no policy is trained: give at least one agent lora.")
     for agent in trained:
         if agent not in agents:
             raise ConfigError(
                 f"policy {agent}={values[agent]} has no effect: agents does not name {agent}. Name it there."
             )
     for agent in agents:
-        if values.get(agent) == BASE:
-            raise ConfigError(f"{agent} is to be trained, but its policy is the starting model. Give it lora.")
+        if agent in values and agent not in trained:
+            raise ConfigError(f"{agent} is to be trained, but its policy, {values[agent]}, is not. Give it lora.")
     filled = {agent: values.get(agent, f"{_LORA}:{SHARED}") for agent in agents}
     return {**filled, **{agent: value for agent, value in values.items() if agent not in filled}}, tuple(agents)
 
@@ -122,7 +132,9 @@ def read_text(texts: str | Iterable[str]) -> dict[str, str]:
             continue
         agent, equals, value = (piece.strip() for piece in part.rpartition("="))
         if not (agent and equals and value):
-            raise ConfigError(f"policy {part!r}: write AGENT=lora, AGENT=lora:NAME or AGENT=base, with commas between.")
+            raise ConfigError(
+                f"policy {part!r}: write AGENT=lora, AGENT=lora:NAME, AGENT=fixed or AGENT=base, with commas between."
+            )
         if agent in found:
             raise ConfigError(f"policy: {agent} has two. Give it one.")
         found[agent] = value

@@ -205,7 +205,8 @@ def backend_options(config: TrainConfig) -> dict[str, Any]:
     )  # fmt: skip
     options = {name: getattr(config, name) for name in shared}
     if config.policies:
-        options["adapters"] = parse(config.policies).adapters
+        own = parse(config.policies)
+        options |= {"adapters": own.adapters, "fixed": tuple(sorted(own.fixed))}
     for name in config.backend_options:
         if name in options:
             raise ConfigError(f"backend_options: {name} is an option of its own. Write it outside backend_options.")

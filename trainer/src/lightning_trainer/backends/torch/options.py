@@ -32,6 +32,7 @@ class TorchOptions:
         lora_alpha: scale of the adapters; None: twice the rank.
         adapters: names of LoRA adapters that are trained side by side over the frozen model, each a policy of its own;
             empty: one policy.
+        fixed: those of them that the model's folder must hold, and that are served but not trained.
         lora_targets: names of the modules that get adapters; None: all linear ones but the head.
         learning_rate: step size of AdamW.
         betas: decay of AdamW's moments.
@@ -62,6 +63,7 @@ class TorchOptions:
     lora_rank: int = 0
     lora_alpha: float | None = None
     adapters: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
     lora_targets: tuple[str, ...] | None = None
     learning_rate: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.99)
@@ -87,6 +89,7 @@ class TorchOptions:
             "lora_alpha needs lora_rank, and must be above 0": self.lora_alpha is None
             or (self.lora_rank > 0 and self.lora_alpha > 0),
             "adapters need lora_rank": not self.adapters or self.lora_rank > 0,
+            "fixed adapters must be among the adapters": set(self.fixed) <= set(self.adapters),
             "adapters have names of their own: leave name out": not self.adapters or self.name is None,
             "lora_targets needs lora_rank": self.lora_targets is None or self.lora_rank > 0,
             "learning_rate must be above 0": 0 < self.learning_rate < math.inf,

@@ -54,6 +54,11 @@ def add_adapters(model: LoadedModel, options: TorchOptions, saved: Path | None =
     for name in options.adapters or ((ADAPTER,) if options.lora_rank else ()):
         if saved is not None and (saved / name).is_dir():
             _load(model, saved / name, options)
+        elif name in options.fixed:
+            place = saved or model.source
+            raise ConfigError(
+                f"there is no adapter {name} in {place} to keep. Give a checkpoint that has it as --model."
+            )
         else:
             _add(model, name, options)
 
@@ -64,7 +69,7 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
     Raises:
         ConfigError: it can't be read, has another rank, or `kl_coef` would compare it with the model without it.
     """
-    if options.kl_coef > 0:
+    if options.kl_coef > 0 and folder.name not in options.fixed:
         raise ConfigError(f"{folder} is trained, and kl_coef would compare it with the model without. Leave it out.")
     try:
         with _several():

@@ -18,9 +18,9 @@ def by_adapter(rows: Sequence[Row], options: TorchOptions) -> dict[str, list[Row
     Adapters without a row that has a gradient are left out: their optimiser would move them by momentum alone.
 
     Raises:
-        ValueError: a row was answered by none of them.
+        ValueError: a row was answered by none of them, or by one that is not trained.
     """
-    found: dict[str, list[Row]] = {adapter: [] for adapter in options.adapters}
+    found: dict[str, list[Row]] = {adapter: [] for adapter in options.adapters if adapter not in options.fixed}
     for row in rows:
         if row.policy not in found:
             raise ValueError(f"a row of {row.agent} was answered by {row.policy!r}, not by {', '.join(found)}")
