@@ -58,6 +58,8 @@ def _result(store: Store, path: str, body: dict[str, Any]) -> dict[str, Any]:
                 End(**{**end, "rewards": [from_json(Reward, one) for one in end["rewards"]]}) for end in body["ends"]
             ]
             return {"answers": [_told(one) for one in store.finish_all(ends)]}
+        case ["delete"]:
+            return {"deleted": store.delete(**body)}
         case ["groups", "consume"]:
             return {"ok": store.consume_group(**body)}
     raise ValueError(f"no such path: {path}")

@@ -280,6 +280,25 @@ class Store(Protocol):
         """Mark a group as trained on by `consumer` (a run and step). False when another consumer had it."""
         ...
 
+    def delete(
+        self,
+        *,
+        rollout_ids: Sequence[str] | None = None,
+        trace_ids: Sequence[str] | None = None,
+        origin: str | None = None,
+        before_ns: int | None = None,
+    ) -> int:
+        """Delete rollouts that have ended, with their attempts, spans, calls and rewards, and traces without a rollout.
+
+        Given `rollout_ids`, only of these; given `trace_ids`, only these traces, where they belong to no rollout.
+        `before_ns` keeps what ended at or after that Unix time. What waits or runs stays, and so do the marks of groups
+        that were trained on. Gives the number of rollouts, and of spans and calls without one, that were deleted.
+
+        Raises:
+            RefusedError: no filter is given: nobody deletes everything by mistake.
+        """
+        ...
+
     def close(self) -> None:
         """Write what is pending and let go of the files."""
         ...

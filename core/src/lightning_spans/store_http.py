@@ -12,6 +12,7 @@ Every body is JSON; records have the form of `records`. What a server answers:
 | POST /api/heartbeats | ``{"leases": [[id, fence], ...], "lease_s"}`` | ``{"lost": [id, ...]}`` |
 | POST /api/attempts/ID/finish | ``{"fence", "status", "rewards", "error"}`` | ``{"status": s}``; 409: lease lost |
 | POST /api/finishes | ``{"ends": [{"attempt_id", ...}]}`` | ``{"answers": [{"status"} or {"code", "message"}]}`` |
+| POST /api/delete | ``{"rollout_ids", "trace_ids", "origin", "before_ns"}`` | ``{"deleted": n}`` |
 | POST /api/groups/consume | ``{"group_id", "consumer"}`` | ``{"ok": true}`` |
 
 ``what`` is spans, calls, rewards, rollouts or attempts, with the filters of the method of that name; a filter left out
@@ -206,6 +207,21 @@ class HttpStore:
     def consume_group(self, group_id: str, consumer: str) -> bool:
         """Mark a group as trained on by `consumer`. False when another consumer had it."""
         return self._ask("/api/groups/consume", {"group_id": group_id, "consumer": consumer}, "ok", bool)
+
+    def delete(
+        self,
+        *,
+        rollout_ids: Ids = None,
+        trace_ids: Ids = None,
+        origin: str | None = None,
+        before_ns: int | None = None,
+    ) -> int:
+        """Delete what has ended; the server takes as long as it takes, and is asked again where it took too long."""
+        filters = {"rollout_ids": rollout_ids, "trace_ids": trace_ids, "origin": origin, "before_ns": before_ns}
+        given = {name: value for name, value in filters.items() if value is not None}
+        return self._ask(
+            "/api/delete", {n: v if isinstance(v, (str, int)) else list(v) for n, v in given.items()}, "deleted", int
+        )
 
     def _add(self, what: str, records: Sequence[Any]) -> int:
         return sum(self._ask(f"/api/{what}", {what: batch}, "kept", int) for batch in _batches(records))

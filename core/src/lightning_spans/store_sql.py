@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection, Select, Table, select
 from sqlalchemy.exc import SQLAlchemyError
@@ -18,9 +19,12 @@ from lightning_spans.rewards import Reward
 from lightning_spans.spans import TRAINING, Span
 from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Choice, End, Rollout, RolloutStatus
 from lightning_spans.store_database import insert_new, insert_new_ids, open_database, pauses_s
+from lightning_spans.store_delete import Doomed, delete_loose, delete_rollouts
 from lightning_spans.store_lease import LeaseClock
 from lightning_spans.store_together import Together
 from lightning_spans.store_writer import Writer
+
+_DELETED_AT_ONCE: Final = 50  # rollouts in one transaction; others write in between
 
 T = TypeVar("T")
 Ids = Sequence[str] | None
@@ -199,6 +203,45 @@ class SqlStore:
     def consume_group(self, group_id: str, consumer: str) -> bool:
         """Mark a group as trained on by `consumer`. False when another consumer had it."""
         return self._writer.do(lambda connection: q.consume_group(connection, group_id, consumer))
+
+    def delete(
+        self,
+        *,
+        rollout_ids: Ids = None,
+        trace_ids: Ids = None,
+        origin: str | None = None,
+        before_ns: int | None = None,
+    ) -> int:
+        """Delete what has ended, in many small transactions, between which others write.
+
+        The space is used again; a SQLite file gets no smaller by itself.
+        """
+        if all(given is None for given in (rollout_ids, trace_ids, origin, before_ns)):
+            raise RefusedError("delete: say what: rollout_ids, trace_ids, an origin or a time")
+        deleted = 0
+        if trace_ids is None:
+            for ids in q.chunks(rollout_ids) if rollout_ids is not None else [None]:
+                deleted += self._delete_rollouts(Doomed(ids, None, origin, before_ns))
+        if rollout_ids is None:
+            for ids in q.chunks(trace_ids) if trace_ids is not None else [None]:
+                for table in (schema.spans, schema.calls):
+                    deleted += self._delete_loose(table, Doomed(None, ids, origin, before_ns))
+        return deleted
+
+    def _delete_rollouts(self, doomed: Doomed) -> int:
+        deleted = 0
+        while some := self._writer.do(lambda connection: delete_rollouts(connection, doomed, _DELETED_AT_ONCE)):
+            deleted += some
+        return deleted
+
+    def _delete_loose(self, table: Table, doomed: Doomed) -> int:
+        deleted, after = 0, 0
+        while True:
+            some, until = self._writer.do(partial(delete_loose, table=table, doomed=doomed, after=after))
+            deleted += some
+            if until is None:
+                return deleted
+            after = until
 
     def _settle(self) -> None:
         """Mark attempts as lost whose lease ran out, though nobody claims: their rollouts must not seem to run."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any, Final, TypeVar, get_args
 
 from lightning_spans.errors import LeaseLostError, LightningError, RefusedError, RewardError, StoreError
@@ -41,6 +42,7 @@ class _Kept:
     rollouts: dict[str, Rollout] = field(default_factory=dict)
     attempts: dict[str, AttemptRecord] = field(default_factory=dict)
     consumed: dict[str, str] = field(default_factory=dict)
+    fences: Iterator[int] = field(default_factory=lambda: count(1))
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
@@ -192,6 +194,39 @@ class MemoryStore:
         with self._open() as kept:
             return kept.consumed.setdefault(group_id, consumer) == consumer
 
+    def delete(
+        self,
+        *,
+        rollout_ids: Ids = None,
+        trace_ids: Ids = None,
+        origin: str | None = None,
+        before_ns: int | None = None,
+    ) -> int:
+        """Delete rollouts that have ended, with what belongs to them, and traces without a rollout."""
+        if all(given is None for given in (rollout_ids, trace_ids, origin, before_ns)):
+            raise RefusedError("delete: say what: rollout_ids, trace_ids, an origin or a time")
+        with self._open() as kept:
+            wanted = _wanted(rollout_id=rollout_ids, origin=_one(origin))
+            loose = _wanted(trace_id=trace_ids, origin=_one(origin))
+            gone = {one.rollout_id for one in kept.rollouts.values() if wanted(one) and self._ended(one, before_ns)}
+            gone = gone if trace_ids is None else set()
+            deleted = len(gone)
+            if rollout_ids is None:
+                for table in (kept.spans, kept.calls):
+                    deleted += _drop(
+                        table,
+                        lambda one: one.rollout_id not in kept.rollouts and loose(one) and _before(one, before_ns),
+                    )
+            for records in (kept.spans, kept.calls, kept.rewards, kept.rollouts):
+                _drop(records, lambda one: one.rollout_id in gone)
+            _drop(kept.attempts, lambda one: one.rollout.rollout_id in gone)
+            return deleted
+
+    def _ended(self, rollout: Rollout, before_ns: int | None) -> bool:
+        tries = [one for one in self._kept.attempts.values() if one.rollout.rollout_id == rollout.rollout_id]
+        last_ns = max((one.ended_ns or 0 for one in tries), default=0)
+        return rollout.status not in _OPEN and (before_ns is None or last_ns < before_ns)
+
     @contextmanager
     def _open(self) -> Iterator[_Kept]:
         if self._closed:
@@ -217,7 +252,7 @@ class MemoryStore:
             attempt_id=f"{rollout.rollout_id}.{len(earlier) + 1}",
             rollout=self._stand(rollout.rollout_id, "running"),
             number=len(earlier) + 1,
-            fence=len(kept.attempts) + 1,
+            fence=next(kept.fences),
             worker=worker,
             lease_until_ns=_after_s(lease_s),
             started_ns=time.time_ns(),
@@ -257,6 +292,17 @@ def _after_s(seconds: float) -> int:
 
 
 _EPOCH_NS: Final = time.time_ns() - time.monotonic_ns()
+
+
+def _before(record: Any, time_ns: int | None) -> bool:
+    return time_ns is None or record.end_ns < time_ns
+
+
+def _drop(table: dict[Any, Any], doomed: Callable[[Any], bool]) -> int:
+    keys = [key for key, record in table.items() if doomed(record)]
+    for key in keys:
+        del table[key]
+    return len(keys)
 
 
 def _finite(reward: Reward) -> Reward:

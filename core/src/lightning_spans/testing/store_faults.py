@@ -142,6 +142,11 @@ class FaultPromises:
             assert again(partial(read, rollout_ids=[work.rollouts[0].rollout_id]))
         faulty.settled()
         work.check(store)
+        gone, *others = (rollout.rollout_id for rollout in work.rollouts)
+        again(lambda: faulty.delete(rollout_ids=[gone]))
+        faulty.settled()
+        assert store.spans(rollout_ids=[gone]) == []
+        assert len(store.rollouts(rollout_ids=[gone, *others])) == len(others)
 
     @ANY
     @given(plan=_PLAN)

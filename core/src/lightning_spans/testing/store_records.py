@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from lightning_spans.errors import RewardError, StoreError
+from lightning_spans.errors import RefusedError, RewardError, StoreError
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
 from lightning_spans.store import Call, Choice, Store
@@ -170,6 +170,52 @@ class RecordPromises:
         assert again.spans(trace_ids=[span.trace_id]) == [span]
         assert again.calls(trace_ids=[call.trace_id or ""]) == [call]
         assert again.rewards(attempt_ids=[reward.attempt_id]) == [reward]
+
+    def test_ended_rollouts_are_deleted_with_all_that_belongs_to_them(self, store: Store) -> None:
+        """If it fails: look for a table whose rows stay behind, or for one that loses a neighbour's."""
+        rollouts = [a_rollout() for _ in range(3)]
+        store.enqueue(rollouts)
+        for attempt in store.claim("worker", limit=2):
+            ids = {"rollout_id": attempt.rollout.rollout_id, "attempt_id": attempt.attempt_id}
+            store.add_spans([a_span(**ids)])
+            store.add_calls([a_call(**ids)])
+            store.finish(attempt.attempt_id, attempt.fence, status="succeeded", rewards=[a_reward(**ids)])
+        first, second, waiting = (rollout.rollout_id for rollout in rollouts)
+        assert store.delete(rollout_ids=[first, waiting, "nobody's"]) == 1
+        assert [one.rollout_id for one in store.rollouts(rollout_ids=[first, second, waiting])] == [second, waiting]
+        for read in (store.spans, store.calls, store.rewards, store.attempts):
+            assert read(rollout_ids=[first]) == []
+            assert len(read(rollout_ids=[second])) == 1
+        assert store.delete(rollout_ids=[first]) == 0
+        assert [one.rollout.rollout_id for one in store.claim("worker")] == [waiting]
+
+    def test_old_traces_of_an_origin_are_deleted_and_young_ones_kept(self, store: Store) -> None:
+        """If it fails: age is when a span or call ended, and when the last attempt of a rollout did."""
+        origin, old, young = an_id(), 1_000, 2_000
+        spans = [a_span(origin=origin, start_ns=old, end_ns=time) for time in (old, young)]
+        calls = [a_call(origin=origin, trace_id=an_id(), start_ns=old, end_ns=time) for time in (old, young)]
+        other = a_span(start_ns=old, end_ns=old)
+        store.add_spans([*spans, other])
+        store.add_calls(calls)
+        (rollout,) = [a_rollout(origin=origin)]
+        store.enqueue([rollout])
+        (attempt,) = store.claim("worker")
+        store.finish(attempt.attempt_id, attempt.fence, status="succeeded")
+        assert store.delete(origin=origin, before_ns=young) == 2
+        assert (store.spans(origin=origin), store.calls(origin=origin)) == (spans[1:], calls[1:])
+        assert store.rollouts(origin=origin)
+        assert store.spans(trace_ids=[other.trace_id]) == [other]
+        assert store.delete(trace_ids=[spans[1].trace_id, other.trace_id]) == 2
+        assert store.delete(origin=origin) == 2  # the young call, and the rollout
+        assert store.rollouts(origin=origin) == []
+
+    def test_nobody_deletes_everything_by_mistake(self, store: Store) -> None:
+        """If it fails: refuse a deletion without any filter."""
+        span = a_span()
+        store.add_spans([span])
+        with pytest.raises(RefusedError, match="say what"):
+            store.delete()
+        assert store.spans(trace_ids=[span.trace_id]) == [span]
 
     def test_a_closed_store_says_so(self, store: Store) -> None:
         """If it fails: raise StoreError from every method once closed; a second close is no error."""

@@ -10,14 +10,17 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
 from lightning_spans.context import Attempt
+from lightning_spans.errors import LeaseLostError, LightningError, RewardError
 from lightning_spans.records import dumps, from_json, to_json
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
-from lightning_spans.store import AttemptRecord, Call, Rollout, Store
+from lightning_spans.store import AttemptRecord, Call, End, Rollout, Store
 from lightning_trainer.server import bodies as b
 from lightning_trainer.server.attempts import EndedAttempts
 from lightning_trainer.server.door import Door
-from lightning_trainer.server.keys import Keys, Scope
+from lightning_trainer.server.giving import given_by
+from lightning_trainer.server.keys import Grant, Keys, Scope
+from lightning_trainer.server.metrics import Metrics
 from lightning_trainer.server.refusals import bad_request
 from lightning_trainer.server.settings import Limits, Routing
 
@@ -36,6 +39,7 @@ class Parts(Protocol):
     limits: Limits
     routing: Routing
     forget: Callable[[str], None]
+    metrics: Metrics
 
 
 def _parts(request: Request) -> Parts:
@@ -50,8 +54,17 @@ def _needs(*scopes: Scope) -> Any:
     return Depends(admit)
 
 
+def _grant(*scopes: Scope) -> Any:
+    async def admit(request: Request) -> Grant:
+        return await _parts(request).door.admit(request.scope, *scopes)
+
+    return Depends(admit)
+
+
 _ADMIN = [_needs("admin")]
 _RUNNER = [_needs("runner", "admin")]
+_ENDING = _grant("runner", "admin")
+_REWARDING = _grant("evaluator", "runner", "admin")
 router = APIRouter(
     prefix="/api",
     responses={code: {"model": b.ErrorBody} for code in (400, 401, 403, 409, 413, 503)},
@@ -67,6 +80,10 @@ def _records(kind: type[Any], items: Sequence[Any]) -> list[Any]:
         return [from_json(kind, item) for item in items]
     except ValueError as error:
         raise bad_request(str(error)) from None
+
+
+def _rewards(grant: Grant, items: Sequence[Any], store: Store) -> list[Reward]:
+    return given_by(grant, _records(Reward, items), store)
 
 
 @router.post("/rollouts", dependencies=_ADMIN, response_model=b.Queued)
@@ -101,6 +118,7 @@ def claim(request: Request, body: b.ClaimBody) -> Response:
     parts = _parts(request)
     claimed = parts.store.claim(body.worker, limit=body.limit, lease_s=body.lease_s)
     parts.attempts.started([attempt.attempt_id for attempt in claimed])
+    parts.metrics.claimed(len(claimed))
     endpoint = parts.routing.endpoint or str(request.base_url).rstrip("/")
     return _json(attempts=[to_json(with_context(attempt, parts, endpoint)) for attempt in claimed])
 
@@ -131,19 +149,52 @@ def heartbeat(request: Request, body: b.HeartbeatBody) -> Response:
     """Renew leases; give the attempts whose lease is lost."""
     parts = _parts(request)
     lost = parts.store.heartbeat(body.leases, lease_s=body.lease_s)
+    parts.metrics.leases_lost(len(lost))
     for attempt_id in lost:
         parts.forget(attempt_id)
     return _json(lost=lost)
 
 
-@router.post("/attempts/{attempt_id}/finish", dependencies=_RUNNER, response_model=b.Standing)
-def finish(request: Request, attempt_id: str, body: b.FinishBody) -> Response:
+@router.post("/attempts/{attempt_id}/finish", response_model=b.Standing)
+def finish(request: Request, attempt_id: str, body: b.FinishBody, grant: Annotated[Grant, _ENDING]) -> Response:
     """End an attempt, with its rewards; 409 when its lease is lost."""
     parts = _parts(request)
-    rewards = _records(Reward, body.rewards)
-    status = parts.store.finish(attempt_id, body.fence, status=body.status, rewards=rewards, error=body.error)
+    rewards = _rewards(grant, body.rewards, parts.store)
+    try:
+        status = parts.store.finish(attempt_id, body.fence, status=body.status, rewards=rewards, error=body.error)
+    except LeaseLostError:
+        parts.metrics.late_result()
+        raise
+    parts.metrics.ended(body.status)
     parts.forget(attempt_id)
     return _json(status=status)
+
+
+@router.post("/finishes", response_model=b.Answers)
+def finish_all(request: Request, body: b.EndsBody, grant: Annotated[Grant, _ENDING]) -> Response:
+    """End several attempts in one transaction; one answer each."""
+    parts = _parts(request)
+    ends = [
+        End(one.attempt_id, one.fence, one.status, tuple(_rewards(grant, one.rewards, parts.store)), one.error)
+        for one in body.ends
+    ]
+    answers = []
+    for end, told in zip(ends, parts.store.finish_all(ends), strict=True):
+        if isinstance(told, LightningError):
+            if isinstance(told, LeaseLostError):
+                parts.metrics.late_result()
+            answers.append({"code": _code(told), "message": str(told)})
+        else:
+            parts.metrics.ended(end.status)
+            parts.forget(end.attempt_id)
+            answers.append({"status": told})
+    return _json(answers=answers)
+
+
+def _code(error: LightningError) -> str:
+    if isinstance(error, LeaseLostError):
+        return "lease_lost"
+    return "bad_reward" if isinstance(error, RewardError) else "refused"
 
 
 @router.get("/attempts", dependencies=_ADMIN, response_model=b.Attempts)
@@ -158,8 +209,7 @@ def spans(
     request: Request, rollout_id: Ids = None, attempt_id: Ids = None, trace_id: Ids = None, origin: Origin = None
 ) -> Response:
     """Give spans in the order of their start."""
-    ids = {"rollout_ids": rollout_id, "attempt_ids": attempt_id, "trace_ids": trace_id}
-    query = b.QueryBody(what="spans", **ids, origin=origin)
+    query = b.QueryBody(what="spans", rollout_ids=rollout_id, attempt_ids=attempt_id, trace_ids=trace_id, origin=origin)
     return _read(_parts(request).store, query)
 
 
@@ -168,8 +218,7 @@ def calls(
     request: Request, rollout_id: Ids = None, attempt_id: Ids = None, trace_id: Ids = None, origin: Origin = None
 ) -> Response:
     """Give calls in the order of their start."""
-    ids = {"rollout_ids": rollout_id, "attempt_ids": attempt_id, "trace_ids": trace_id}
-    query = b.QueryBody(what="calls", **ids, origin=origin)
+    query = b.QueryBody(what="calls", rollout_ids=rollout_id, attempt_ids=attempt_id, trace_ids=trace_id, origin=origin)
     return _read(_parts(request).store, query)
 
 
@@ -184,6 +233,12 @@ def rewards(request: Request, rollout_id: Ids = None, attempt_id: Ids = None) ->
 def query(request: Request, body: b.QueryBody) -> Response:
     """Read records, with lists of ids of any length; the answer's one key is what was asked for."""
     return _read(_parts(request).store, body)
+
+
+@router.post("/delete", dependencies=_ADMIN, response_model=b.Deleted)
+def delete(request: Request, body: b.DeleteBody) -> Response:
+    """Delete rollouts that have ended, with all that belongs to them, and traces that belong to none."""
+    return _json(deleted=_parts(request).store.delete(**body.model_dump()))
 
 
 def _read(store: Store, query: b.QueryBody) -> Response:
@@ -215,10 +270,11 @@ def add_calls(request: Request, body: b.CallsBody) -> Response:
     return _json(kept=_parts(request).store.add_calls(_records(Call, body.calls)))
 
 
-@router.post("/rewards", dependencies=_RUNNER, response_model=b.Kept)
-def add_rewards(request: Request, body: b.RewardsBody) -> Response:
-    """Keep rewards; those already there are left as they are."""
-    return _json(kept=_parts(request).store.add_rewards(_records(Reward, body.rewards)))
+@router.post("/rewards", response_model=b.Kept)
+def add_rewards(request: Request, body: b.RewardsBody, grant: Annotated[Grant, _REWARDING]) -> Response:
+    """Keep rewards, with who gave them; those already there are left as they are."""
+    store = _parts(request).store
+    return _json(kept=store.add_rewards(_rewards(grant, body.rewards, store)))
 
 
 @router.post("/groups/consume", dependencies=_ADMIN, response_model=b.Ok)

@@ -112,6 +112,21 @@ class QueryBody(Body):
     origin: str | None = None
 
 
+class DeleteBody(Body):
+    """What to delete: all filters that are given apply."""
+
+    rollout_ids: list[str] | None = None
+    trace_ids: list[str] | None = None
+    origin: str | None = None
+    before_ns: int | None = None
+
+
+class Deleted(Body):
+    """How many rollouts, and spans and calls without one, were deleted."""
+
+    deleted: int
+
+
 class Queued(Body):
     """How many rollouts are newly queued."""
 
