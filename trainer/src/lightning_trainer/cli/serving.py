@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def key_files(key_file: Path | None, *names: str) -> Iterator[tuple[Keys, dict[str, str]]]:
+def key_files(key_file: Path | None, *names: str, rotate: bool = False) -> Iterator[tuple[Keys, dict[str, str]]]:
     """Make keys and write them where only their owner can read them.
 
     Args:
         key_file: for the admin key; the secret lies beside it, so that keys outlive the server. None: a folder that
             goes with the process.
         names: other scopes that get a file of their own beside it.
+        rotate: sign with a new secret; see `Keys.from_file`.
 
     Yields:
         The keys, and the paths of the files by name: ``key_file`` for the admin key, ``runner_key_file``, ...
@@ -38,7 +39,7 @@ def key_files(key_file: Path | None, *names: str) -> Iterator[tuple[Keys, dict[s
 
     with tempfile.TemporaryDirectory(prefix="lightning-keys-") as folder:
         path = (key_file or Path(folder) / "admin.key").absolute()
-        keys = Keys.from_file(path.with_name(f"{path.name}.secret")) if key_file else Keys.fresh()
+        keys = Keys.from_file(path.with_name(f"{path.name}.secret"), rotate=rotate) if key_file else Keys.fresh()
         files = {"key_file": path, **{f"{name}_key_file": path.with_name(f"{path.name}.{name}") for name in names}}
         try:
             for (scope, _), file in zip((("admin", 0), *((name, 0) for name in names)), files.values(), strict=True):

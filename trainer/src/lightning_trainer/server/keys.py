@@ -6,15 +6,18 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 from lightning_spans.errors import ConfigError, LightningError
 
-Scope: TypeAlias = Literal["attempt", "runner", "admin"]
+Scope: TypeAlias = Literal["attempt", "evaluator", "runner", "live", "admin"]
 _PREFIX: Final = "lk-"
 _SECRET_BYTES: Final = 32
+_SECRETS_KEPT: Final = 2  # the newest signs; the one before it is still good, until the next is made
+_LONGEST: Final = 2048  # characters of a key; longer ones are refused unread
 
 
 class KeyRefusedError(LightningError):
@@ -26,11 +29,13 @@ class Grant:
     """What a key opens.
 
     Attributes:
-        scope: ``attempt`` samples and sends its own spans; ``runner`` claims and finishes; ``admin`` does all.
+        scope: ``attempt`` samples and sends its own spans; ``evaluator`` gives rewards; ``runner`` claims and finishes;
+            ``live`` sends spans of production; ``admin`` does all.
         rollout_id: of an attempt's key; None otherwise.
         attempt_id: of an attempt's key; None otherwise.
         agent: the agent whose calls these are, where no header names one.
         expires_s: Unix time in seconds.
+        holder: whose key it is; goes into the source of the rewards that an evaluator gives.
     """
 
     scope: Scope
@@ -38,19 +43,30 @@ class Grant:
     attempt_id: str | None
     agent: str | None
     expires_s: float
+    holder: str | None = None
 
 
 class Keys:
-    """Issues and checks keys with one secret (HMAC-SHA256)."""
+    """Issues and checks keys (HMAC-SHA256; a key can't choose another algorithm, for it names none).
 
-    def __init__(self, secret: bytes) -> None:
+    Args:
+        secret: signs.
+        older: secrets whose keys are still good.
+    """
+
+    def __init__(self, secret: bytes, older: Sequence[bytes] = ()) -> None:
         from itsdangerous import URLSafeSerializer
 
-        if len(secret) < _SECRET_BYTES:
-            raise ConfigError(f"the secret of the keys must have at least {_SECRET_BYTES} bytes, not {len(secret)}")
+        short = min(map(len, (secret, *older)))
+        if short < _SECRET_BYTES:
+            raise ConfigError(f"the secret of the keys must have at least {_SECRET_BYTES} bytes, not {short}")
         import hashlib
 
-        self._signer = URLSafeSerializer(secret, salt="lightning-key", signer_kwargs={"digest_method": hashlib.sha256})
+        self._signer = URLSafeSerializer(
+            [*reversed(older), secret],  # the last one signs
+            salt="lightning-key",
+            signer_kwargs={"digest_method": hashlib.sha256},
+        )
 
     @classmethod
     def fresh(cls) -> Keys:
@@ -58,8 +74,12 @@ class Keys:
         return cls(secrets.token_bytes(_SECRET_BYTES))
 
     @classmethod
-    def from_file(cls, path: Path) -> Keys:
-        """Use the secret in this file, which is made, for its owner's eyes only, when it is not there.
+    def from_file(cls, path: Path, *, rotate: bool = False) -> Keys:
+        """Use the secrets in this file, which is made, for its owner's eyes only, when it is not there.
+
+        Args:
+            path: of the file; a secret a line, the newest first.
+            rotate: make a new secret. Keys of the one before it stay good until the next; those of older ones do not.
 
         Raises:
             ConfigError: the file can't be read or made, others may read it, or it holds no secret.
@@ -67,9 +87,11 @@ class Keys:
         try:
             if not path.exists():
                 write_private(path, secrets.token_hex(_SECRET_BYTES))
-            if stat.S_IMODE(path.stat().st_mode) & 0o077:
-                raise ConfigError(f"{path}: others may read the secret of the keys. Run: chmod 600 {path}")
-            return cls(bytes.fromhex(path.read_text(encoding="ascii").strip()))
+            elif rotate:
+                kept = [secrets.token_hex(_SECRET_BYTES), *_lines(path)][:_SECRETS_KEPT]
+                write_private(path, "\n".join(kept))
+            newest, *older = map(bytes.fromhex, _lines(path) or [""])
+            return cls(newest, older)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: can't be used as the secret of the keys: {error}") from None
 
@@ -81,6 +103,7 @@ class Keys:
         attempt_id: str | None = None,
         agent: str | None = None,
         expires_s: float = 30 * 86400.0,
+        holder: str | None = None,
     ) -> str:
         """Make a key.
 
@@ -90,13 +113,14 @@ class Keys:
             attempt_id: for an attempt's key.
             agent: whose calls they are where no header names an agent.
             expires_s: seconds from now after which it opens nothing.
+            holder: whose key it is, such as an evaluator's name.
 
         Raises:
             ValueError: an attempt's key without an attempt, or another key with one.
         """
         if (scope == "attempt") != (rollout_id is not None and attempt_id is not None):
             raise ValueError(f"a key of scope {scope!r} with rollout {rollout_id!r} and attempt {attempt_id!r}")
-        payload = [scope, round(time.time() + expires_s, 3), rollout_id, attempt_id, agent]
+        payload = [scope, round(time.time() + expires_s, 3), rollout_id, attempt_id, agent, holder]
         return _PREFIX + str(self._signer.dumps(payload))
 
     def check(self, token: str) -> Grant:
@@ -107,15 +131,24 @@ class Keys:
         """
         from itsdangerous import BadData
 
+        if len(token) > _LONGEST or not token.startswith(_PREFIX):
+            raise KeyRefusedError("this key is not one of this server's")
         try:
-            scope, expires_s, rollout_id, attempt_id, agent = self._signer.loads(token.removeprefix(_PREFIX))
+            scope, expires_s, rollout_id, attempt_id, agent, holder = self._signer.loads(token.removeprefix(_PREFIX))
         except (BadData, ValueError, TypeError):
             raise KeyRefusedError("this key is not one of this server's") from None
         if scope not in get_args(Scope):
             raise KeyRefusedError("this key is of a kind that this server does not know")
         if time.time() >= expires_s:
             raise KeyRefusedError("this key is too old: it opens nothing any more")
-        return Grant(scope, rollout_id, attempt_id, agent, expires_s)
+        return Grant(scope, rollout_id, attempt_id, agent, expires_s, holder)
+
+
+def _lines(path: Path) -> list[str]:
+    """Read the secrets of a file that nobody else may read."""
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise ConfigError(f"{path}: others may read the secret of the keys. Run: chmod 600 {path}")
+    return path.read_text(encoding="ascii").split()
 
 
 def write_private(path: Path, text: str) -> None:
