@@ -197,6 +197,12 @@ class TrainConfig(BaseModel):
             return self.steps
         return max(1, math.ceil((self.epochs or 1.0) * task_count / self.batch_size))
 
+    @property
+    def learns_from_flat_groups(self) -> bool:
+        """Whether there is something to learn where all rewards of a group are equal."""
+        divergence = self.kl_coef > 0 and self.kl_in == "loss"
+        return divergence or self.entropy_coef > 0 or recipe_of(self.algorithm).critic
+
     def worker_count(self) -> int:
         """Worker processes to start: as asked, else one a core, and no more than a batch fills."""
         full = math.ceil(self.batch_size * self.group_size / self.concurrency)

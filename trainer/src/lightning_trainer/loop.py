@@ -15,7 +15,7 @@ from lightning_spans.trace import Trace, traces_of
 from lightning_spans.watch import waiting
 from lightning_trainer import watch
 from lightning_trainer.account import Account
-from lightning_trainer.algorithms.rl import Algorithm, Batch, Traces
+from lightning_trainer.algorithms.rl import Algorithm, Batch, Penalty, Traces
 from lightning_trainer.backends import Backend
 from lightning_trainer.checkpoints import State, save
 from lightning_trainer.config import TrainConfig
@@ -207,7 +207,7 @@ class Loop:
         fresh = {group for group in groups if self._parts.local.store.consume_group(group, consumer)}
         whole = [outcome for outcome in outcomes if outcome.rollout.group_id in fresh]
         with waiting("rows", f"the rows of {len(whole)} rollouts"):
-            batch = self._parts.algorithm(whole, traces, self.state.agents)
+            batch = self._parts.algorithm(whole, traces, self.state.agents, **self._penalty())
         self._parts.local.store.add_rewards(batch.automatic)  # to be seen beside the others; their source says whose
         if batch.account.seen == 0:
             raise NothingLearnedError(nothing_captured(len(outcomes), self._parts.local.runner.attached))
@@ -215,9 +215,13 @@ class Loop:
             raise NothingLearnedError(_no_rows(batch))
         return batch
 
+    def _penalty(self) -> dict[str, Penalty]:
+        config = self._parts.config
+        return {"penalty": self._parts.backend.penalties} if config.kl_in == "reward" and config.kl_coef > 0 else {}
+
     def _learn(self, batch: Batch) -> dict[str, float]:
         """Update the weights. Where no row has a gradient the optimiser is left alone: it would move by momentum."""
-        if not any(row.has_gradient for row in batch.rows) and self._parts.config.kl_coef == 0:
+        if not any(row.has_gradient for row in batch.rows) and not self._parts.config.learns_from_flat_groups:
             return {"update_seconds": 0.0}
         began = time.monotonic()
         with waiting("update", f"the backend to learn from {len(batch.rows)} rows"):

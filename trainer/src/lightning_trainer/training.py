@@ -28,6 +28,7 @@ from lightning_trainer.loop import Loop, Parts
 from lightning_trainer.metrics import MetricLog, write_atomically
 from lightning_trainer.policies import parse
 from lightning_trainer.progress import Progress, Silent
+from lightning_trainer.recipes import recipe_of
 from lightning_trainer.runner import Runner
 from lightning_trainer.scores import Score
 from lightning_trainer.target import Job
@@ -203,7 +204,7 @@ def backend_options(config: TrainConfig) -> dict[str, Any]:
         "chat_template", "clip_high", "clip_low", "device", "dtype", "kl_coef", "learning_rate", "lora_alpha",
         "lora_rank", "loss_aggregation", "max_grad_norm", "max_model_len", "seed",
     )  # fmt: skip
-    options = {name: getattr(config, name) for name in shared}
+    options = {name: getattr(config, name) for name in shared} | _learning(config)
     if config.policies:
         own = parse(config.policies)
         options |= {"adapters": own.adapters, "fixed": tuple(sorted(own.fixed))}
@@ -211,6 +212,18 @@ def backend_options(config: TrainConfig) -> dict[str, Any]:
         if name in options:
             raise ConfigError(f"backend_options: {name} is an option of its own. Write it outside backend_options.")
     return {**options, **config.backend_options}
+
+
+def _learning(config: TrainConfig) -> dict[str, Any]:
+    """Give what an algorithm asks of the backend beyond GRPO; a backend that knows none of it never hears of it."""
+    recipe = recipe_of(config.algorithm)
+    asked = {"policy_loss": recipe.loss, "critic": recipe.critic, "entropy_coef": config.entropy_coef}
+    asked |= {"kl_in": config.kl_in, "kl_estimator": config.kl_estimator} if config.kl_coef > 0 else {}
+    plain = {"policy_loss": "clip", "critic": False, "entropy_coef": 0.0, "kl_in": "loss", "kl_estimator": "k3"}
+    of_critic = {name: getattr(config, name) for name in ("gae_lambda", "value_learning_rate", "value_clip")}
+    return {name: value for name, value in asked.items() if value != plain[name]} | {
+        name: value for name, value in of_critic.items() if value is not None
+    }
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lightning_spans.errors import ConfigError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from lightning_trainer.engine import Engine
     from lightning_trainer.rows import Row
 
@@ -33,6 +35,14 @@ class Backend(Protocol):
         Returns:
             Metrics by name: loss, grad_norm, clip_fraction, kl, entropy, logprob_gap (mean absolute difference between
             the engine's recorded log-probabilities and the trainer's), tokens, seconds.
+        """
+        ...
+
+    def penalties(self, rows: Sequence[Row]) -> Sequence[NDArray[Any]]:
+        """Give what the divergence takes off the reward, for each row (K,) of its trained tokens (`kl_in = "reward"`).
+
+        Returns:
+            The weight of the divergence times its estimate, from the log-probabilities with which tokens were sampled.
         """
         ...
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import checkpoint
@@ -16,7 +18,7 @@ from lightning_trainer.backends.torch.model import LoadedModel, load
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.policy import Policy, add_adapters, has_adapters, reference, select
 from lightning_trainer.backends.torch.several import by_adapter, combined
-from lightning_trainer.backends.torch.update import update
+from lightning_trainer.backends.torch.update import penalties, update
 from lightning_trainer.engine import Engine
 from lightning_trainer.rows import Row
 
@@ -76,6 +78,12 @@ class TorchBackend:
             found = {adapter: self._step(adapter, own) for adapter, own in parts.items()}
             self._engine.adapters_changed({each.model: each.version + (each.model in found) for each in self._adapters})
         return combined(found)
+
+    def penalties(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
+        """Give what the divergence takes off the rewards: `update.penalties`."""
+        with self._engine.still():
+            torch.set_num_threads(self.options.threads or available_cores())
+            return penalties(rows, self.options, reference(self._model, self._frozen))
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint: `checkpoint.save`."""

@@ -32,7 +32,7 @@ def chosen_logprobs(
         target_P: (P,) each chosen token.
 
     Returns:
-        (P,) log-probabilities and (U,) entropies in nats, float32; the entropies without gradient.
+        (P,) log-probabilities and (U,) entropies in nats, float32, both with gradient.
     """
     device = hidden_UH.device
     order_P = np.argsort(place_P, kind="stable")
@@ -66,17 +66,23 @@ class _Chosen(torch.autograd.Function):
         weights_UV = scaled_UV.exp()
         total_U = weights_UV.sum(-1)
         entropy_U = total_U.log() - torch.linalg.vecdot(weights_UV, scaled_UV) / total_U
-        ctx.save_for_backward(logits_UV, temperature_U, highest_U + total_U.log(), place_P, target_P)
-        ctx.mark_non_differentiable(entropy_U)
+        ctx.save_for_backward(logits_UV, temperature_U, highest_U + total_U.log(), entropy_U, place_P, target_P)
+        ctx.set_materialize_grads(False)  # most losses have no entropy in them, and pay nothing for it
         return scaled_UV[place_P, target_P] - total_U.log()[place_P], entropy_U
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        logits_UV, temperature_U, normaliser_U, place_P, target_P = ctx.saved_tensors
-        gradient_P = gradients[0]
-        summed_U = torch.zeros_like(normaliser_U).index_add_(0, place_P, gradient_P)
-        change_UV = (logits_UV.float() / temperature_U[:, None]).sub_(normaliser_U[:, None]).exp_()
-        change_UV *= -summed_U[:, None]
-        change_UV.index_put_((place_P, target_P), gradient_P, accumulate=True)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits_UV, temperature_U, normaliser_U, entropy_U, place_P, target_P = ctx.saved_tensors
+        chosen_P, entropies_U = gradients
+        logprobs_UV = (logits_UV.float() / temperature_U[:, None]).sub_(normaliser_U[:, None])
+        factor_UV: Tensor | float = 0.0
+        if entropies_U is not None:  # dH / dlogit = -p (log p + H)
+            factor_UV = (logprobs_UV + entropy_U[:, None]).mul_(-entropies_U[:, None])
+        if chosen_P is not None:
+            summed_U = torch.zeros_like(normaliser_U).index_add_(0, place_P, chosen_P)
+            factor_UV = factor_UV - summed_U[:, None]
+        change_UV = logprobs_UV.exp_().mul_(factor_UV)
+        if chosen_P is not None:
+            change_UV.index_put_((place_P, target_P), chosen_P, accumulate=True)
         change_UV /= temperature_U[:, None]
         return change_UV.to(logits_UV.dtype), None, None, None

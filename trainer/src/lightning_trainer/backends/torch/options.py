@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.recipes import Aggregation
+from lightning_trainer.recipes import Aggregation, KlEstimator, LossName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,16 @@ class TorchOptions:
         max_grad_norm: gradients are scaled down to this norm.
         clip_low, clip_high, clip_dual: of `losses.policy_loss`.
         loss_aggregation: of `rows.token_weights`.
+        policy_loss: ``clip``, ``gspo`` or ``cispo``, of `losses`.
+        entropy_coef: weight of the entropy bonus.
         kl_coef: weight of the divergence from the starting policy; above 0 loads a frozen copy of it (none with LoRA,
             where the adapters are switched off instead).
+        kl_in: whether the divergence is taken off in the loss, or in the reward.
+        kl_estimator: of `losses.kl_divergence`.
+        critic: rows hold the credit of calls, and a value head makes advantages of it.
+        gae_lambda: decay of generalised advantage estimation.
+        value_learning_rate: step size of the value head.
+        value_clip: of `losses.value_loss`.
         old_logprobs: what ratios compare with: what the engine recorded, or the trainer's own before the update.
         micro_batch_tokens: most tokens in one forward pass of the update, shared prefixes counted once; a longer row
             goes alone.
@@ -73,7 +81,15 @@ class TorchOptions:
     clip_high: float = 0.28
     clip_dual: float | None = None
     loss_aggregation: Aggregation = "token-mean"
+    policy_loss: LossName = "clip"
+    entropy_coef: float = 0.0
     kl_coef: float = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: KlEstimator = "k3"
+    critic: bool = False
+    gae_lambda: float = 1.0
+    value_learning_rate: float = 1e-3
+    value_clip: float | None = None
     old_logprobs: Literal["engine", "recompute"] = "engine"
     micro_batch_tokens: int = 2048
 
@@ -96,11 +112,20 @@ class TorchOptions:
             "betas must lie in [0, 1)": all(0 <= beta < 1 for beta in self.betas),
             "weight_decay must be 0 or more": 0 <= self.weight_decay < math.inf,
             "max_grad_norm must be above 0": self.max_grad_norm > 0,
-            "clip_low must lie in (0, 1)": 0 < self.clip_low < 1,
+            "clip_low must be above 0; 1 or more is no bound": self.clip_low > 0,
             "clip_high must be above 0": self.clip_high > 0,
             "clip_dual must be above 1": self.clip_dual is None or self.clip_dual > 1,
-            "loss_aggregation must be token-mean, sequence-mean or sequence-sum": self.loss_aggregation
-            in ("token-mean", "sequence-mean", "sequence-sum"),
+            f"loss_aggregation must be one of {', '.join(get_args(Aggregation))}": self.loss_aggregation
+            in get_args(Aggregation),
+            "policy_loss must be clip, gspo or cispo": self.policy_loss in get_args(LossName),
+            "clip_dual is a bound of policy_loss = clip": self.clip_dual is None or self.policy_loss == "clip",
+            "entropy_coef must be 0 or more": 0 <= self.entropy_coef < math.inf,
+            "kl_in must be loss or reward": self.kl_in in ("loss", "reward"),
+            f"kl_estimator must be one of {', '.join(get_args(KlEstimator))}": self.kl_estimator
+            in get_args(KlEstimator),
+            "gae_lambda must lie in [0, 1]": 0 <= self.gae_lambda <= 1,
+            "value_learning_rate must be above 0": 0 < self.value_learning_rate < math.inf,
+            "value_clip must be above 0": self.value_clip is None or self.value_clip > 0,
             "kl_coef must be 0 or more": 0 <= self.kl_coef < math.inf,
             "old_logprobs must be engine or recompute": self.old_logprobs in ("engine", "recompute"),
             "micro_batch_tokens must be at least 1": self.micro_batch_tokens >= 1,
@@ -108,6 +133,11 @@ class TorchOptions:
         for message, fine in checks.items():
             if not fine:
                 raise ConfigError(f"{message}.")
+
+    @property
+    def learns_from_flat_rows(self) -> bool:
+        """Whether a row whose advantages are all 0 has a gradient all the same."""
+        return self.critic or self.entropy_coef > 0 or (self.kl_coef > 0 and self.kl_in == "loss")
 
 
 def make_options(model: Path | str, values: Mapping[str, Any]) -> TorchOptions:

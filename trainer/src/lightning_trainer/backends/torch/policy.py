@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.model import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
+from lightning_trainer.backends.torch.value import ValueHead
 
 ADAPTER = "default"
 
@@ -158,6 +159,7 @@ class Policy:
             weight_decay=options.weight_decay,
             fused=True,
         )
+        self.value = ValueHead(model, options) if options.critic else None
 
     def step(self) -> tuple[float, bool]:
         """Take an optimiser step with the gradients that have come in, and round the masters into the working copy.
@@ -172,6 +174,8 @@ class Policy:
             self.optimiser.step()
             self.publish()
         self.optimiser.zero_grad(set_to_none=True)
+        if self.value is not None:
+            self.value.step(taken=taken)
         return float(norm), taken
 
     def state(self) -> dict[str, Tensor]:
@@ -179,7 +183,7 @@ class Policy:
         tensors = {f"master.{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             tensors |= {f"{key}.{name}": value for key, value in self.optimiser.state.get(master, {}).items()}
-        return tensors
+        return tensors if self.value is None else {**tensors, **self.value.state()}
 
     @torch.no_grad()
     def set_state(self, tensors: dict[str, Tensor]) -> None:
@@ -200,6 +204,8 @@ class Policy:
                 self.optimiser.state[master] = {
                     key: value.to(master.device, copy=True) for key, value in moments.items() if value is not None
                 }
+        if self.value is not None:
+            self.value.set_state(tensors)
         self.publish()
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ def by_adapter(rows: Sequence[Row], options: TorchOptions) -> dict[str, list[Row
     return {
         adapter: own
         for adapter, own in found.items()
-        if any(row.has_gradient for row in own) or (own and options.kl_coef > 0)
+        if any(row.has_gradient for row in own) or (own and options.learns_from_flat_rows)
     }
 
 
