@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "server": "Run store, gateway and trace receiver for several machines.",
     "runner": "Claim rollouts from a server and run the agent on them.",
     "traces": "Show what happened, as a tree or as JSON lines.",
+    "prune": "Delete old traces, by age, origin or id.",
     "doctor": "Say what works here, and what to do about what does not.",
 }
 

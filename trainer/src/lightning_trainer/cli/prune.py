@@ -1,0 +1,75 @@
+"""`lightning-rl prune`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.cli.options import key_file_option, reading, store_option
+
+_UNITS_S: Final = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+
+class Age(click.ParamType):
+    """A time span such as ``12h`` or ``30d``, in seconds."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Read it."""
+        if isinstance(value, float):
+            return value
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", str(value))
+        if found is None:
+            self.fail(f"{value!r}: give a number with m, h, d or w, such as 30d", param, ctx)
+        return float(found[1]) * _UNITS_S[found[2]]
+
+
+@click.command(name="prune")
+@click.option("--older-than", "age_s", type=Age(), metavar="AGE", help="What ended that long ago, such as 12h or 30d.")
+@click.option("--origin", metavar="NAME", help="Only of this origin: training, live, or a label of your own.")
+@click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
+@click.option("--trace", "traces", multiple=True, metavar="ID", help="Only this trace, without a rollout. Repeatable.")
+@click.option("--yes", is_flag=True, help="Don't ask.")
+@store_option
+@key_file_option
+def command(
+    *,
+    age_s: float | None,
+    origin: str | None,
+    rollouts: Sequence[str],
+    traces: Sequence[str],
+    yes: bool,
+    store: str,
+    key_file: Path | None,
+) -> None:
+    """Delete old traces: rollouts that ended, with all that belongs to them, and traces that belong to none.
+
+    What waits or runs stays, and which groups were trained on is still known afterwards. The store may be in use: what
+    is deleted goes in small steps. For a rule such as "live traces are kept for 30 days" call this from cron:
+
+    \b
+    lightning-rl prune --origin live --older-than 30d --yes --store http://server:8000 --key-file admin.key
+    """
+    if age_s is None and origin is None and not rollouts and not traces:
+        raise ConfigError("prune: say what to delete: --older-than, --origin, --rollout or --trace.")
+    if rollouts and traces:
+        raise ConfigError("prune: --trace is for traces without a rollout. Give either --rollout or --trace.")
+    what = f"of origin {origin}" if origin is not None else "of every origin"
+    named = f", {len(rollouts or traces)} named" if rollouts or traces else ""
+    if not yes:
+        click.confirm(f"Delete traces {what}{named}{'' if age_s is None else ', by age'} in {store}?", abort=True)
+    with reading(store, key_file) as opened:
+        deleted = opened.delete(
+            rollout_ids=rollouts or None,
+            trace_ids=traces or None,
+            origin=origin,
+            before_ns=None if age_s is None else time.time_ns() - int(age_s * 1e9),
+        )
+    click.echo(f"deleted: {deleted} rollouts, and spans and calls without one")
