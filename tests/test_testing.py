@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import http.client
-import inspect
 import json
 import subprocess
 import sys
@@ -11,9 +10,8 @@ import urllib.request
 
 import pytest
 
-from lightning_spans import Attempt, agent
 from lightning_spans.testing import PluginConformance, ScriptedServer
-from lightning_spans.testing.program import MODEL, PROMPTS, SCENARIOS, instructions, record
+from lightning_spans.testing.program import PROMPTS, SCENARIOS, instructions
 from lightning_spans.testing.script import Reply, ToolCall, agent_of, follow, tool_results, words_of
 
 
@@ -191,121 +189,3 @@ def test_every_promise_says_what_to_do_if_it_is_broken():
     assert len(promises) > 20
     for promise in promises:
         assert "If it fails: " in promise.__doc__, promise.__name__
-
-
-# That the suite can go red
-
-
-def asks(name):
-    """A program in which one agent asks once."""
-    openai = pytest.importorskip("openai")
-
-    def ask(self, url):
-        with agent(name):
-            messages = [{"role": "system", "content": instructions(name)}, {"role": "user", "content": "hello"}]
-            client = openai.OpenAI(base_url=url, max_retries=0)
-            return client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.content
-
-    return ask
-
-
-def asks_both(self, url):
-    return [asks(name)(self, url) for name in ("writer", "rewriter")]
-
-
-def asks_in_vain(self, url):
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=url, max_retries=0)
-    messages = [{"role": "system", "content": instructions("writer")}, {"role": "user", "content": "fail 500 9"}]
-    with agent("writer"), pytest.raises(openai.InternalServerError):
-        client.chat.completions.create(model=MODEL, messages=messages)
-
-
-@pytest.fixture
-def suite(tmp_path):
-    """The suite on a few programs, and its fixture `recorded` without its memory."""
-    programs = {"one_agent": asks("writer"), "two_agents": asks_both, "failed": asks_in_vain}
-    unsupported = {name: "not asked here" for name in SCENARIOS if name not in programs}
-    kind = type("TestBroken", (PluginConformance,), {**programs, "unsupported": unsupported, "framework": "openai"})
-    suite = kind()
-
-    def recorded(scenario, tracer):
-        place = tmp_path / f"{scenario}-{tracer}"
-        return record(suite.program(scenario), place, framework="openai", tracer=tracer)
-
-    yield suite, recorded
-    from lightning_openai import wire
-
-    for recorder in list(wire._recorders):
-        wire._unbind(recorder)
-
-
-def loses_answers(call, answer):
-    pass
-
-
-def records_twice(call, answer):
-    call.span.end()
-    call._recorder.start("chat", "again").end()
-
-
-def forgets_agents(context=None):
-    return None
-
-
-def changes_requests(request):
-    return "{}"
-
-
-def forgets_parents(span):
-    return None
-
-
-def mixes_attempts(context=None):
-    return Attempt("r0", "a0")
-
-
-def reroutes_all(recorder, span):
-    return span.attempt is not None
-
-
-def takes_all_headers(client, options, attempt, endpoint, *, body, headers):
-    from openai import OpenAI
-
-    copy = options.model_copy()
-    copy.headers = {**headers, "X-Stainless-Key": client.api_key}
-    return OpenAI(base_url=f"{attempt.endpoint}/v1", api_key=attempt.key), copy
-
-
-def never_unbinds(recorder):
-    pass
-
-
-def passes_over_errors(call, error):
-    call._end(None, None)
-
-
-BROKEN = [
-    ("call.Call.returned", loses_answers, "test_every_model_call_is_one_span", "one_agent"),
-    ("call.Call.returned", records_twice, "test_every_model_call_is_one_span", "one_agent"),
-    ("recorder.current_agent", forgets_agents, "test_every_call_has_its_agent", "two_agents"),
-    ("call._sent", changes_requests, "test_request_and_response_are_as_sent", "one_agent"),
-    ("tracers._parent", forgets_parents, "test_there_are_no_orphans", "one_agent"),
-    ("recorder.current_attempt", mixes_attempts, "test_attempts_never_mix_across_threads", None),
-    ("recorder.Recorder.reroutes", reroutes_all, "test_only_the_named_are_rerouted", "two_agents"),
-    ("gateway.rerouted", takes_all_headers, "test_the_users_credentials_never_leave", "two_agents"),
-    ("wire._unbind", never_unbinds, "test_detach_stops_recording_and_restores_everything", None),
-    ("call.Call.failed", passes_over_errors, "test_a_failed_call_is_an_error", "failed"),
-]
-
-
-@pytest.mark.parametrize(("what", "broken", "promise", "scenario"), BROKEN, ids=[case[1].__name__ for case in BROKEN])
-def test_the_suite_goes_red_when_something_is_broken(what, broken, promise, scenario, suite, tmp_path, monkeypatch):
-    pytest.importorskip("lightning_openai.wire")
-    package = "lightning_spans" if what.startswith(("recorder", "tracers")) else "lightning_openai"
-    monkeypatch.setattr(f"{package}.{what}", broken)
-    instance, recorded = suite
-    given = {"scenario": scenario, "tracer": "embedded", "recorded": recorded, "tmp_path": tmp_path}
-    check = getattr(instance, promise)
-    with pytest.raises((AssertionError, KeyError)):
-        check(**{name: given[name] for name in inspect.signature(check).parameters})

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
@@ -44,7 +45,7 @@ from lightning_spans import Attempt, hookimpl, open_store, plugins, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
 from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins import MODEL, PROMPTS, PluginConformance, instructions
+from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
 from lightning_spans.testing.script import Reply, agent_of, follow
 
 INFO = {
@@ -84,6 +85,10 @@ def fail(reason: str) -> str:
 
 class TestConformance(PluginConformance):
     framework = "autogen"
+    unsupported: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(["responses", "responses_streaming"], "AutoGen's client speaks chat completions alone"),
+        "choices": "AutoGen's client refuses `n`",
+    }
 
     def patched(self):
         return [
@@ -98,11 +103,22 @@ class TestConformance(PluginConformance):
     def one_agent(self, url):
         return run(ask("writer", url, PROMPTS["one_agent"]))
 
-    def two_agents(self, url):
+    def several_agents(self, url):
         async def work():
-            return [await ask(name, url, PROMPTS["two_agents"]) for name in ("writer", "rewriter")]
+            return [await ask(name, url, PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
 
         return run(work())
+
+    def namesakes(self, url):
+        async def work(name):
+            team = RoundRobinGroupChat([make("writer", url)], termination_condition=MaxMessageTermination(2))
+            team._name = name  # `name=` since 0.6.3
+            return (await team.run(task=PROMPTS["namesakes"])).messages[-1].content
+
+        async def both():
+            return await asyncio.gather(work("red"), work("blue"))
+
+        return run(both())
 
     def streaming(self, url):
         async def work():
@@ -156,6 +172,11 @@ class TestConformance(PluginConformance):
     def failed(self, url):
         with pytest.raises(openai.InternalServerError) as error:
             run(ask("writer", model(url, max_retries=0), PROMPTS["failed"]))
+        return str(error.value)
+
+    def slow(self, url):
+        with pytest.raises(openai.APITimeoutError) as error:
+            run(ask("writer", model(url, max_retries=0, timeout=TIMEOUT_S), PROMPTS["slow"]))
         return str(error.value)
 
     def cut(self, url):

@@ -34,7 +34,7 @@ from lightning_openai import elsewhere
 from lightning_spans import Attempt, hookimpl, open_store, plugins, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins import MODEL, PROMPTS, PluginConformance
+from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance
 from lightning_spans.testing.script import Reply, agent_of
 
 NEW = tuple(int(part) for part in crewai.__version__.split(".")[:2]) >= (1, 15)
@@ -95,7 +95,8 @@ def fail(reason: str) -> str:
 class TestConformance(PluginConformance):
     framework = "crewai"
     unsupported: ClassVar[dict[str, str]] = {
-        "abandoned": "CrewAI itself reads a model's stream to its end, whoever reads its own"
+        "abandoned": "CrewAI itself reads a model's stream to its end, whoever reads its own",
+        **({} if NEW else dict.fromkeys(["responses", "responses_streaming"], "the way through /responses is young")),
     }
 
     def patched(self):
@@ -104,10 +105,24 @@ class TestConformance(PluginConformance):
     def one_agent(self, url):
         return ask("writer", url, PROMPTS["one_agent"])
 
-    def two_agents(self, url):
+    def several_agents(self, url):
         shared = model(url)
-        tasks = [task(PROMPTS["two_agents"], make(role, shared)) for role in ("writer", "rewriter")]
+        roles = ("writer", "rewriter", "writer_2")
+        tasks = [task(PROMPTS["several_agents"], make(role, shared)) for role in roles]
         return [output.raw for output in crew(*tasks).kickoff().tasks_output]
+
+    def namesakes(self, url):
+        crews = [crew(task(PROMPTS["namesakes"], make("writer", url)), name=name) for name in ("red", "blue")]
+        return [one.kickoff().raw for one in crews]
+
+    def responses(self, url):
+        return ask("writer", model(url, api="responses"), PROMPTS["responses"])
+
+    def responses_streaming(self, url):
+        return ask("writer", model(url, api="responses", stream=True), PROMPTS["responses_streaming"])
+
+    def choices(self, url):
+        return ask("writer", model(url, additional_params={"n": 2}), PROMPTS["choices"])
 
     def streaming(self, url):
         return ask("writer", model(url, stream=True), PROMPTS["streaming"])
@@ -151,6 +166,11 @@ class TestConformance(PluginConformance):
         with pytest.raises(Exception, match="fails 1 of 99") as error:
             crew(task(PROMPTS["failed"], make("writer", model(url, max_retries=0)))).kickoff()
         return type(error.value).__name__, str(error.value)
+
+    def slow(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
+            ask("writer", model(url, max_retries=0, timeout=TIMEOUT_S), PROMPTS["slow"])
+        return type(error.value).__name__
 
     def cut(self, url):
         with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import operator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Annotated, Any, TypedDict
 
 import openai
@@ -31,7 +32,7 @@ from lightning_spans import open_store
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
 from lightning_spans.recorder import current_span
-from lightning_spans.testing.plugins import MODEL, PROMPTS, PluginConformance, instructions
+from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
 from lightning_spans.testing.program import record
 from lightning_spans.testing.script import agent_of
 from lightning_spans.testing.server import ScriptedServer
@@ -135,10 +136,26 @@ class TestConformance(PluginConformance):
     def one_agent(self, url):
         return last(named(url, "writer").invoke(user(PROMPTS["one_agent"])))
 
-    def two_agents(self, url):
-        text = PROMPTS["two_agents"]
-        nodes = [node(url, "writer", text), node(url, "rewriter", text)]
-        return graph_of(*nodes, edges=[(START, "writer"), ("writer", "rewriter")]).invoke({"notes": []})
+    def several_agents(self, url):
+        names = ("writer", "rewriter", "writer_2")
+        nodes = [node(url, name, PROMPTS["several_agents"]) for name in names]
+        return graph_of(*nodes, edges=pairwise((START, *names))).invoke({"notes": []})
+
+    def namesakes(self, url):
+        text = PROMPTS["namesakes"]
+        teams = [(team, graph_of(node(url, "writer", text), edges=[(START, "writer")])) for team in ("red", "blue")]
+        return graph_of(*teams, edges=[(START, "red"), ("red", "blue")]).invoke({"notes": []})
+
+    def responses(self, url):
+        return str(last(named(url, "writer", use_responses_api=True).invoke(user(PROMPTS["responses"]))))
+
+    def responses_streaming(self, url):
+        writer = named(url, "writer", use_responses_api=True)
+        parts = writer.stream(user(PROMPTS["responses_streaming"]), stream_mode="messages")
+        return [str(part.content) for part, _ in parts]
+
+    def choices(self, url):
+        return last(named(url, "writer", n=2).invoke(user(PROMPTS["choices"])))
 
     def streaming(self, url):
         parts = named(url, "writer").stream(user(PROMPTS["streaming"]), stream_mode="messages")
@@ -196,6 +213,11 @@ class TestConformance(PluginConformance):
         with pytest.raises(openai.InternalServerError) as error:
             named(url, "writer", max_retries=0).invoke(user(PROMPTS["failed"]))
         return str(error.value).splitlines()[0]
+
+    def slow(self, url):
+        with pytest.raises(openai.APITimeoutError) as error:
+            named(url, "writer", max_retries=0, timeout=TIMEOUT_S).invoke(user(PROMPTS["slow"]))
+        return type(error.value).__name__
 
     def cut(self, url):
         with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version

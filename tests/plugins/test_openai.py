@@ -27,7 +27,7 @@ from lightning_openai.leftovers import leftovers
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.recorder import Recorder
-from lightning_spans.testing.plugins import MODEL, PROMPTS, PluginConformance, instructions
+from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
 from lightning_spans.testing.script import Reply, ToolCall, answer, pieces
 from lightning_spans.testing.server import ScriptedServer
 from lightning_spans.tracers import make_tracer
@@ -37,6 +37,11 @@ def ask(url, name, prompt, *, client=None, **options):
     client = client or openai.OpenAI(base_url=url)
     messages = [{"role": "system", "content": instructions(name)}, {"role": "user", "content": prompt}]
     return client.chat.completions.create(model=MODEL, messages=messages, **options)
+
+
+def respond(url, prompt, **options):
+    client = openai.OpenAI(base_url=url)
+    return client.responses.create(model=MODEL, instructions=instructions("writer"), input=prompt, **options)
 
 
 async def ask_async(client, name, prompt, **options):
@@ -61,13 +66,32 @@ class TestConformance(PluginConformance):
         with agent("writer"):
             return text_of(ask(url, "writer", PROMPTS["one_agent"]))
 
-    def two_agents(self, url):
+    def several_agents(self, url):
         client = openai.OpenAI(base_url=url)
         output = []
-        for name in ("writer", "rewriter"):
+        for name in ("writer", "rewriter", "writer_2"):
             with agent(name):
-                output.append(text_of(ask(url, name, PROMPTS["two_agents"], client=client)))
+                output.append(text_of(ask(url, name, PROMPTS["several_agents"], client=client)))
         return output
+
+    def namesakes(self, url):
+        output = []
+        for team in ("red", "blue"):
+            with agent(team), agent("writer"):
+                output.append(text_of(ask(url, "writer", PROMPTS["namesakes"])))
+        return output
+
+    def responses(self, url):
+        with agent("writer"):
+            return respond(url, PROMPTS["responses"]).output_text
+
+    def responses_streaming(self, url):
+        with agent("writer"):
+            return [event.model_dump() for event in respond(url, PROMPTS["responses_streaming"], stream=True)]
+
+    def choices(self, url):
+        with agent("writer"):
+            return [choice.message.content for choice in ask(url, "writer", PROMPTS["choices"], n=2).choices]
 
     def streaming(self, url):
         with agent("writer"):
@@ -106,6 +130,12 @@ class TestConformance(PluginConformance):
     def failed(self, url):
         with agent("writer"), pytest.raises(openai.InternalServerError) as error:
             ask(url, "writer", PROMPTS["failed"], client=openai.OpenAI(base_url=url, max_retries=0))
+        return str(error.value)
+
+    def slow(self, url):
+        client = openai.OpenAI(base_url=url, max_retries=0, timeout=TIMEOUT_S)
+        with agent("writer"), pytest.raises(openai.APITimeoutError) as error:
+            ask(url, "writer", PROMPTS["slow"], client=client)
         return str(error.value)
 
     def cut(self, url):

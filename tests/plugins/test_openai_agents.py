@@ -38,7 +38,7 @@ from lightning_openai import elsewhere
 from lightning_spans import Attempt, hookimpl, open_store, plugins, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins import MODEL, PROMPTS, PluginConformance, instructions
+from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
 from lightning_spans.testing.script import agent_of, answer, follow, pieces
 
 
@@ -89,11 +89,36 @@ class TestConformance(PluginConformance):
     def one_agent(self, url):
         return run(ask("writer", url, PROMPTS["one_agent"]))
 
-    def two_agents(self, url):
+    def several_agents(self, url):
         async def work():
-            return [await ask(name, url, PROMPTS["two_agents"]) for name in ("writer", "rewriter")]
+            return [await ask(name, url, PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
 
         return run(work())
+
+    def namesakes(self, url):
+        async def work(team):
+            tool = make("writer", url).as_tool("ask", "Ask the writer.")
+            return await ask(team, url, f'call ask {{"input": "{PROMPTS["namesakes"]}"}}', tools=[tool])
+
+        async def both():
+            return await asyncio.gather(work("red"), work("blue"))
+
+        return run(both())
+
+    def responses(self, url):
+        return run(ask("writer", model(url, OpenAIResponsesModel), PROMPTS["responses"]))
+
+    def responses_streaming(self, url):
+        async def work():
+            writer = make("writer", model(url, OpenAIResponsesModel))
+            result = Runner.run_streamed(writer, PROMPTS["responses_streaming"])
+            return [event.type async for event in result.stream_events()], result.final_output
+
+        return run(work())
+
+    def choices(self, url):
+        settings = ModelSettings(extra_body={"n": 2})
+        return run(ask("writer", url, PROMPTS["choices"], model_settings=settings))
 
     def streaming(self, url):
         async def work():
@@ -147,6 +172,11 @@ class TestConformance(PluginConformance):
     def failed(self, url):
         with pytest.raises(openai.InternalServerError) as error:
             run(ask("writer", model(url, max_retries=0), PROMPTS["failed"]))
+        return str(error.value)
+
+    def slow(self, url):
+        with pytest.raises(openai.APITimeoutError) as error:
+            run(ask("writer", model(url, max_retries=0, timeout=TIMEOUT_S), PROMPTS["slow"]))
         return str(error.value)
 
     def cut(self, url):

@@ -29,13 +29,17 @@ import pytest
 
 from lightning_spans import Attempt, attach, hookimpl, open_store, otlp, plugins, use_attempt
 from lightning_spans import spans as names
+from lightning_spans.recorder import OpenSpan, Recorder
+from lightning_spans.sinks import BatchSink
 from lightning_spans.spans import Span
 from lightning_spans.testing.program import (
+    AGENTS,
     MODEL,
     PATIENCE_S,
     PROMPTS,
     SCENARIOS,
     SECRET,
+    TIMEOUT_S,
     Recording,
     instructions,
     record,
@@ -47,7 +51,7 @@ from lightning_spans.testing.recorded import RecordedPromises, both_tracers, eac
 from lightning_spans.testing.script import agent_of
 from lightning_spans.testing.server import Request, ScriptedServer
 
-__all__ = ["MODEL", "PROMPTS", "SCENARIOS", "PluginConformance", "instructions"]
+__all__ = ["MODEL", "PROMPTS", "SCENARIOS", "TIMEOUT_S", "PluginConformance", "instructions"]
 
 
 class PluginConformance(RecordedPromises):
@@ -143,6 +147,23 @@ class PluginConformance(RecordedPromises):
         assert found.output == recorded("one_agent", None).output
         assert len(found.chats) == 1
 
+    @pytest.mark.parametrize("broken", ["Recorder.start", "Recorder.end", "OpenSpan.set", "BatchSink.put"])
+    @pytest.mark.parametrize("scenario", ["streaming", "abandoned", "tool_call", "tool_error", "nested", "failed"])
+    def test_a_failing_event_or_sink_harms_nothing(
+        self, scenario: str, broken: str, folder: Path, recorded: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever of ours raises, at whichever event, the output is the same; it is logged.
+
+        If it fails: see from where the exception comes; every event handler runs inside `Recorder.guard`.
+        """
+        alone = recorded(scenario, None)
+        kind, method = broken.split(".")
+        owner = {"Recorder": Recorder, "OpenSpan": OpenSpan, "BatchSink": BatchSink}[kind]
+        monkeypatch.setattr(owner, method, _fail)
+        place = folder / f"broken-{scenario}-{broken}"
+        found = record(self.program(scenario), place, framework=self.framework, tracer="embedded")
+        assert found.output == alone.output
+
     @both_tracers
     def test_a_failing_store_harms_nothing(self, tracer: str, tmp_path: Path, recorded: Any) -> None:
         """A store that can't be written changes nothing for the agent; its spans wait in the spool.
@@ -200,7 +221,7 @@ class PluginConformance(RecordedPromises):
 
         If it fails: something is kept for the process that belongs to the OTel Context.
         """
-        programs = [self.program(name) for name in ("tool_call", "two_agents") if name not in self.unsupported]
+        programs = [self.program(name) for name in ("tool_call", "several_agents") if name not in self.unsupported]
 
         def work(url: str) -> None:
             for program in programs:
@@ -250,12 +271,12 @@ class PluginConformance(RecordedPromises):
         assert all(len(attempts) == 1 for attempts in by_trace.values())
 
     @both_tracers
-    @pytest.mark.parametrize("scenario", ["two_agents", "asynchronous"])
+    @pytest.mark.parametrize("scenario", ["several_agents", "asynchronous"])
     def test_only_the_named_are_rerouted(self, scenario: str, tracer: str, tmp_path: Path) -> None:
         """Calls of the agents named go to the policy under the attempt's key; those of the others stay where they were.
 
-        If it fails: look at `span.agent` when the request is built; None is never rerouted, and `writer` is not
-        `rewriter`.
+        If it fails: look at `span.agent` when the request is built; None is never rerouted, and `writer` is neither
+        `rewriter` nor `writer_2`.
         """
         program = self.program(scenario)
         with user_environment(tmp_path), ScriptedServer() as origin, ScriptedServer() as policy:
@@ -265,7 +286,7 @@ class PluginConformance(RecordedPromises):
                 run(program, origin.url)
                 attachment.flush(PATIENCE_S)
         assert {agent_of(request.body or {}) for request in policy.requests} == {"writer"}
-        assert {agent_of(request.body or {}) for request in origin.requests} == {"rewriter"}
+        assert {agent_of(request.body or {}) for request in origin.requests} == AGENTS[scenario] - {"writer"}
         for request in policy.requests:
             assert request.path in {"/v1/chat/completions", "/v1/responses"}
             assert (request.body or {})["model"] == "policy"
@@ -281,7 +302,7 @@ class PluginConformance(RecordedPromises):
         assert all(span.attempt_id == "a" for span in spans)
 
     @both_tracers
-    @pytest.mark.parametrize("scenario", ["two_agents", "streaming", "tool_call"])
+    @pytest.mark.parametrize("scenario", ["several_agents", "streaming", "responses", "tool_call"])
     def test_the_users_credentials_never_leave(self, scenario: str, tracer: str, tmp_path: Path) -> None:
         """Nothing that the training side gets, calls or spans, has a key, an organisation or a header of the user's.
 
@@ -301,6 +322,10 @@ class PluginConformance(RecordedPromises):
             assert SECRET not in request.path
             assert not [name for name, value in request.headers.items() if SECRET in value]
             assert SECRET.encode() not in request.raw
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("something of ours that fails")
 
 
 class _Raising:

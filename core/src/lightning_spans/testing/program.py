@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from lightning_spans import attach, open_store
+from lightning_spans import attach, hookimpl, open_store, plugins
 from lightning_spans import spans as names
 from lightning_spans.spans import Span
 from lightning_spans.testing.server import Request, ScriptedServer
@@ -22,9 +22,13 @@ from lightning_spans.testing.server import Request, ScriptedServer
 # What each program does. The instructions of every agent are `instructions(NAME)`, its one message is the prompt below.
 SCENARIOS: Final = {
     "one_agent": "The agent `writer` is asked once.",
-    "two_agents": "The agents `writer` and `rewriter` are asked, one after the other.",
+    "several_agents": "The agents `writer`, `rewriter` and `writer_2` are asked, one after the other.",
+    "namesakes": "Two agents `writer` are asked, one of the team or agent `red`, one of the team or agent `blue`.",
     "streaming": "The agent `writer` is asked; its answer is streamed, and read to the end.",
     "abandoned": "The agent `writer` is asked; its answer is streamed, and nobody reads on after the first piece.",
+    "responses": "As `one_agent`, through `/responses`.",
+    "responses_streaming": "As `streaming`, through `/responses`.",
+    "choices": "As `one_agent`, with two choices asked for (`n=2`).",
     "tool_call": "The agent `caller` is asked; it has the tool `add(a: int, b: int)`, which gives the sum.",
     "parallel_tools": "As `tool_call`, but the model calls the tool twice in one answer.",
     "tool_error": "The agent `caller` is asked; it has the tool `fail(reason: str)`, which raises ValueError(reason).",
@@ -34,6 +38,7 @@ SCENARIOS: Final = {
     "threads": "The agent `writer` is asked from two threads of a pool that the program makes itself.",
     "retried": "The agent `writer` is asked with a client that tries again; the first try is refused with 429.",
     "failed": "The agent `writer` is asked with a client that does not try again; the answer is 500.",
+    "slow": "The agent `writer` is asked with a client that waits 0.2 s and does not try again; the answer is late.",
     "cut": "The agent `writer` is asked; its answer is streamed, and the connection breaks off in the middle.",
     "callbacks": "As `one_agent`, with callbacks of the user's own, whose observations are the output.",
 }
@@ -49,10 +54,11 @@ PROMPTS: Final = dict.fromkeys(SCENARIOS, _HELLO) | {
     "asynchronous": "wait 0.05",
     "retried": "fail 429 1",
     "failed": "fail 500 99",
+    "slow": "wait 1",
     "cut": "cut",
 }
 AGENTS: Final = {scenario: {"writer"} for scenario in SCENARIOS} | {
-    "two_agents": {"writer", "rewriter"},
+    "several_agents": {"writer", "rewriter", "writer_2"},
     "tool_call": {"caller"},
     "parallel_tools": {"caller"},
     "tool_error": {"caller"},
@@ -60,6 +66,8 @@ AGENTS: Final = {scenario: {"writer"} for scenario in SCENARIOS} | {
     "nested": {"boss", "writer"},
     "asynchronous": {"writer", "rewriter"},
 }
+TEAMS: Final = {"red", "blue"}  # of `namesakes`; they may be agents that ask a model too
+TIMEOUT_S: Final = 0.2  # of the client of `slow`
 MODEL: Final = "test-model"
 PATIENCE_S: Final = 60.0  # for deliveries on a machine that has other things to do
 SECRET: Final = "user-secret"  # noqa: S105 - part of everything that must never leave
@@ -84,11 +92,13 @@ class Recording:
         output: what the program gave.
         requests: what the model server got, in order.
         spans: what lies in the store; empty for a run that was not attached.
+        heard: what `lightning_span_ended` was given, in order.
     """
 
     output: Any
     requests: list[Request]
     spans: list[Span]
+    heard: list[Span]
 
     @property
     def chats(self) -> list[Span]:
@@ -142,13 +152,26 @@ def record(program: Callable[[str], Any], folder: Path, *, framework: str, trace
     folder.mkdir(parents=True, exist_ok=True)
     with user_environment(folder), ScriptedServer() as server:
         if tracer is None:
-            return Recording(run(program, server.url), server.requests, [])
-        path = str(folder / "traces.db")
-        with attach(framework, store=path, tracer=tracer) as attachment:
-            output = run(program, server.url)
-            attachment.flush(PATIENCE_S)
+            return Recording(run(program, server.url), server.requests, [], [])
+        path, heard = str(folder / "traces.db"), _Heard()
+        plugins.register(heard, "heard")
+        try:
+            with attach(framework, store=path, tracer=tracer) as attachment:
+                output = run(program, server.url)
+                attachment.flush(PATIENCE_S)
+        finally:
+            plugins.unregister("heard")
         store = open_store(path)
         try:
-            return Recording(output, server.requests, store.spans())
+            return Recording(output, server.requests, store.spans(), heard.spans)
         finally:
             store.close()
+
+
+class _Heard:
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    @hookimpl
+    def lightning_span_ended(self, span: Span) -> None:
+        self.spans.append(span)

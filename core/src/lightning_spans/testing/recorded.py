@@ -12,7 +12,7 @@ import pytest
 from lightning_spans import otlp
 from lightning_spans import spans as names
 from lightning_spans.spans import Span, from_json, to_json
-from lightning_spans.testing.program import AGENTS, SCENARIOS, span_of
+from lightning_spans.testing.program import AGENTS, SCENARIOS, TEAMS, span_of
 from lightning_spans.testing.script import agent_of, tool_results
 from lightning_spans.testing.server import Request
 from lightning_spans.tracers import TRACERS
@@ -20,7 +20,7 @@ from lightning_spans.tracers import TRACERS
 each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
 both_tracers = pytest.mark.parametrize("tracer", TRACERS)
 _tool_scenarios = pytest.mark.parametrize("scenario", ["tool_call", "parallel_tools", "nested"])
-_CUT_SHORT = {"abandoned", "failed", "cut"}
+_CUT_SHORT = {"abandoned", "failed", "slow", "cut"}
 
 
 class RecordedPromises:
@@ -35,7 +35,7 @@ class RecordedPromises:
         them; with too many, the framework's own event makes a span although the wire saw the call.
         """
         found = recorded(scenario, tracer)
-        assert {agent_of(request.body) for request in found.requests} == AGENTS[scenario]
+        assert {agent_of(request.body) for request in found.requests} - TEAMS == AGENTS[scenario]
         first_tries = [r for r in found.requests if r.headers.get("x-stainless-retry-count", "0") == "0"]
         assert len(found.chats) == len(first_tries) > 0
         assert {span.span_id for span in found.chats} == {span_of(request) for request in found.requests}
@@ -43,7 +43,7 @@ class RecordedPromises:
     @both_tracers
     @each_scenario
     def test_every_call_has_its_agent(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """The agent on a chat span is the one whose instructions were sent, also where one name ends with the other.
+        """The agent on a chat span is the one whose instructions were sent, also where one name begins or ends another.
 
         If it fails: the name must be visible in the OTel Context when the HTTP request is built; a handler that runs
         in another thread or task sets it too late.
@@ -83,6 +83,37 @@ class RecordedPromises:
                 assert choice["token_ids"] == sent["token_ids"] != []
 
     @both_tracers
+    def test_every_choice_is_kept(self, tracer: str, recorded: Any) -> None:
+        """A call that asks for two choices is one span that has both, and says how many were asked for.
+
+        If it fails: something keeps the first choice of a response; `n` is read from the request as sent.
+        """
+        ((request, span),) = recorded("choices", tracer).calls()
+        assert span.attributes[names.REQUEST_CHOICE_COUNT] == 2
+        assert len(span.attributes[names.FINISH_REASONS]) == 2
+        assert json.loads(span.attributes[names.RESPONSE])["choices"] == request.answer["choices"]
+        assert len(request.answer["choices"]) == 2
+
+    @both_tracers
+    def test_namesakes_are_told_apart(self, tracer: str, recorded: Any) -> None:
+        """Two agents of one name, in two teams, have spans of their own, and paths that say whose each is.
+
+        If it fails: begin the span of the team (or of the agent around) before that of the agent, with its name as
+        `spans.AGENT_PATH`; or an agent counts as at work because one of the same name is.
+        """
+        found = recorded("namesakes", tracer)
+        by_id = {span.span_id: span for span in found.spans}
+        paths = []
+        for span in found.chats:
+            around = by_id[span.parent_id]
+            while around.operation != names.INVOKE_AGENT:
+                around = by_id[around.parent_id]
+            assert around.agent == span.agent
+            if span.agent == "writer":
+                paths.append(around.attributes[names.AGENT_PATH])
+        assert sorted(paths) == ["blue/writer", "red/writer"]
+
+    @both_tracers
     def test_an_abandoned_stream_is_closed_and_marked(self, tracer: str, recorded: Any) -> None:
         """A stream that nobody reads on is a span all the same, with what was read of it, and says so.
 
@@ -96,9 +127,9 @@ class RecordedPromises:
         assert text != whole
 
     @both_tracers
-    @pytest.mark.parametrize("scenario", ["failed", "cut"])
+    @pytest.mark.parametrize("scenario", ["failed", "slow", "cut"])
     def test_a_failed_call_is_an_error(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """A call that failed has status error, the kind of error and its text.
+        """A call that failed, or that nobody waited for any longer, has status error, the kind of error and its text.
 
         If it fails: the exception was not passed to `OpenSpan.end(error=...)`.
         """
@@ -186,12 +217,14 @@ class RecordedPromises:
 
     @both_tracers
     @each_scenario
-    def test_spans_survive_json_and_otlp(self, scenario: str, tracer: str, recorded: Any) -> None:
-        """Written as JSON or OTLP and read again, a span is the same.
+    def test_spans_survive_json_otlp_and_the_store(self, scenario: str, tracer: str, recorded: Any) -> None:
+        """Written as JSON, as OTLP or to the store, and read again, a span is the same.
 
         If it fails: an attribute is no JSON-like value.
         """
-        spans = recorded(scenario, tracer).spans
+        found = recorded(scenario, tracer)
+        spans = found.spans
+        assert sorted(found.heard, key=_place) == sorted(spans, key=_place)
         assert [from_json(json.loads(json.dumps(to_json(span)))) for span in spans] == spans
         assert otlp.decode(otlp.encode(spans)) == spans
 
@@ -199,6 +232,10 @@ class RecordedPromises:
 def _calls_in(request: Request) -> Iterator[dict[str, Any]]:
     for choice in (request.answer or {}).get("choices", ()):
         yield from choice["message"].get("tool_calls", ())
+
+
+def _place(span: Span) -> tuple[str, str]:
+    return span.trace_id, span.span_id
 
 
 def _without_ids(span: Span) -> str:

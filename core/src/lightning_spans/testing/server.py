@@ -153,16 +153,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _call(self, endpoint: str, raw: bytes) -> None:
         body = json.loads(raw)
         reply, seen = self.owner.decide(body)
+        failed = reply.status >= 400
+        error = {"error": {"message": reply.text, "type": "scripted_error", "code": str(reply.status)}}
+        whole = error if failed else answer(endpoint, body, reply, seen)
+        self._keep(body, raw, reply.status, whole)  # before waiting: the client may leave meanwhile
         if reply.delay_s:
             time.sleep(reply.delay_s)
-        if reply.status >= 400:
-            error = {"error": {"message": reply.text, "type": "scripted_error", "code": str(reply.status)}}
-            self._keep(body, raw, reply.status, error)
+        if failed:
             self._send(reply.status, error, {"retry-after-ms": "1"})
-            return
-        whole = answer(endpoint, body, reply, seen)
-        self._keep(body, raw, 200, whole)
-        if body.get("stream"):
+        elif body.get("stream"):
             self._stream(endpoint, body, whole, cut=reply.cut)
         else:
             self._send(200, whole, cut=reply.cut)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +16,8 @@ from opentelemetry.context import Context
 
 from lightning_openai.watch import Watch, current_watch, watched
 from lightning_spans import spans as names
-from lightning_spans.context import entered, entered_steps, overlaid, with_agent
+from lightning_spans.context import overlaid, with_agent
+from lightning_spans.following import Following
 from lightning_spans.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.recorder import agent_path, current_span
 
@@ -30,7 +32,7 @@ FRAMEWORK: Final = "autogen"
 
 def bind(recorder: Recorder) -> Callable[[], None]:
     """Follow every agent, team and message handler, until the callable that is given back is called."""
-    at_work = AtWork(recorder)
+    at_work = AtWork(recorder, PLUGIN, FRAMEWORK)
     undo = Undo()
     undo.add(at_work.stop)
     undo.add(replace_in_subclasses(BaseChatAgent, "on_messages", at_work.wrap_on_messages))
@@ -47,8 +49,8 @@ class Handling:
     calls of a Selector team's manager are named, and those of agents that are written for the core alone.
     """
 
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder = recorder
+    def __init__(self, at_work: AtWork, name: str) -> None:
+        self._at_work = at_work
         self._name = name
         self._outer = current_watch()
         self._around = current_span()
@@ -64,33 +66,22 @@ class Handling:
         if current_span() is not self._around:
             return None
         if self.span is None:
-            self.span = begin_agent(self._recorder, self._name)
-        return self.span.context
+            self.span = self._at_work.begin_agent(self._name)
+        return None if self.span is None else self.span.context
 
 
-class AtWork:
+class AtWork(Following):
     """Begins and ends the spans of agents and teams."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._live = True
-        self._open: dict[str, OpenSpan] = {}  # by span id
+    def __init__(self, recorder: Recorder, plugin: str, framework: str) -> None:
+        super().__init__(recorder, plugin, framework)
         self._teams: dict[str, Context] = {}  # by the id of the team that runs, also on a runtime of the user's
-
-    def stop(self) -> None:
-        """End what is open, and hear no more."""
-        self._live = False
-        for span in reversed(list(self._open.values())):
-            span.end()
 
     def wrap_on_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """An agent works, from its messages to its response."""
 
         async def on_messages(agent: Any, *args: Any, **kwargs: Any) -> Any:
-            span = None if self._is_at_work(agent) else self._begin(agent)
-            if span is None:
-                return await original(agent, *args, **kwargs)
-            with self._working(span), entered(span.context):
+            with self.inside(None if self._is_at_work(agent) else self.begin_agent(agent.name)):
                 return await original(agent, *args, **kwargs)
 
         return on_messages
@@ -100,7 +91,8 @@ class AtWork:
 
         def on_messages_stream(agent: Any, *args: Any, **kwargs: Any) -> Any:
             items = original(agent, *args, **kwargs)
-            return items if self._is_at_work(agent) else self._steps(lambda: self._begin(agent), items, Response)
+            begin = functools.partial(self.begin_agent, agent.name)
+            return items if self._is_at_work(agent) else self._until(begin, items, Response)
 
         return on_messages_stream
 
@@ -109,7 +101,8 @@ class AtWork:
 
         def run_stream(team: Any, *args: Any, **kwargs: Any) -> Any:
             items = original(team, *args, **kwargs)
-            return self._steps(lambda: self._begin_team(team), items, TaskResult) if self._live else items
+            begin = functools.partial(self._begin_team, team)
+            return self._until(begin, items, TaskResult) if self.live else items
 
         return run_stream
 
@@ -118,7 +111,7 @@ class AtWork:
 
         def populate_context(cls: Any, ctx: AgentId) -> Any:
             around = original(cls, ctx)
-            return self._handling(around, ctx) if self._live else around
+            return self._handling(around, ctx) if self.live else around
 
         return populate_context
 
@@ -127,91 +120,55 @@ class AtWork:
         with around:
             outer = otel_context.get_current()
             handling = None
-            with self._recorder.guard(PLUGIN):
+            with self.recorder.guard(PLUGIN):
                 team = self._teams.get(agent_id.key)
                 otel_context.attach(overlaid(team) if team is not None else outer)
                 name = agent_id.type.removesuffix(f"_{agent_id.key}")
-                handling = Handling(self._recorder, name)
+                handling = Handling(self, name)
                 otel_context.attach(watched(handling, with_agent(name)))
+            failed: BaseException | None = None
             try:
                 yield
             except BaseException as error:
-                if handling is not None and handling.span is not None:
-                    handling.span.end(error=error)
+                failed = error
                 raise
             finally:
                 otel_context.attach(overlaid(outer))
-                if handling is not None and handling.span is not None:
-                    handling.span.end()
+                self.end(None if handling is None else handling.span, error=failed)
 
     def _is_at_work(self, agent: Any) -> bool:
         """Whether an agent has its span already: its methods call each other, and those of their parents."""
         around = current_span()
-        if not self._live or around is None or around.attributes.get(names.FRAMEWORK) != FRAMEWORK:
-            return not self._live
+        if not self.live or around is None or around.attributes.get(names.FRAMEWORK) != FRAMEWORK:
+            return not self.live
         return around.operation == names.INVOKE_AGENT and bool(around.name == agent.name)
 
-    def _begin(self, agent: Any) -> OpenSpan | None:
-        with self._recorder.guard(PLUGIN):
-            return self._kept(begin_agent(self._recorder, agent.name))
-        return None
-
     def _begin_team(self, team: Any) -> OpenSpan | None:
-        with self._recorder.guard(PLUGIN):
+        with self.recorder.guard(PLUGIN):
             name = str(getattr(team, "_name", None) or type(team).__name__)  # teams have names since 0.6.3
-            path = {names.FRAMEWORK: FRAMEWORK, names.AGENT_PATH: agent_path(name)}
-            span = self._kept(self._recorder.start(names.INVOKE_WORKFLOW, name, attributes=path))
-            self._teams[team._team_id] = span.context
+            path = {names.AGENT_PATH: agent_path(name)}
+            span = self.begin(names.INVOKE_WORKFLOW, name, attributes=path)
+            if span is not None:
+                self._teams[team._team_id] = span.context
             return span
         return None
 
-    def _kept(self, span: OpenSpan) -> OpenSpan:
-        self._open[span.span_id] = span
-        return span
-
-    async def _steps(
+    async def _until(
         self, begin: Callable[[], OpenSpan | None], items: AsyncGenerator[Any, None], last: type
     ) -> AsyncIterator[Any]:
+        """Give the items of a generator; its span begins with the first and ends with the last that counts."""
         span = begin()
-        if span is None:  # that failed, and was logged
-            async for item in items:
-                yield item
-            return
-        with self._working(span):
-            steps = entered_steps(span.context, items)
-            try:
-                async for item in steps:
-                    if isinstance(item, last):
-                        self._end(span)  # now, because many readers leave here and let the generator lie
-                    yield item
-            finally:
-                await steps.aclose()
-
-    @contextmanager
-    def _working(self, span: OpenSpan) -> Iterator[None]:
+        steps = self.steps(span, items)
         try:
-            yield
-        except GeneratorExit:
-            if span.end_ns is None:
-                span.set(**{names.ABANDONED: True})
-            raise
-        except BaseException as error:
-            self._end(span, error)
-            raise
+            async for item in steps:
+                if isinstance(item, last):
+                    self.end(span)  # now, because many readers leave here and let the generator lie
+                yield item
         finally:
-            self._end(span)
-
-    def _end(self, span: OpenSpan, error: BaseException | None = None) -> None:
-        self._open.pop(span.span_id, None)
-        for team_id, context in list(self._teams.items()):
-            if context is span.context:
-                self._teams.pop(team_id, None)
-        span.end(error=error)
-
-
-def begin_agent(recorder: Recorder, name: str) -> OpenSpan:
-    """Begin the span of an agent."""
-    return recorder.start(names.INVOKE_AGENT, name, agent=name, attributes={names.FRAMEWORK: FRAMEWORK})
+            await steps.aclose()
+            self._teams = {
+                key: value for key, value in self._teams.items() if span is None or value is not span.context
+            }
 
 
 def place() -> Context:

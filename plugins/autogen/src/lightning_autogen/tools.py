@@ -11,7 +11,8 @@ from autogen_core.tools import BaseStreamTool, BaseTool, Workbench
 from lightning_autogen.agents import FRAMEWORK, PLUGIN, place
 from lightning_openai.elsewhere import to_json
 from lightning_spans import spans as names
-from lightning_spans.context import current_agent, entered, entered_steps
+from lightning_spans.context import entered_steps
+from lightning_spans.following import Following
 from lightning_spans.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.recorder import current_span
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def bind(recorder: Recorder) -> Callable[[], None]:
     """Follow every tool call, until the callable that is given back is called."""
-    calls = ToolCalls(recorder)
+    calls = ToolCalls(recorder, PLUGIN, FRAMEWORK)
     undo = Undo()
     undo.add(calls.stop)
     undo.add(replace(AssistantAgent, "_execute_tool_call", calls.wrap_execute_tool_call))
@@ -31,19 +32,8 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     return undo
 
 
-class ToolCalls:
+class ToolCalls(Following):
     """Begins and ends the spans of tools. One call passes several layers; the outermost makes the span."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._live = True
-        self._open: dict[str, OpenSpan] = {}  # by span id
-
-    def stop(self) -> None:
-        """End what is open, and hear no more."""
-        self._live = False
-        for span in reversed(list(self._open.values())):
-            span.end()
 
     def wrap_execute_tool_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """An assistant calls a tool. It also knows of tools that are not there and of arguments that are no JSON."""
@@ -91,7 +81,7 @@ class ToolCalls:
         def run_json_stream(tool: Any, args: Any, *more: Any, **rest: Any) -> Any:
             items = original(tool, args, *more, **rest)
             span = self._begin(tool.name, rest.get("call_id", more[1] if len(more) > 1 else None), args)
-            return self._steps(span, items, tool) if self._live else items
+            return self._steps(span, items, tool) if self.live else items
 
         return run_json_stream
 
@@ -99,72 +89,48 @@ class ToolCalls:
         """Begin a tool's span; None where an outer layer has."""
         around = current_span()
         same = around is not None and around.operation == names.EXECUTE_TOOL and around.name == name
-        if not self._live or (
-            same and around is not None and call_id in {None, around.attributes.get(names.TOOL_CALL_ID)}
-        ):
+        if same and around is not None and call_id in {None, around.attributes.get(names.TOOL_CALL_ID)}:
             return None
-        with self._recorder.guard(PLUGIN):
-            context = place()
-            attributes = {
-                names.FRAMEWORK: FRAMEWORK,
-                names.TOOL_NAME: name,
-                names.TOOL_CALL_ID: call_id,
-                names.TOOL_ARGUMENTS: arguments if isinstance(arguments, str) else to_json(arguments),
-            }
-            span = self._recorder.start(
-                names.EXECUTE_TOOL, name, agent=current_agent(context), context=context, attributes=attributes
-            )
-            self._open[span.span_id] = span
-            return span
+        with self.recorder.guard(PLUGIN):
+            text = arguments if isinstance(arguments, str) else to_json(arguments)
+            return self.begin_tool(name, call_id, text, place())
         return None
 
     async def _call(
         self, span: OpenSpan | None, call: Callable[[], Any], result_of: Callable[[Any], tuple[str, bool]]
     ) -> Any:
-        try:
-            if span is None:
-                return await call()
-            with entered(span.context):
+        with self.inside(span):
+            try:
                 answer = await call()
-        except BaseException as error:
-            self._failed(span, error)
-            raise
-        with self._recorder.guard(PLUGIN, span):
-            result, failed = result_of(answer)
-            self._end(span, result, result if failed else None)
-        self._end(span, None, None)
-        return answer
+            except BaseException as error:
+                self._tell_outer(span, error)
+                raise
+            with self.recorder.guard(PLUGIN, span):
+                result, failed = result_of(answer)
+                self.end(span, error=result if failed else None, attributes={names.TOOL_RESULT: result})
+            return answer
 
     async def _steps(self, span: OpenSpan | None, items: AsyncGenerator[Any, None], tool: Any) -> AsyncIterator[Any]:
-        steps = items if span is None else entered_steps(span.context, items)
         last = None
-        try:
-            async for item in steps:
-                last = item
-                yield item
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._failed(span, error)
-            raise
-        finally:
-            await steps.aclose()
-            if span is not None and span.end_ns is None:
-                with self._recorder.guard(PLUGIN, span):
-                    self._end(span, tool.return_value_as_string(last), None)
-                self._end(span, None, None)
+        steps = items if span is None else entered_steps(span.context, items)
+        with self.working(span):
+            try:
+                async for item in steps:
+                    last = item
+                    yield item
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                self._tell_outer(span, error)
+                raise
+            finally:
+                await steps.aclose()
+            with self.recorder.guard(PLUGIN, span):
+                self.end(span, attributes={names.TOOL_RESULT: tool.return_value_as_string(last)})
 
-    def _failed(self, span: OpenSpan | None, error: BaseException) -> None:
-        """End a span, or tell the outer layer, which may turn the exception into a message."""
-        if span is not None:
-            self._open.pop(span.span_id, None)
-            span.end(error=error)
-            return
+    def _tell_outer(self, span: OpenSpan | None, error: BaseException) -> None:
+        """Tell the layer that made the span what was raised; it may turn the exception into a message."""
         around = current_span()
-        if around is not None and around.operation == names.EXECUTE_TOOL:
-            around.set(**{names.ERROR_TYPE: type(error).__qualname__})
-
-    def _end(self, span: OpenSpan | None, result: str | None, error: str | None) -> None:
-        if span is not None and span.end_ns is None:
-            self._open.pop(span.span_id, None)
-            span.end(error=error, attributes={names.TOOL_RESULT: result})
+        if span is None and around is not None and around.operation == names.EXECUTE_TOOL:
+            with self.recorder.guard(PLUGIN, around):
+                around.set(**{names.ERROR_TYPE: type(error).__qualname__})

@@ -1,0 +1,284 @@
+"""That the conformance kit goes red: for each promise, the template's framework and plugin, with one thing broken."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+
+openai = pytest.importorskip("openai")
+
+TEMPLATE = Path(__file__).parent.parent / "templates" / "plugin"
+sys.path[:0] = [str(TEMPLATE), str(TEMPLATE / "src")]
+
+from test_new_framework import TestConformance as Toy
+
+from lightning_new_framework import _plugin
+from lightning_new_framework.example import Agent
+from lightning_openai import wire
+from lightning_spans import Attempt, plugins
+from lightning_spans import spans as names
+from lightning_spans.testing import PluginConformance
+from lightning_spans.testing.program import record
+
+PROMISES = [name for name in dir(PluginConformance) if name.startswith("test_")]
+
+
+@pytest.fixture
+def toy(tmp_path_factory, monkeypatch):
+    """The toy's suite, and what its tests are given: nothing is remembered from one run to the next."""
+    plugins.register(_plugin, "new-framework")
+    suite, folders = Toy(), tmp_path_factory
+    kept = {name: vars(Agent)[name] for _, name in suite.patched()}
+
+    def recorded(scenario, tracer):
+        return record(suite.program(scenario), folders.mktemp("run"), framework="new-framework", tracer=tracer)
+
+    def check(promise, **chosen):
+        method = getattr(suite, promise)
+        given = {
+            "recorded": recorded, "tmp_path": folders.mktemp("own"), "folder": folders.mktemp("own"),
+            "tracer": "embedded", "monkeypatch": monkeypatch, **chosen,
+        }  # fmt: skip
+        method(**{name: given[name] for name in inspect.signature(method).parameters})
+
+    yield check
+    attaching = sys.modules["lightning_spans.attach"]  # some of what is broken never detaches
+    attaching._attached.clear()
+    attaching._close_pipeline()
+    for recorder in list(wire._recorders):
+        wire._unbind(recorder)
+    for name, method in kept.items():
+        setattr(Agent, name, method)
+    plugins.unregister("new-framework")
+
+
+# Each gives what takes the place of the named thing, which it is given.
+
+
+def records_again(original):
+    def returned(call, answer):
+        original(call, answer)
+        call._recorder.start(names.CHAT, "again").end()
+
+    return returned
+
+
+def names_nobody(original):
+    return lambda self, name, context=None: original(self, "nobody", context)
+
+
+def writes_its_own_request(original):
+    return lambda request: '{"model": "test-model"}'
+
+
+def keeps_a_part(drop):
+    def broken(original):
+        def body_of(response):
+            whole = json.loads(original(response))
+            drop(whole)
+            return json.dumps(whole)
+
+        return body_of
+
+    return broken
+
+
+def ends_without_a_mark(original):
+    def end_stream(call, error):
+        call._request(call._response.request)
+        call.span.end(error=error)
+
+    return end_stream
+
+
+def forgets_errors(original):
+    return lambda self, span, **facts: original(self, span, **{**facts, "error": None})
+
+
+def passes_over_errors(original):
+    return lambda call, error: call._end(None, None)
+
+
+def tells_twice(original):
+    def begin_tool(self, *args):
+        self.end(original(self, *args))
+        return original(self, *args)
+
+    return begin_tool
+
+
+def leaves_agents_open(original):
+    def end(self, span, **facts):
+        if span is not None and span.operation != names.INVOKE_AGENT:
+            original(self, span, **facts)
+
+    return end
+
+
+def enters_no_tool(original):
+    @contextmanager
+    def inside(self, span):
+        tool = span is not None and span.operation == names.EXECUTE_TOOL
+        with self.working(span) if tool else original(self, span):
+            yield
+
+    return inside
+
+
+def adds_an_attribute(original):
+    def end(self, span, *more):
+        span.attributes["more"] = True
+        return original(self, span, *more)
+
+    return end
+
+
+def keeps_what_is_no_json(original):
+    return lambda self, operation, name, **more: original(self, operation, name, **more | {"attributes": {"x": (1, 2)}})
+
+
+def changes_the_answer(original):
+    def wrap_run(self, run):
+        wrapped = original(self, run)
+
+        async def changed(agent, prompt):
+            return await wrapped(agent, prompt) + "!"
+
+        return changed
+
+    return wrap_run
+
+
+def takes_the_observers(original):
+    def wrap_run(self, run):
+        wrapped = original(self, run)
+
+        async def unobserved(agent, prompt):
+            agent.observers.clear()
+            return await wrapped(agent, prompt)
+
+        return unobserved
+
+    return wrap_run
+
+
+def lets_everything_through(original):
+    return lambda *_: False
+
+
+def lets_listeners_through(original):
+    plugins.notify = lambda hook, **given: getattr(plugins.manager().hook, hook)(**given)
+    return lambda *_: False
+
+
+def drops_spans(original):
+    return lambda *_: None
+
+
+def knows_of_none(original):
+    return type("Forgetful", (dict,), {"__contains__": lambda *_: False})()
+
+
+def never_undoes(original):
+    return lambda *args: original(*args) and (lambda: None)
+
+
+def mixes_attempts(original):
+    return lambda context=None: Attempt("r0", "a0")
+
+
+def reroutes_all(original):
+    return lambda recorder, span: span.attempt is not None
+
+
+def takes_all_headers(original):
+    def rerouted(client, options, attempt, endpoint, *, body, headers):
+        copy = options.model_copy()
+        copy.headers = {**headers, "X-Stainless-Key": client.api_key}
+        kind = type(client) if not attempt else openai.AsyncOpenAI
+        return kind(base_url=f"{attempt.endpoint}/v1", api_key=attempt.key), copy
+
+    return rerouted
+
+
+def first_choice(whole):
+    del whole["choices"][1:]
+
+
+def token_ids(whole):
+    whole["choices"][0].pop("token_ids", None)
+
+
+BROKEN = {
+    "test_every_model_call_is_one_span": ("lightning_openai.call.Call.returned", records_again, "one_agent"),
+    "test_every_call_has_its_agent": ("lightning_spans.following.Following.begin_agent", names_nobody, "one_agent"),
+    "test_request_and_response_are_as_sent": ("lightning_openai.call._sent", writes_its_own_request, "one_agent"),
+    "test_token_ids_are_kept": ("lightning_openai.call.body_of", keeps_a_part(token_ids), "one_agent"),
+    "test_every_choice_is_kept": ("lightning_openai.call.body_of", keeps_a_part(first_choice), None),
+    "test_namesakes_are_told_apart": ("lightning_spans.recorder.agent_path", lambda _: lambda name, _: name, None),
+    "test_an_abandoned_stream_is_closed_and_marked": (
+        "lightning_openai.call.Call._end_stream", ends_without_a_mark, None,
+    ),
+    "test_a_failed_call_is_an_error": ("lightning_openai.call.Call.failed", passes_over_errors, "failed"),
+    "test_every_tool_call_is_one_span": ("lightning_spans.following.Following.begin_tool", tells_twice, "tool_call"),
+    "test_a_tool_that_raises_is_an_error": ("lightning_spans.following.Following.end", forgets_errors, None),
+    "test_there_are_no_orphans": ("lightning_spans.following.Following.end", leaves_agents_open, "tool_call"),
+    "test_an_agent_inside_a_tool_is_under_the_tool": (
+        "lightning_spans.following.Following.inside", enters_no_tool, None,
+    ),
+    "test_both_tracers_give_the_same_rows": ("lightning_spans.tracers.OtelTracer.end", adds_an_attribute, "one_agent"),
+    "test_spans_survive_json_otlp_and_the_store": (
+        "lightning_spans.following.Following.begin", keeps_what_is_no_json, "one_agent",
+    ),
+    "test_output_is_the_same_attached_or_not": (
+        "lightning_new_framework.at_work.AtWork.wrap_run", changes_the_answer, "one_agent",
+    ),
+    "test_the_users_callbacks_still_run": (
+        "lightning_new_framework.at_work.AtWork.wrap_run", takes_the_observers, None,
+    ),
+    "test_a_failing_listener_harms_nothing": ("lightning_spans.recorder._Guard.__exit__", lets_listeners_through, None),
+    "test_a_failing_event_or_sink_harms_nothing": (
+        "lightning_spans.recorder._Guard.__exit__", lets_everything_through, "tool_call",
+    ),
+    "test_a_failing_store_harms_nothing": ("lightning_spans.sinks.BatchSink.put", drops_spans, None),
+    "test_attach_twice_is_attach_once": ("lightning_spans.attach._attached", knows_of_none, None),
+    "test_detach_stops_recording_and_restores_everything": (
+        "lightning_new_framework.at_work.replace", never_undoes, None,
+    ),
+    "test_attempts_never_mix_across_threads": ("lightning_spans.recorder.current_attempt", mixes_attempts, None),
+    "test_attempts_never_mix_across_tasks": ("lightning_spans.recorder.current_attempt", mixes_attempts, None),
+    "test_only_the_named_are_rerouted": ("lightning_spans.recorder.Recorder.reroutes", reroutes_all, "several_agents"),
+    "test_the_users_credentials_never_leave": (
+        "lightning_openai.gateway.rerouted", takes_all_headers, "several_agents",
+    ),
+}  # fmt: skip
+
+
+def test_there_is_something_broken_for_every_promise():
+    assert set(BROKEN) == set(PROMISES)
+
+
+def chosen(promise):
+    return {"scenario": BROKEN[promise][2], "broken": "Recorder.start"}
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_a_promise_that_is_kept_is_green(promise, toy):
+    toy(promise, **chosen(promise))
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_a_promise_that_is_broken_is_red(promise, toy, monkeypatch):
+    what, broken, _ = BROKEN[promise]
+    owner, _, name = what.rpartition(".")
+    place = sys.modules.get(owner) or resolve_name(owner)
+    monkeypatch.setattr(plugins, "notify", plugins.notify)  # one that is broken replaces it
+    monkeypatch.setattr(place, name, broken(getattr(place, name)))
+    with pytest.raises((AssertionError, KeyError, ValueError, RuntimeError, FileNotFoundError)):
+        toy(promise, **chosen(promise))
