@@ -114,6 +114,8 @@ def attach(
         agents: names or globs: only these may ever be rerouted to the policy in training; None: whatever the runner
             asks for. All agents are recorded either way.
         store: URL or path for spans outside a runner's attempts; by default ``LIGHTNING_STORE``, else ``lightning.db``.
+            For a server's URL, ``LIGHTNING_KEY`` is its key; a live key is enough. Docs/live.md: how they are labelled,
+            sampled and masked.
         tracer: ``otel`` for real OpenTelemetry spans, ``embedded`` for the same records without the SDK's pipeline.
         otlp: an OTLP/HTTP endpoint that gets every span too, such as ``http://localhost:6006/v1/traces``; by default
             ``LIGHTNING_OTLP``.
@@ -123,7 +125,7 @@ def attach(
 
     Raises:
         AttachError: the plugin or its framework is not installed, or a live attachment has other options.
-        ConfigError: an option's value is not known.
+        ConfigError: the value of an option, or of a variable of docs/live.md, is not known.
     """
     options = Options(
         agents=None if agents is None else (agents,) if isinstance(agents, str) else tuple(agents),
@@ -182,13 +184,22 @@ def _open_pipeline(options: Options) -> _Pipeline:
     global _pipeline  # noqa: PLW0603 - patches of a framework are process-wide, so what they report to is too
     if _pipeline is not None:
         return _pipeline
+    from lightning_spans.live import Live, read_live
     from lightning_spans.recorder import Recorder
     from lightning_spans.sinks import BatchSink, Delivery, default_spool
     from lightning_spans.spool import Spool
     from lightning_spans.tracers import make_tracer
 
+    live = read_live()
     delivery = Delivery(lambda: _open_store(options.store))
-    sink = BatchSink(delivery, route=_route(options), spool=Spool(default_spool()))
+    sink = BatchSink(
+        delivery,
+        route=_route(options),
+        spool=Spool(default_spool()),
+        keeps=live.keeps if live.rate < 1 else None,
+        prepare=live.prepare if live != Live() else None,
+    )
+    delivery.about = sink.about
     tracer = make_tracer(options.tracer, sink)
     recorder = Recorder(tracer, on_end=_notify, name_agent=_name_agent, agents=options.agents)
     _pipeline = _Pipeline(options, recorder, sink, delivery, _instrument_threads())
@@ -211,7 +222,10 @@ def _open_store(url: str) -> Store:
 def _route(options: Options) -> Callable[[Attempt | None], list[Destination]]:
     from lightning_spans.sinks import Destination
 
+    # A server takes them as OTLP, for which a live key is enough.
     own = Destination()
+    if options.store.startswith(("http://", "https://")):
+        own = Destination(f"{options.store.rstrip('/')}/v1/traces", os.environ.get("LIGHTNING_KEY"))
     extra = [Destination(options.otlp)] if options.otlp else []
 
     def route(attempt: Attempt | None) -> list[Destination]:

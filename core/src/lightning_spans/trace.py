@@ -160,7 +160,11 @@ def _only(values: Iterable[str | None]) -> str | None:
 
 
 def traces_of(
-    store: Store, *, rollout_ids: Sequence[str] | None = None, attempt_ids: Sequence[str] | None = None
+    store: Store,
+    *,
+    rollout_ids: Sequence[str] | None = None,
+    attempt_ids: Sequence[str] | None = None,
+    origin: str | None = None,
 ) -> list[Trace]:
     """Read traces, one for each attempt; spans that belong to no attempt give one for each trace_id.
 
@@ -168,7 +172,8 @@ def traces_of(
         store: to read from.
         rollout_ids: only attempts of these rollouts.
         attempt_ids: only these attempts.
+        origin: only what was recorded under this label, such as ``live``.
     """
     from lightning_spans.trace_read import read_traces
 
-    return read_traces(store, rollout_ids, attempt_ids)
+    return read_traces(store, rollout_ids, attempt_ids, origin)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from lightning_spans.rewards import Reward
-from lightning_spans.spans import Span
+from lightning_spans.spans import TRAINING, Span
 from lightning_spans.store import Call, Store
 from lightning_spans.trace import Trace
 from lightning_spans.trace_tree import Key
@@ -30,15 +30,20 @@ class _Heap:
         return Trace.build(self.spans, self.calls, self.rewards, rollout_id=self.rollout_id, attempt_id=self.attempt_id)
 
 
-def read_traces(store: Store, rollout_ids: Ids, attempt_ids: Ids) -> list[Trace]:
+def read_traces(store: Store, rollout_ids: Ids, attempt_ids: Ids, origin: str | None = None) -> list[Trace]:
     """Read the traces of attempts, those of which nothing was recorded among them, in the order of their start."""
     everything = rollout_ids is None and attempt_ids is None
     heaps: dict[str, _Heap] = {}  # by attempt, else by trace
-    for attempt in store.attempts(rollout_ids=rollout_ids, attempt_ids=attempt_ids):
+    where: dict[str, Any] = {"rollout_ids": rollout_ids, "attempt_ids": attempt_ids}
+    if origin is not None:
+        where["origin"] = origin
+    for attempt in store.attempts(**where):
         heaps[attempt.attempt_id] = _Heap(attempt.rollout.rollout_id, attempt.attempt_id)
-    spans = store.spans(rollout_ids=rollout_ids, attempt_ids=attempt_ids)
-    calls = store.calls(rollout_ids=rollout_ids, attempt_ids=attempt_ids)
+    spans = store.spans(**where)
+    calls = store.calls(**where)
     rewards = store.rewards(rollout_ids=rollout_ids, attempt_ids=attempt_ids)
+    if origin is not None:
+        rewards = [reward for reward in rewards if reward.attempt_id in heaps]
     if not everything:
         heaps.update(_new_heaps(heaps, [*spans, *calls, *rewards]))
         # Spans and calls that lie in the same traces but do not say to which attempt they belong: another
@@ -46,7 +51,8 @@ def read_traces(store: Store, rollout_ids: Ids, attempt_ids: Ids) -> list[Trace]
         traces = sorted(
             {span.trace_id for span in spans} | {call.trace_id for call in calls if call.trace_id is not None}
         )
-        spans = store.spans(trace_ids=traces)
+        # What production sent is of no attempt, whatever trace it names.
+        spans = [span for span in store.spans(trace_ids=traces) if span.attempt_id or span.origin == TRAINING]
         calls += [call for call in store.calls(trace_ids=traces) if call.attempt_id is None]
     owners = _Owners(spans)
     for span in spans:

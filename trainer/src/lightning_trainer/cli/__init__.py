@@ -21,6 +21,7 @@ COMMANDS: Final = {
     "runner": "Claim rollouts from a server and run the agent on them.",
     "traces": "Show what happened, as a tree or as JSON lines.",
     "prune": "Delete old traces, by age, origin or id.",
+    "key": "Make a key of a server's, such as one for a program in production.",
     "doctor": "Say what works here, and what to do about what does not.",
 }
 

@@ -30,6 +30,16 @@ from lightning_trainer.cli.options import DEFAULT_STORE
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for other machines."
 )
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option(
+    "--live-sample", default="1", show_default=True, metavar="SHARE", help="Share of production's traces that is kept."
+)
+@click.option(
+    "--redact",
+    "rules",
+    multiple=True,
+    metavar="RULE",
+    help="Field name, glob or /pattern/ that is masked in production's spans. May be repeated; see docs/live.md.",
+)
 @click.option("--endpoint", help="Base URL given to agents, where it is not the one that runners use.")
 @click.option(
     "--key-file",
@@ -46,6 +56,8 @@ def command(
     model: str | None,
     host: str,
     port: int,
+    live_sample: str,
+    rules: Sequence[str],
     endpoint: str | None,
     key_file: Path,
 ) -> None:
@@ -55,6 +67,8 @@ def command(
     runner_key_file for runners. LIGHTNING_UPSTREAM_KEY is sent to upstreams that want a key.
     """
     from lightning_spans.errors import ConfigError
+    from lightning_spans.live import Live, parse_rate
+    from lightning_spans.redaction import read_rules
     from lightning_trainer.cli.serving import key_files, serve_until_stopped
     from lightning_trainer.local import opened
     from lightning_trainer.server.app import create_app
@@ -68,7 +82,8 @@ def command(
         raise ConfigError("agents can't be sent to a model that is not there. Name one with --upstream MODEL=URL.")
     if model is not None and model not in models:
         raise ConfigError(f"--model {model} is none of the upstreams: {', '.join(models)}.")
+    live = Live(rate=parse_rate(live_sample), redaction=read_rules(rules, os.environ))
     routing = Routing(agents=agents, model=model or (models[0] if models else "policy"), endpoint=endpoint)
     with opened(store) as kept, key_files(key_file, "runner") as (keys, files):
-        app = create_app(kept, keys=keys, upstreams=forwarded, routing=routing)
+        app = create_app(kept, keys=keys, upstreams=forwarded, routing=routing, live=live)
         serve_until_stopped(app, host, port, files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.cli.options import (
     given,
@@ -34,6 +36,11 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's ow
 
 @click.command(name="traces")
 @click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
+@click.option("--origin", metavar="LABEL", help="Only what was recorded under this label: live, training, ...")
+@click.option(
+    "--to-tasks", type=click.Path(path_type=Path), metavar="FILE", help="Write each trace as a task, one JSON a line."
+)
+@click.option("--task-field", default="question", show_default=True, help="Field of a task that gets what was asked.")
 @click.option("--json", "as_json", is_flag=True, help="Print one span a line, as JSON.")
 @click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Newest traces shown as trees.")
 @rewards_option
@@ -42,6 +49,9 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's ow
 def command(
     *,
     rollouts: Sequence[str],
+    origin: str | None,
+    to_tasks: Path | None,
+    task_field: str,
     as_json: bool,
     limit: int,
     automatic: tuple[str, ...],
@@ -61,9 +71,12 @@ def command(
 
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     with reading(store, key_file) as source:
-        traces = traces_of(source, rollout_ids=list(rollouts) or None)
+        traces = traces_of(source, rollout_ids=list(rollouts) or None, origin=origin)
         attempts = {} if as_json else {a.attempt_id: a for a in source.attempts(rollout_ids=list(rollouts) or None)}
     traces = with_automatic(traces, rules)
+    if to_tasks is not None:
+        _write_tasks(to_tasks, traces, task_field)
+        return
     if as_json:
         for trace in traces:
             for line in _json_lines(trace):
@@ -74,6 +87,19 @@ def command(
         click.echo(f"{len(traces) - limit} earlier traces are not shown; --limit shows more.", err=True)
     if not traces:
         click.echo("no traces in this store.", err=True)
+
+
+def _write_tasks(path: Path, traces: Sequence[Trace], field: str) -> None:
+    from lightning_trainer.live_tasks import tasks_of
+
+    tasks = list(tasks_of(traces, field=field))
+    if not tasks:
+        raise ConfigError("no trace here holds what a model was asked: there is no task to write.")
+    try:
+        path.write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}.") from None
+    click.echo(f"{len(tasks)} tasks in {path}; {len(traces) - len(tasks)} traces asked no model.", err=True)
 
 
 def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord], *, whole: bool) -> None:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lightning_spans.errors import ConfigError, LeaseLostError, LightningError, StoreError
+from lightning_spans.live import EVERYTHING, Live
 from lightning_spans.store import Store
 from lightning_trainer.engine import Engine
 from lightning_trainer.server.api import router
@@ -126,6 +127,7 @@ def create_app(
     upstreams: Sequence[Upstream] = (),
     routing: Routing | None = None,
     limits: Limits | None = None,
+    live: Live = EVERYTHING,
 ) -> App:
     """Make the app.
 
@@ -136,6 +138,7 @@ def create_app(
         upstreams: OpenAI-compatible servers, by the model they answer for.
         routing: what attempts are told; the training loop replaces it as ``app.state.routing``.
         limits: sizes and times.
+        live: share and masking of the spans that come with a live key.
 
     Raises:
         ConfigError: two policies have one name.
@@ -168,7 +171,7 @@ def create_app(
     gateway = Gateway(
         policies, door=door, writer=writer, metrics=metrics, limits=limits, routing=lambda: app.state.routing
     )
-    receiver = OtlpReceiver(door=door, writer=writer, metrics=metrics, limits=limits)
+    receiver = OtlpReceiver(door=door, writer=writer, metrics=metrics, limits=limits, live=live)
     health = Health(store, writer, embedded)
     surfaces: list[Surface] = [ChatSurface(), CompletionsSurface(), ResponsesSurface(conversations), MessagesSurface()]
     app.state.gateway = gateway

@@ -10,6 +10,7 @@ from typing import Final
 from starlette.types import Receive, Scope, Send
 
 from lightning_spans.errors import StoreError
+from lightning_spans.live import EVERYTHING, Live, sampled
 from lightning_spans.otlp import JSON, PROTOBUF, decode
 from lightning_spans.spans import LIVE, Span
 from lightning_trainer.server.door import Door
@@ -36,11 +37,14 @@ class Sorted:
 class OtlpReceiver:
     """Takes spans, turns them into our schema, keeps them."""
 
-    def __init__(self, *, door: Door, writer: Writer, metrics: Metrics, limits: Limits) -> None:
+    def __init__(
+        self, *, door: Door, writer: Writer, metrics: Metrics, limits: Limits, live: Live = EVERYTHING
+    ) -> None:
         self._door = door
         self._writer = writer
         self._metrics = metrics
         self._limits = limits
+        self._live = live
 
     async def traces(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer ``POST /v1/traces``. The answer is sent when the spans are on disk.
@@ -61,10 +65,20 @@ class OtlpReceiver:
         except ValueError as error:
             raise bad_request(str(error)) from None
         result = sort(spans, grant)
+        if grant.scope == "live":
+            result = replace(result, taken=await asyncio.to_thread(self._of_production, result.taken))
         await self._keep(result.taken)
         self._metrics.spans("kept", len(result.taken))
         self._metrics.spans("rejected", result.rejected)
         await send_bytes(send, _reply(result, content_type), kind=content_type.encode())
+
+    def _of_production(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Leave out what is not sampled, and mask the rest before it is kept."""
+        kept = [span for span in spans if sampled(span.trace_id, self._live.rate)]
+        clean = tuple(self._live.redaction(span) for span in kept)
+        self._metrics.spans("sampled_out", len(spans) - len(kept))
+        self._metrics.spans("redacted", sum(new is not old for new, old in zip(clean, kept, strict=True)))
+        return clean
 
     async def _keep(self, spans: Sequence[Span]) -> None:
         if not spans:
