@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_spans.errors import StoreError
+from lightning_spans.errors import LightningError, StoreError
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
-from lightning_spans.store import AttemptRecord, AttemptStatus, Call, Rollout, RolloutStatus
+from lightning_spans.store import AttemptRecord, AttemptStatus, Call, End, Rollout, RolloutStatus
 
 Ids = Sequence[str] | None
 
@@ -28,11 +28,15 @@ class ForgetfulStore:
         """Let go of rewards."""
         return len(rewards)
 
-    def spans(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Span]:
+    def spans(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Span]:
         """Give nothing."""
         return []
 
-    def calls(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None) -> list[Call]:
+    def calls(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Call]:
         """Give nothing."""
         return []
 
@@ -64,6 +68,10 @@ class ForgetfulStore:
         """Know of no attempt."""
         raise StoreError(f"there is no attempt {attempt_id}: this server runs no rollouts")
 
+    def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
+        """Know of no attempt."""
+        return [StoreError(f"there is no attempt {end.attempt_id}: this server runs no rollouts") for end in ends]
+
     def cancel(self, rollout_ids: Sequence[str]) -> int:
         """Find nothing to cancel."""
         return 0
@@ -74,17 +82,31 @@ class ForgetfulStore:
         rollout_ids: Ids = None,
         group_ids: Ids = None,
         status: RolloutStatus | None = None,
+        origin: str | None = None,
     ) -> list[Rollout]:
         """Give nothing."""
         return []
 
-    def attempts(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[AttemptRecord]:
+    def attempts(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
+    ) -> list[AttemptRecord]:
         """Give nothing."""
         return []
 
     def consume_group(self, group_id: str, consumer: str) -> bool:
         """Know of no group."""
         return False
+
+    def delete(
+        self,
+        *,
+        rollout_ids: Ids = None,
+        trace_ids: Ids = None,
+        origin: str | None = None,
+        before_ns: int | None = None,
+    ) -> int:
+        """Find nothing to delete."""
+        return 0
 
     def close(self) -> None:
         """There is nothing to close."""

@@ -6,33 +6,34 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.cli.options import key_file_option, reading, store_option
 
+_EXAMPLE: Final = (
+    "From cron, so that live traces are kept for 30 days: "
+    "lightning-rl prune --origin live --older-than 30d --yes --store http://server:8000 --key-file admin.key"
+)
 _UNITS_S: Final = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 
-class Age(click.ParamType):
-    """A time span such as ``12h`` or ``30d``, in seconds."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Read it."""
-        if isinstance(value, float):
-            return value
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", str(value))
-        if found is None:
-            self.fail(f"{value!r}: give a number with m, h, d or w, such as 30d", param, ctx)
-        return float(found[1]) * _UNITS_S[found[2]]
+def _age_s(context: click.Context, option: click.Parameter, value: str | None) -> float | None:
+    """Read a time span such as ``12h`` or ``30d``, in seconds."""
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", value)
+    if found is None:
+        raise click.BadParameter(f"{value!r}: give a number with m, h, d or w, such as 30d", context, option)
+    return float(found[1]) * _UNITS_S[found[2]]
 
 
-@click.command(name="prune")
-@click.option("--older-than", "age_s", type=Age(), metavar="AGE", help="What ended that long ago, such as 12h or 30d.")
+@click.command(name="prune", epilog=_EXAMPLE)
+@click.option(
+    "--older-than", "age_s", callback=_age_s, metavar="AGE", help="What ended that long ago, such as 12h or 30d."
+)
 @click.option("--origin", metavar="NAME", help="Only of this origin: training, live, or a label of your own.")
 @click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
 @click.option("--trace", "traces", multiple=True, metavar="ID", help="Only this trace, without a rollout. Repeatable.")
@@ -52,10 +53,7 @@ def command(
     """Delete old traces: rollouts that ended, with all that belongs to them, and traces that belong to none.
 
     What waits or runs stays, and which groups were trained on is still known afterwards. The store may be in use: what
-    is deleted goes in small steps. For a rule such as "live traces are kept for 30 days" call this from cron:
-
-    \b
-    lightning-rl prune --origin live --older-than 30d --yes --store http://server:8000 --key-file admin.key
+    is deleted goes in small steps.
     """
     if age_s is None and origin is None and not rollouts and not traces:
         raise ConfigError("prune: say what to delete: --older-than, --origin, --rollout or --trace.")
