@@ -23,6 +23,7 @@ from lightning_trainer.server.upstream import Upstream
 
 USER = [{"role": "user", "content": "What is 12+7?"}]
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
+OPEN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":"12+7"}}\n</tool_call>'
 
 
@@ -70,7 +71,7 @@ def test_a_forwarded_call_is_recorded_with_the_engines_own_tokens(front, behind,
         assert ours.message["content"] == theirs.message["content"]
     assert call.prompt_token_ids == source.prompt_token_ids
     assert (call.policy, call.policy_version, call.error) == ("tuned", 4, None)
-    assert call.sampling == {"temperature": 0.5, "n": 2}
+    assert call.sampling == {**OPEN, "temperature": 0.5, "n": 2}
     assert call.request["messages"] == USER
     for chunk in chunks:
         shown = chunk.model_dump()
@@ -110,7 +111,7 @@ def test_a_forced_temperature_is_forwarded_and_on_record(front, behind, attempt,
         client.chat.completions.create(model="tuned", messages=USER, temperature=0.1)
     finally:
         front.app.state.routing = routing
-    assert front.calls(attempt)[0].sampling == {"temperature": 1.0, "temperature_asked": 0.1}
+    assert front.calls(attempt)[0].sampling == {**OPEN, "temperature": 1.0, "temperature_asked": 0.1}
     assert behind.engine.samplings[-1].temperature == 1.0
 
 

@@ -19,6 +19,7 @@ from lightning_spans.store import Store
 from lightning_trainer.engine import Engine
 from lightning_trainer.server.api import router
 from lightning_trainer.server.attempts import EndedAttempts
+from lightning_trainer.server.control import Control
 from lightning_trainer.server.door import Door
 from lightning_trainer.server.embedded import EmbeddedEngine
 from lightning_trainer.server.gateway import Gateway, Policy
@@ -128,6 +129,8 @@ def create_app(
     routing: Routing | None = None,
     limits: Limits | None = None,
     live: Live = EVERYTHING,
+    provider: Upstream | None = None,
+    record_untrained: bool = True,
 ) -> App:
     """Make the app.
 
@@ -139,6 +142,9 @@ def create_app(
         routing: what attempts are told; the training loop replaces it as ``app.state.routing``.
         limits: sizes and times.
         live: share and masking of the spans that come with a live key.
+        provider: answers attempts' calls of agents that have a name and are none of ``routing.agents``, by the model
+            they ask for; None: they are answered like the others.
+        record_untrained: keep those calls, without tokens.
 
     Raises:
         ConfigError: two policies have one name.
@@ -152,13 +158,14 @@ def create_app(
     door = Door(keys, attempts)
     embedded = [EmbeddedEngine(each) for each in engines]
     forwarding = [(upstream.model, UpstreamPolicy(upstream)) for upstream in upstreams]
+    elsewhere = UpstreamPolicy(provider) if provider is not None else None
     policies = _by_name([*forwarding, *((each.engine.model, each) for each in embedded)])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - FastAPI's signature
         yield
         await gateway.settle()
-        for _, policy in forwarding:
+        for policy in [*(policy for _, policy in forwarding), *([elsewhere] if elsewhere is not None else [])]:
             await policy.close()
         await asyncio.to_thread(writer.close)
 
@@ -167,18 +174,29 @@ def create_app(
     app.state.store, app.state.keys, app.state.door, app.state.metrics = store, keys, door, metrics
     app.state.attempts, app.state.limits, app.state.routing = attempts, limits, routing
     conversations = Conversations()
-    app.state.forget = _forgetter(attempts, conversations, embedded)
+    app.state.forget = _forgetter(attempts, conversations, [*embedded, *(policy for _, policy in forwarding)])
     gateway = Gateway(
-        policies, door=door, writer=writer, metrics=metrics, limits=limits, routing=lambda: app.state.routing
+        policies,
+        door=door,
+        writer=writer,
+        metrics=metrics,
+        limits=limits,
+        routing=lambda: app.state.routing,
+        provider=elsewhere,
+        record_untrained=record_untrained,
     )
     receiver = OtlpReceiver(door=door, writer=writer, metrics=metrics, limits=limits, live=live)
-    health = Health(store, writer, embedded)
+    health = Health(store, writer, embedded, [policy for _, policy in forwarding])
     surfaces: list[Surface] = [ChatSurface(), CompletionsSurface(), ResponsesSurface(conversations), MessagesSurface()]
     app.state.gateway = gateway
+    control = Control([policy for _, policy in forwarding], door)
     app.hot = {
         **{("POST", surface.path): gateway.on(surface) for surface in surfaces},
         ("POST", "/v1/messages/count_tokens"): gateway.count_tokens,
         ("POST", "/v1/embeddings"): gateway.embeddings,
+        ("GET", "/api/policies"): control.page,
+        ("POST", "/api/policies/pause"): control.pause,
+        ("POST", "/api/policies/resume"): control.resume,
         ("GET", "/v1/models"): gateway.models,
         ("GET", "/v1/models/NAME"): gateway.model,
         ("POST", "/v1/traces"): receiver.traces,
@@ -199,12 +217,12 @@ def _by_name(policies: Sequence[tuple[str, Policy]]) -> dict[str, Policy]:
 
 
 def _forgetter(
-    attempts: EndedAttempts, conversations: Conversations, embedded: Sequence[EmbeddedEngine]
+    attempts: EndedAttempts, conversations: Conversations, policies: Sequence[EmbeddedEngine | UpstreamPolicy]
 ) -> Callable[[str], None]:
     def forget(attempt_id: str) -> None:
         attempts.ended(attempt_id)
         conversations.forget(attempt_id)
-        for each in embedded:
+        for each in policies:
             each.forget(attempt_id)
 
     return forget

@@ -21,6 +21,11 @@ class Assembly:
         self._number = number if isinstance(number, int) else 1
 
     @property
+    def drawn(self) -> bool:
+        """Whether anything of the answer came."""
+        return bool(self._choices)
+
+    @property
     def ended(self) -> bool:
         """Whether every choice has its finish reason."""
         return sum(choice.finish_reason is not None for choice in self._choices.values()) >= self._number
@@ -29,18 +34,22 @@ class Assembly:
         """Take a whole reply or a chunk; give what the agent gets of it, which is the same object changed."""
         if self._draft.keeps_id and isinstance(reply.get("id"), str):
             self._draft.response_id = reply["id"]
-        ids = _ids(reply.get("prompt_token_ids"))
-        if ids:
-            self._draft.prompt_token_ids = tuple(ids)
-        if not self._shows_ids:
-            reply.pop("prompt_token_ids", None)
+        self._take_prompt(reply)
         choices = reply.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             self._add_choice(choice)
         return reply
 
+    def _take_prompt(self, holder: dict[str, Any]) -> None:
+        """Take the prompt's tokens from a reply (vLLM's chat) or a choice (completions, SGLang)."""
+        if ids := _ids(holder.get("prompt_token_ids")):
+            self._draft.prompt_token_ids = tuple(ids)
+        if not self._shows_ids:
+            holder.pop("prompt_token_ids", None)
+
     def _add_choice(self, choice: dict[str, Any]) -> None:
         index = choice.get("index") or 0
+        self._take_prompt(choice)
         draft = self._choices.setdefault(index, ChoiceDraft(index))
         message = self._messages.setdefault(index, Message())
         message.add(choice.get("message") or choice.get("delta") or {})

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lightning_spans.agents import selects
 from lightning_spans.errors import StoreError
 from lightning_trainer.server.door import Door
 from lightning_trainer.server.draft import Draft, begin
@@ -63,6 +64,8 @@ class Gateway:
         metrics: Metrics,
         limits: Limits,
         routing: Callable[[], Routing],
+        provider: Policy | None = None,
+        record_untrained: bool = True,
     ) -> None:
         self._policies = policies
         self._door = door
@@ -70,6 +73,8 @@ class Gateway:
         self._metrics = metrics
         self._limits = limits
         self._routing = routing
+        self._provider = provider
+        self._record_untrained = record_untrained
         self._open: set[asyncio.Task[None]] = set()
 
     async def settle(self, timeout_s: float = 5.0) -> None:
@@ -126,6 +131,7 @@ class Gateway:
             draft.request, draft.keeps_id = exchange.asked, exchange.keeps_id
             outlet = Outlet(send, exchange, draft)
             policy = self._policy(draft, draft.grant, routing)
+            kept.keeps = policy is not self._provider or self._record_untrained
             with self._metrics.in_flight():
                 await unless_gone(receive, policy.answer(draft, outlet, kept.record, routing))
         except ClientGoneError:
@@ -173,6 +179,9 @@ class Gateway:
     def _policy(self, draft: Draft, grant: Grant, routing: Routing) -> Policy:
         if grant.attempt_id is not None:
             own = routing.policies.of(draft.agent)
+            untrained = own is None and draft.agent is not None and not selects(routing.agents, draft.agent)
+            if untrained and self._provider is not None:
+                return self._provider
             if own is not None:
                 draft.policy = own
             elif draft.policy not in self._policies:
@@ -209,11 +218,13 @@ class _Once:
         self._writer = writer
         self._metrics = metrics
         self._begun = False
+        self.keeps = True  # False: the call is answered and counted, and not kept
 
     async def record(self, draft: Draft, error: str | None = None) -> None:
         self._begun = True
         try:
-            await self._writer.call(draft.finish(error))
+            if self.keeps:
+                await self._writer.call(draft.finish(error))
         except Exception as problem:
             raise store_down(problem) from problem
         self._metrics.call(draft, error)
@@ -244,4 +255,5 @@ class _Once:
         """Keep a call that ends because the server stops."""
         if not self._begun:
             self._begun = True
-            self._writer.call_later(draft.finish("the server stopped"))
+            if self.keeps:
+                self._writer.call_later(draft.finish("the server stopped"))

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from lightning_spans.store import Store
 from lightning_spans.watch import stalls
 from lightning_trainer.server.embedded import EmbeddedEngine
+from lightning_trainer.server.upstream import UpstreamPolicy
 from lightning_trainer.server.wire import send_json
 from lightning_trainer.server.writer import Writer
 
@@ -23,10 +24,13 @@ _PATIENCE_S: Final = 5.0
 class Health:
     """Checks store and engine when asked."""
 
-    def __init__(self, store: Store, writer: Writer, engines: Sequence[EmbeddedEngine]) -> None:
+    def __init__(
+        self, store: Store, writer: Writer, engines: Sequence[EmbeddedEngine], upstreams: Sequence[UpstreamPolicy]
+    ) -> None:
         self._store = store
         self._writer = writer
         self._engines = engines
+        self._upstreams = upstreams
         self._checked_s = float("-inf")
         self._answer: dict[str, Any] = {}
         self._lock = asyncio.Lock()
@@ -43,8 +47,11 @@ class Health:
         store = await self._check_store()
         engine = self._check_engine()
         stalled = [asdict(stall) for stall in stalls()]
-        well = store["status"] == "ok" and (engine is None or engine["status"] == "ok") and not stalled
-        return {"status": "ok" if well else "error", "store": store, "engine": engine, "stalled": stalled}
+        upstreams = {policy.upstream.model: _standing(policy) for policy in self._upstreams}
+        parts = [store, *([engine] if engine is not None else []), *upstreams.values()]
+        well = all(part["status"] == "ok" for part in parts) and not stalled
+        found = {"store": store, "engine": engine, "upstreams": upstreams, "stalled": stalled}
+        return {"status": "ok" if well else "error", **found}
 
     async def _check_store(self) -> dict[str, Any]:
         try:
@@ -68,6 +75,14 @@ class Health:
         if shown is not None and len(states) > 1:
             shown = {**shown, "policies": {state.get("model"): state.get("version") for state in states}}
         return shown
+
+
+def _standing(policy: UpstreamPolicy) -> dict[str, Any]:
+    """Say how an upstream is; not where it is, since this page asks for no key."""
+    replicas = policy.replicas
+    well = sum(replica.failure is None for replica in replicas.all)
+    counts = {"replicas": len(replicas.all), "well": well, "paused": replicas.paused}
+    return {"status": "ok" if well else "error", **counts}
 
 
 def _state(engine: EmbeddedEngine) -> dict[str, Any]:

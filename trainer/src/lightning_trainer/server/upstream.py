@@ -1,7 +1,7 @@
 """Calls answered by another OpenAI-compatible server: forwarded, recorded, and given back as they came.
 
-A server that speaks vLLM's dialect is asked for token ids and log-probabilities as well; what the agent did not ask for
-is taken out of its reply again. Other servers' calls are recorded without tokens and never enter RL.
+A server that can send them is asked for token ids and log-probabilities too; what the agent did not ask for is taken
+out of its reply again. Other servers' calls are recorded without tokens and never enter RL.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import orjson
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.watch import waiting
 from lightning_trainer.server.assemble import Assembly
+from lightning_trainer.server.connection import Connection
+from lightning_trainer.server.dialects import Dialect, as_chat, asking, chunks_of, dialect_of
 from lightning_trainer.server.draft import Draft
 from lightning_trainer.server.embedded import Record
+from lightning_trainer.server.faults import BrokenError, failed, object_of
 from lightning_trainer.server.outlet import Outlet
-from lightning_trainer.server.refusals import Refusal
+from lightning_trainer.server.replicas import Replica, Replicas
+from lightning_trainer.server.seeds import PromptCounter
 from lightning_trainer.server.settings import Routing
 from lightning_trainer.server.sse import events_in
 from lightning_trainer.server.watched import each_noted
@@ -29,158 +32,187 @@ from lightning_trainer.server.watched import each_noted
 if TYPE_CHECKING:
     import aiohttp
 
-SILENCE_S = 1800.0  # an upstream that sends nothing for so long has failed
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "stop", "n", "seed")
+SILENCE_S: Final = 1800.0  # an upstream that sends nothing for so long has failed
+_SAMPLING: Final = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "max_tokens", "max_completion_tokens", "stop", "n", "seed", "response_format", "tool_choice",
+    "parallel_tool_calls",
+)  # fmt: skip
+# OpenAI's defaults. vLLM and SGLang would take those of the model's generation_config, which nobody put on record.
+_OPEN: Final = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_PROBE_S: Final = 2.0  # between looks at replicas that failed
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """An OpenAI-compatible server that answers for one model.
+    """OpenAI-compatible servers that answer for one model.
 
     Attributes:
         model: the model's name, here and there.
         url: base URL, with its ``/v1``.
         key: what the server wants as bearer key; None: nothing. Agents' keys are never sent on.
+        replicas: base URLs of more servers that answer for the same model.
+        silence_s: seconds without a byte after which an answer has failed.
+        total_s: most seconds of an answer; None: as long as it takes.
+        paused_s: most seconds that a call waits while the policy is paused.
+        any_model: send the name that the request asks for: for an agent's own provider.
     """
 
     model: str
     url: str
     key: str | None = field(default=None, repr=False)
+    replicas: tuple[str, ...] = ()
+    silence_s: float = SILENCE_S
+    total_s: float | None = None
+    paused_s: float = 600.0
+    any_model: bool = False
 
 
-def parse_upstream(text: str, *, key: str | None = None) -> Upstream:
-    """Read ``MODEL=URL``; a URL without a path gets ``/v1``.
+def parse_upstream(text: str, *, key: str | None = None, total_s: float | None = None) -> Upstream:
+    """Read ``MODEL=URL`` or ``MODEL=URL,URL``: replicas of one model. A URL without a path gets ``/v1``.
 
     Raises:
         ConfigError: it is not of this form.
     """
-    model, equals, url = text.partition("=")
-    parts = urlsplit(url)
-    if not (model and equals and parts.scheme in {"http", "https"} and parts.netloc):
+    model, _, urls = text.partition("=")
+    found = [_base_url(url.strip(), text) for url in urls.split(",")]
+    if not model:
         raise ConfigError(f"upstream {text!r}: must be MODEL=URL, such as policy=http://127.0.0.1:8000/v1")
-    return Upstream(model, url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1", key)
+    return Upstream(model, found[0], key, tuple(found[1:]), total_s=total_s)
+
+
+def _base_url(url: str, text: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.netloc:
+        raise ConfigError(f"upstream {text!r}: must be MODEL=URL, such as policy=http://127.0.0.1:8000/v1")
+    return url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
 class UpstreamPolicy:
-    """Answers chat completions by forwarding them."""
+    """Answers calls by forwarding them."""
 
     def __init__(self, upstream: Upstream) -> None:
-        self._upstream = upstream
-        self._session: aiohttp.ClientSession | None = None
-        self._sends_tokens: bool | None = None  # not asked yet
-        self._asking = asyncio.Lock()
+        self.upstream = upstream
+        self.replicas = Replicas((upstream.url, *upstream.replicas))
+        self.version: int | None = None  # told by `resume`; None: the routing's
+        self._counter = PromptCounter()
+        self._probing: asyncio.Task[None] | None = None
         self._waits_for = f"{upstream.url} to answer for {upstream.model}"
+        self._http = Connection(
+            upstream.key, silence_s=upstream.silence_s, total_s=upstream.total_s, waits_for=self._waits_for
+        )
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        if self._probing is not None:
+            self._probing.cancel()
+        await self._http.close()
+
+    def forget(self, attempt_id: str) -> None:
+        """Let go of an attempt that has ended."""
+        self.replicas.forget(attempt_id)
+        self._counter.forget(attempt_id)
+
+    def describe(self) -> dict[str, Any]:
+        """Say how it is."""
+        listed = [
+            {"url": replica.url, "in_flight": replica.in_flight, "error": replica.failure}
+            for replica in self.replicas.all
+        ]
+        return {
+            "model": self.upstream.model,
+            "version": self.version,
+            "paused": self.replicas.paused,
+            "in_flight": sum(replica.in_flight for replica in self.replicas.all),
+            "replicas": listed,
+        }
 
     async def answer(self, draft: Draft, outlet: Outlet, record: Record, routing: Routing) -> None:
         """Answer one request; see `EmbeddedEngine.answer`. The upstream's own errors are given back as they are.
 
-        Raises:
-            Refusal: the upstream can't be reached, or broke off.
-        """
-        import aiohttp
+        A replica that fails before it sent a token is left for another; after the first token there is no second try.
 
-        draft.policy_version = routing.versions.get(self._upstream.model, 0)
-        assembly = Assembly(draft)
-        held: list[dict[str, Any]] | None = None
-        whole: dict[str, Any] = {}
-        try:
-            body = self._body(draft, routing, tokens=await self._asks_for_tokens())
-            asking = self._client().post(f"{self._upstream.url}/chat/completions", data=body)
-            with waiting("upstream", self._waits_for):
-                response = await asking
-            async with response:
-                if response.content_type == "text/event-stream" and response.status < 400:
-                    held = await self._stream(response, assembly, outlet)
-                else:
-                    with waiting("upstream", self._waits_for):
-                        found = await response.read()
-                    if response.status >= 400:
-                        raise _refusal(response.status, found, response.headers.get("retry-after"))
-                    whole = assembly.add(_object(found))
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise _failed(f"{self._upstream.url} did not answer: {type(error).__name__}: {error}") from error
-        finally:
-            assembly.settle()
+        Raises:
+            Refusal: no replica can be reached, or the one that answered broke off.
+        """
+        sampling = draft.sampling = self._sampling(draft, routing)
+        tried: list[Replica] = []
+        stale = False
+        while True:
+            await self.replicas.may_go(self.upstream.paused_s)
+            replica = self.replicas.choose(draft.grant.attempt_id, tried)
+            if replica is None:  # a connection that was kept open too long says nothing of the server
+                replica = tried.pop()
+            draft.policy_version = routing.versions.get(draft.policy, 0) if self.version is None else self.version
+            assembly = Assembly(draft)
+            try:
+                with self.replicas.at_work(replica):
+                    last = await self._asked(replica, draft, sampling, assembly, outlet)
+                replica.failure = None
+                break
+            except BrokenError as error:
+                tried.append(replica)
+                self._unwell(replica, error)
+                others = len(tried) < len(self.replicas.all)
+                if outlet.started or assembly.drawn or not (others or (error.stale and not stale)):
+                    raise error.refusal from error
+                stale = error.stale
+            finally:
+                assembly.settle()
         await record(draft)
-        if held is None:
-            await outlet.whole(whole)
+        if isinstance(last, list):
+            await outlet.last(last)
         else:
-            await outlet.last(held)
+            await outlet.whole(last)
 
-    async def count(self, request: Mapping[str, Any]) -> int:
-        """Count the tokens of a request's prompt, by vLLM's way of asking.
-
-        Raises:
-            Refusal: the upstream can't say.
-        """
-        body = {name: request[name] for name in ("messages", "tools") if name in request}
-        root = self._upstream.url.removesuffix("/v1")
-        found = await self._posted(f"{root}/tokenize", {**body, "model": self._upstream.model})
-        number = _object(found).get("count")
-        if not isinstance(number, int):
-            raise _failed(f"{self._upstream.url} does not count tokens")
-        return number
-
-    async def embeddings(self, body: Mapping[str, Any]) -> bytes:
-        """Pass a request for embeddings on.
-
-        Raises:
-            Refusal: the upstream's own, or it can't be reached.
-        """
-        return await self._posted(f"{self._upstream.url}/embeddings", {**body, "model": self._upstream.model})
-
-    async def _posted(self, url: str, body: Mapping[str, Any]) -> bytes:
-        import aiohttp
-
-        try:
-            async with self._client().post(url, data=orjson.dumps(body)) as response:
-                found = await response.read()
-                if response.status >= 400:
-                    raise _refusal(response.status, found, response.headers.get("retry-after"))
-                return found
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise _failed(f"{url} did not answer: {type(error).__name__}: {error}") from error
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            import aiohttp
-
-            headers = {"authorization": f"Bearer {self._upstream.key}"} if self._upstream.key else {}
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),  # the upstream queues, we don't
-                # An answer may take as long as it takes, while something comes.
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE_S),
-                headers={**headers, "content-type": "application/json"},
-                auto_decompress=True,
-            )
-        return self._session
-
-    async def _asks_for_tokens(self) -> bool:
-        """Whether the server sends token ids when asked: vLLM and servers like this one do, and say who they are."""
-        async with self._asking:
-            if self._sends_tokens is None:
-                async with self._client().get(f"{self._upstream.url}/models") as response:
-                    listed = await response.read() if response.status == 200 else b"{}"
-                self._sends_tokens = _speaks_vllm(listed)
-            return self._sends_tokens
-
-    def _body(self, draft: Draft, routing: Routing, *, tokens: bool) -> bytes:
-        body = {**draft.request, "model": self._upstream.model}
-        draft.sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    def _sampling(self, draft: Draft, routing: Routing) -> dict[str, Any]:
+        """Give the parameters in force: those of the request, and the routing's."""
+        sampling = {name: draft.request[name] for name in _SAMPLING if draft.request.get(name) is not None}
+        if self.upstream.any_model:  # nobody trains on these: they are asked as they are
+            return sampling
         if routing.temperature is not None:
-            draft.sampling["temperature_asked"] = body.get("temperature")
-            body["temperature"] = draft.sampling["temperature"] = routing.temperature
-        if tokens:
-            body["return_token_ids"] = body["logprobs"] = True
-        return orjson.dumps(body)
+            sampling |= {"temperature_asked": draft.request.get("temperature"), "temperature": routing.temperature}
+        if routing.max_tokens is not None and not {"max_tokens", "max_completion_tokens"} & sampling.keys():
+            sampling["max_tokens"] = routing.max_tokens
+        grant = draft.grant
+        if routing.seed is not None and "seed" not in sampling and grant.rollout_id and grant.attempt_id:
+            said = orjson.dumps(
+                [draft.request.get("messages") or draft.request.get("prompt"), draft.request.get("tools")]
+            )
+            drawn = self._counter.seed(routing.seed, grant.rollout_id, grant.attempt_id, draft.agent, tuple(said))
+            sampling["seed"] = drawn % 2**31  # all servers take so large a number
+        return sampling
+
+    async def _asked(
+        self, replica: Replica, draft: Draft, sampling: dict[str, Any], assembly: Assembly, outlet: Outlet
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Ask one replica. Gives a whole answer, or the chunks that end a stream; those before are sent."""
+        dialect = await self._http.dialect(replica)
+        body = self._body(dialect, draft, sampling)
+        heated = dialect == "vllm" and body.get("temperature") not in {None, 0, 1}
+        if heated and await self._http.gives_raw_logprobs(replica, str(body["model"])):
+            sampling["logprobs_temperature"] = 1.0
+        path = "/completions" if "prompt" in body else "/chat/completions"
+        async with self._http.response(replica, path, body) as response:
+            if response.content_type == "text/event-stream":
+                return await self._stream(replica, response, assembly, outlet)
+            completion = assembly.add(as_chat(object_of(await self._http.read(response))))
+        if draft.request.get("stream") is not True:
+            return completion
+        options = draft.request.get("stream_options")
+        return chunks_of(completion, usage=isinstance(options, dict) and bool(options.get("include_usage")))
+
+    def _body(self, dialect: Dialect, draft: Draft, sampling: dict[str, Any]) -> dict[str, Any]:
+        body = {**draft.request, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
+        if dialect != "plain" and not self.upstream.any_model and draft.grant.attempt_id is not None:
+            for name, value in _OPEN.items():
+                body[name] = sampling.setdefault(name, value)
+        if not self.upstream.any_model:
+            body["model"] = self.upstream.model
+        return asking(dialect, body)
 
     async def _stream(
-        self, response: aiohttp.ClientResponse, assembly: Assembly, outlet: Outlet
+        self, replica: Replica, response: aiohttp.ClientResponse, assembly: Assembly, outlet: Outlet
     ) -> list[dict[str, Any]]:
         """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
         held: list[dict[str, Any]] = []
@@ -189,47 +221,64 @@ class UpstreamPolicy:
             async for data in found:
                 if data == b"[DONE]":
                     break
-                chunk = assembly.add(_object(data))
+                chunk = assembly.add(as_chat(object_of(data)))
                 if assembly.ended:
                     held.append(chunk)
                 else:
                     await outlet.chunk(chunk)
         if not assembly.ended:
-            raise _failed(f"{self._upstream.url} ended its stream before the answer was whole")
+            raise BrokenError(failed(f"{replica.url} ended its stream before the answer was whole"))
         return held
 
+    def _unwell(self, replica: Replica, error: BrokenError) -> None:
+        """Send no more calls there, while others are well, until it answers again."""
+        replica.failure = str(error)
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.ensure_future(self._probe())
 
-def _failed(what: str) -> Refusal:
-    return Refusal(502, f"the model's server {what}", "server_error", "upstream_failed")
+    async def _probe(self) -> None:
+        while unwell := [replica for replica in self.replicas.all if replica.failure is not None]:
+            await asyncio.sleep(_PROBE_S)
+            for replica in unwell:
+                try:
+                    replica.dialect = dialect_of(await self._http.models(replica))  # another program may be there now
+                    replica.raw_logprobs = replica.failure = None
+                except BrokenError as error:
+                    replica.failure = str(error)
 
+    # What is no call.
 
-def _refusal(status: int, body: bytes, retry_after: str | None = None) -> Refusal:
-    """Give an upstream's own error with its status, message and code."""
-    try:
-        data = orjson.loads(body)
-        error = data.get("error", data)  # older vLLM sends the error's fields at the top
-        message, kind, code = error["message"], error.get("type"), error.get("code")
-    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
-        message, kind, code = body[:500].decode(errors="replace"), None, None
-    headers = {} if retry_after is None else {"retry-after": retry_after}
-    return Refusal(status, str(message), str(kind or "upstream_error"), None if code is None else str(code), headers)
+    async def count(self, request: Mapping[str, Any]) -> int:
+        """Count the tokens of a request's prompt, by vLLM's way of asking.
 
+        Raises:
+            Refusal: the upstream can't say.
+        """
+        body = {name: request[name] for name in ("messages", "tools") if name in request}
+        found = await self._posted("/../tokenize", {**body, "model": self.upstream.model})
+        number = object_of(found).get("count")
+        if not isinstance(number, int):
+            raise failed(f"{self.upstream.url} does not count tokens")
+        return number
 
-def _speaks_vllm(listed: bytes) -> bool:
-    try:
-        models = orjson.loads(listed).get("data") or []
-        return any(model.get("owned_by") in {"vllm", "lightning"} for model in models)
-    except (orjson.JSONDecodeError, AttributeError, TypeError):
-        return False
+    async def embeddings(self, body: Mapping[str, Any]) -> bytes:
+        """Pass a request for embeddings on.
 
+        Raises:
+            Refusal: the upstream's own, or it can't be reached.
+        """
+        model = body.get("model") if self.upstream.any_model else self.upstream.model
+        return await self._posted("/embeddings", {**body, "model": model})
 
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        data = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise _failed(f"sent no JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise _failed("sent no JSON object")
-    if "error" in data and "choices" not in data:
-        raise _refusal(502, body)
-    return data
+    async def _posted(self, path: str, body: Mapping[str, Any]) -> bytes:
+        await self.replicas.may_go(self.upstream.paused_s)
+        tried: list[Replica] = []
+        while replica := self.replicas.choose(None, tried):
+            try:
+                async with self._http.response(replica, path, body) as response:
+                    return await self._http.read(response)
+            except BrokenError as error:
+                tried.append(replica)
+                self._unwell(replica, error)
+                told = error.refusal
+        raise told

@@ -1,0 +1,144 @@
+"""HTTP to the replicas of one upstream: asked, read, and found out what they are like."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from lightning_spans.watch import waiting
+from lightning_trainer.server.dialects import Dialect, as_chat, dialect_of
+from lightning_trainer.server.faults import BrokenError, failed, object_of, refusal_of
+from lightning_trainer.server.replicas import Replica
+
+if TYPE_CHECKING:
+    import aiohttp
+
+logger = logging.getLogger(__name__)
+_UNWELL = frozenset({502, 503, 504})  # another replica may do better
+
+
+class Connection:
+    """Connections to all replicas.
+
+    Args:
+        key: bearer key that they want; None: nothing.
+        silence_s: seconds without a byte after which an answer has failed.
+        total_s: most seconds of an answer; None: as long as it takes.
+        waits_for: what a wait for them is called.
+    """
+
+    def __init__(self, key: str | None, *, silence_s: float, total_s: float | None, waits_for: str) -> None:
+        self._key, self._silence_s, self._total_s, self._waits_for = key, silence_s, total_s, waits_for
+        self._session: aiohttp.ClientSession | None = None
+        self._asking = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close them."""
+        if self._session is not None:
+            await self._session.close()
+
+    @asynccontextmanager
+    async def response(self, replica: Replica, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Post to a replica; give its answer when it is a good one.
+
+        Raises:
+            Refusal: the upstream's own.
+            BrokenError: it can't be reached, broke off, or says that it is not well.
+        """
+        import aiohttp
+
+        url = f"{replica.url}{path}"
+        try:
+            asking = self._client().post(url, data=orjson.dumps(body), allow_redirects=False)
+            with waiting("upstream", self._waits_for):
+                response = await asking
+            async with response:
+                if response.status >= 300:
+                    refusal = refusal_of(
+                        response.status, await self.read(response), response.headers.get("retry-after")
+                    )
+                    raise BrokenError(refusal) if response.status in _UNWELL else refusal
+                yield response
+        except (aiohttp.ClientError, TimeoutError) as error:
+            stale = isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError))
+            told = failed(f"{url} did not answer: {type(error).__name__}: {error}")
+            raise BrokenError(told, stale=stale) from error
+
+    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+        """Read a whole body."""
+        with waiting("upstream", self._waits_for):
+            return await response.read()
+
+    async def dialect(self, replica: Replica) -> Dialect:
+        """Say how a replica is asked for tokens; found out once.
+
+        Raises:
+            BrokenError: it can't be reached.
+        """
+        if replica.dialect is None:
+            async with self._asking:
+                if replica.dialect is None:
+                    replica.dialect = dialect_of(await self.models(replica))
+        return replica.dialect
+
+    async def models(self, replica: Replica) -> bytes:
+        """Give what ``/models`` says; nothing where there is no such page.
+
+        Raises:
+            BrokenError: it can't be reached, or is not well.
+        """
+        import aiohttp
+
+        try:
+            timeout = aiohttp.ClientTimeout(total=30.0)
+            async with self._client().get(f"{replica.url}/models", timeout=timeout, allow_redirects=False) as response:
+                if response.status >= 500:
+                    raise BrokenError(refusal_of(response.status, await response.read()))
+                return await response.read() if response.status == 200 else b"{}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            told = failed(f"{replica.url} did not answer: {type(error).__name__}: {error}")
+            raise BrokenError(told) from error
+
+    async def gives_raw_logprobs(self, replica: Replica, model: str) -> bool:
+        """Say whether a replica's log-probabilities leave the temperature out; found out once."""
+        if replica.raw_logprobs is None:
+            replica.raw_logprobs = await self._leaves_temperature_out(replica, model)
+            if replica.raw_logprobs:
+                logger.warning(
+                    "%s gives log-probabilities at temperature 1, whatever the temperature: vLLM's default. Training"
+                    " on answers of another temperature needs it started with --logprobs-mode processed_logprobs.",
+                    replica.url,
+                )
+        return replica.raw_logprobs
+
+    async def _leaves_temperature_out(self, replica: Replica, model: str) -> bool:
+        """Ask for the likeliest token of the same prompt at two temperatures."""
+        asked = {"model": model, "prompt": "a", "max_tokens": 1, "logprobs": 1, "seed": 1}
+        found = []
+        for temperature in (0.5, 2.0):
+            async with self.response(replica, "/completions", {**asked, "temperature": temperature}) as response:
+                reply = as_chat(object_of(await self.read(response)))
+            try:
+                top = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+                found.append(max(other["logprob"] for other in top))
+            except (KeyError, IndexError, TypeError, ValueError):
+                return False  # it does not tell: our own gateway, which gives them at the temperature
+        return bool(abs(found[0] - found[1]) < 1e-6)
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            import aiohttp
+
+            headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),  # the upstream queues, we don't
+                timeout=aiohttp.ClientTimeout(total=self._total_s, sock_connect=10.0, sock_read=self._silence_s),
+                headers={**headers, "content-type": "application/json"},
+                auto_decompress=True,
+            )
+        return self._session
