@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 NOT_SELECTED: Final = "agent not selected"
 ATTEMPT_FAILED: Final = "attempt failed"
 GROUP_INCOMPLETE: Final = "group incomplete"
+RESAMPLED: Final = "group replaced: all its rewards were equal"
 NO_REWARD: Final = "no reward for this agent"
 CALL_FAILED: Final = "model call failed"
 NO_TOKENS: Final = "no tokens recorded"

@@ -27,6 +27,7 @@ from lightning_trainer.metrics import Kind, MetricLog
 from lightning_trainer.overview import nothing_captured
 from lightning_trainer.policies import BASE
 from lightning_trainer.progress import Progress
+from lightning_trainer.resampling import other_tasks, with_contrast
 from lightning_trainer.rollouts import Outcome, plan
 from lightning_trainer.scores import Score, by_source, score
 
@@ -62,6 +63,7 @@ class Loop:
         self.state = state
         self._saved = state.step if state.step else None
         self._told: set[str] = set()  # reasons for which calls were left out
+        self._fresh: set[str] = set()  # groups of this step that are ours
         self._whole = True  # whether weights and state belong together
         self._began = time.monotonic()
         self._seconds_before = state.seconds
@@ -123,20 +125,24 @@ class Loop:
 
     def _step(self) -> None:
         config, step, began = self._parts.config, self.state.step, time.monotonic()
+        self._fresh = set()
         places = batch_at(step, len(self._parts.tasks), config.batch_size, config.seed)
-        rollouts = plan(
-            [self._parts.tasks[place] for place in places],
-            name=f"{self._parts.name}:t{step}",
-            size=config.group_size,
-            mode="train",
-            max_attempts=config.max_attempts,
-            timeout_s=config.timeout_s,
-        )
-        outcomes = self._run(rollouts, "rollouts")
+        outcomes = self._run(self._plan(places, f"t{step}"), "rollouts")
         rolled_s = time.monotonic() - began
         traces = _Read(self._traces)
         ages = {engine.model: engine.version for engine in self._parts.backend.engines}
-        batch = self._batch(outcomes, traces)
+
+        def roll(count: int, number: int) -> list[Outcome]:
+            nonlocal rolled_s
+            again = time.monotonic()
+            more = other_tasks(count, places, len(self._parts.tasks), f"{config.seed}/{step}/{number}")
+            places.extend(more)
+            found = self._run(self._plan(more, f"t{step}r{number}"), f"rollouts for {count} groups without contrast")
+            rolled_s += time.monotonic() - again
+            return found
+
+        batch, outcomes = with_contrast(outcomes, config.resample, lambda some: self._judge(some, traces), roll)
+        self._refuse_barren(batch, outcomes)
         adapted_s = time.monotonic() - began - rolled_s
         self._parts.check()
         self._parts.progress.phase(f"learning from {len(batch.rows)} rows")
@@ -200,20 +206,36 @@ class Loop:
         if errors:
             self._parts.progress.note(f"{len(errors)} of {len(outcomes)} rollouts failed: {_end(errors[-1], 1)}")
 
-    def _batch(self, outcomes: Sequence[Outcome], traces: Traces) -> Batch:
-        """Make rows, and refuse what can't teach anything and never will."""
+    def _plan(self, places: Sequence[int], name: str) -> list[Rollout]:
+        config = self._parts.config
+        return plan(
+            [self._parts.tasks[place] for place in places],
+            name=f"{self._parts.name}:{name}",
+            size=config.group_size,
+            mode="train",
+            max_attempts=config.max_attempts,
+            timeout_s=config.timeout_s,
+        )
+
+    def _judge(self, outcomes: Sequence[Outcome], traces: Traces) -> Batch:
+        """Make rows of groups that no other consumer has."""
         groups = {outcome.rollout.group_id for outcome in outcomes}
         consumer = f"{self._parts.name}/{self.state.step}"
-        fresh = {group for group in groups if self._parts.local.store.consume_group(group, consumer)}
-        whole = [outcome for outcome in outcomes if outcome.rollout.group_id in fresh]
+        self._fresh |= {
+            group for group in groups - self._fresh if self._parts.local.store.consume_group(group, consumer)
+        }
+        whole = [outcome for outcome in outcomes if outcome.rollout.group_id in self._fresh]
         with waiting("rows", f"the rows of {len(whole)} rollouts"):
             batch = self._parts.algorithm(whole, traces, self.state.agents, **self._penalty())
         self._parts.local.store.add_rewards(batch.automatic)  # to be seen beside the others; their source says whose
+        return batch
+
+    def _refuse_barren(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
+        """Refuse what can't teach anything and never will."""
         if batch.account.seen == 0:
             raise NothingLearnedError(nothing_captured(len(outcomes), self._parts.local.runner.attached))
         if batch.account.trained == 0:
             raise NothingLearnedError(_no_rows(batch))
-        return batch
 
     def _penalty(self) -> dict[str, Penalty]:
         config = self._parts.config

@@ -217,7 +217,7 @@ def backend_options(config: TrainConfig) -> dict[str, Any]:
 def _learning(config: TrainConfig) -> dict[str, Any]:
     """Give what an algorithm asks of the backend beyond GRPO; a backend that knows none of it never hears of it."""
     recipe = recipe_of(config.algorithm)
-    asked = {"policy_loss": recipe.loss, "critic": recipe.critic, "entropy_coef": config.entropy_coef}
+    asked: dict[str, Any] = {"policy_loss": recipe.loss, "critic": recipe.critic, "entropy_coef": config.entropy_coef}
     asked |= {"kl_in": config.kl_in, "kl_estimator": config.kl_estimator} if config.kl_coef > 0 else {}
     plain = {"policy_loss": "clip", "critic": False, "entropy_coef": 0.0, "kl_in": "loss", "kl_estimator": "k3"}
     of_critic = {name: getattr(config, name) for name in ("gae_lambda", "value_learning_rate", "value_clip")}
