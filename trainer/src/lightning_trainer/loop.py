@@ -291,11 +291,17 @@ class _Read:
 
     def __init__(self, read: Callable[[Sequence[str]], list[Trace]]) -> None:
         self._read = read
-        self.found: list[Trace] = []
+        self._kept: dict[str | None, Trace] = {}  # by attempt: of all rounds of a step
+
+    @property
+    def found(self) -> list[Trace]:
+        """Every trace that was read."""
+        return list(self._kept.values())
 
     def __call__(self, attempt_ids: Sequence[str]) -> list[Trace]:
-        self.found = self._read(attempt_ids)
-        return self.found
+        traces = self._read(attempt_ids)
+        self._kept |= {trace.attempt_id: trace for trace in traces}
+        return traces
 
 
 def compared(batch: Batch) -> tuple[int, int]:
