@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     type=click.FloatRange(0),
     help="Seconds that rollouts get to end when it is stopped; a second signal ends them at once.",
 )
+@click.option(
+    "--lease-s",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(1, 86_400),
+    help="A runner that dies is noticed after so many seconds, and its rollouts run again.",
+)
 @click.option("--ray", "on_ray", is_flag=True, help="Workers are actors of a Ray cluster; one a core by default.")
 @click.option("--ray-address", metavar="ADDRESS", help="Of the cluster, else RAY_ADDRESS; local starts one here.")
 @click.option("--ray-cpus", default=1.0, show_default=True, type=click.FloatRange(0), help="Cores of each actor.")
@@ -56,6 +63,7 @@ def command(
     workers: int | None,
     concurrency: int,
     drain_s: float,
+    lease_s: float,
     on_ray: bool,
     ray_address: str | None,
     ray_cpus: float,
@@ -102,7 +110,7 @@ def command(
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
         signal.signal(number, lambda *_: (again if asked.is_set() else asked).set())
     count = workers or cores()
-    runner = Runner(job, workers=count, concurrency=concurrency, logs=logs, limits=limits, start=start)
+    runner = Runner(job, workers=count, concurrency=concurrency, logs=logs, lease_s=lease_s, limits=limits, start=start)
     store = HttpStore(url, key=key)
     try:
         runner.start()
