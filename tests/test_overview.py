@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_spans.rewards import Reward
-from lightning_spans.spans import CHAT, EXECUTE_TOOL, INPUT_TOKENS, OUTPUT_TOKENS, Span
+from lightning_spans.spans import CHAT, EXECUTE_TOOL, FRAMEWORK, INPUT_TOKENS, OUTPUT_TOKENS, Span
 from lightning_spans.store import Call, Choice
 from lightning_spans.trace import Trace
 from lightning_trainer.overview import nothing_captured, overview
@@ -90,3 +90,19 @@ def test_agent_that_earned_nothing_is_told_so() -> None:
 def test_what_to_do_depends_on_whether_anything_is_attached() -> None:
     assert "lightning_langchain.attach()" in nothing_captured(8, ())
     assert "although langchain is attached" in nothing_captured(8, ["langchain"])
+
+
+ELSEWHERE = {"attributes": {FRAMEWORK: "langchain"}}
+WIRED = {"attributes": {FRAMEWORK: "openai"}}
+
+
+def test_an_agent_whose_model_is_reached_without_the_openai_client_is_not_trained_and_says_why() -> None:
+    [row] = overview([trace((CHAT, "writer", ELSEWHERE), rewards={None: 1.0})], None)
+    assert not row.trained
+    assert row.why.startswith("no tokens: langchain reaches x without the openai client.")
+
+
+def test_an_agent_some_of_whose_calls_have_no_tokens_says_how_many() -> None:
+    [row] = overview([trace((CHAT, "writer", ELSEWHERE), (CHAT, "writer", WIRED), rewards={None: 1.0})], None)
+    assert row.trained
+    assert "1 of 2 have no tokens: langchain reaches x without the openai client" in row.why

@@ -18,6 +18,7 @@ State: TypeAlias = Literal["ok", "broken", "absent"]
 
 OURS: Final = ("lightning-spans", "lightning-trainer")
 FRAMEWORKS: Final = ("openai", "langchain", "langgraph", "openai-agents", "autogen-agentchat", "crewai")
+ELSEWHERE: Final = ("anthropic", "google-genai", "ollama", "litellm", "boto3")  # clients that are not openai's
 TRAINING: Final = ("torch", "transformers", "peft", "safetensors")
 
 
@@ -53,6 +54,7 @@ def examine(
     for name in FRAMEWORKS:
         found = _version(name)
         yield Finding(name, "ok" if found else "absent", found or "not installed")
+    yield from _elsewhere()
     yield _training()
     yield from _engine()
     if model is not None:
@@ -109,6 +111,18 @@ class _Nowhere:
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def _elsewhere() -> Iterator[Finding]:
+    """Say of clients that are there what becomes of calls that are made with them."""
+    for name in ELSEWHERE:
+        if (found := _version(name)) is not None:
+            yield Finding(
+                f"client {name}",
+                "ok",
+                f"{found}; calls made with it are recorded without tokens and can't be trained: an agent that is to be "
+                "trained needs an OpenAI-compatible client",
+            )
 
 
 def _training() -> Finding:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_spans.agents import selects
-from lightning_spans.spans import INPUT_TOKENS, OUTPUT_TOKENS
+from lightning_spans.spans import FRAMEWORK, INPUT_TOKENS, OUTPUT_TOKENS
 
 if TYPE_CHECKING:
     from lightning_spans.trace import Node, Trace
@@ -58,8 +58,9 @@ class _Count:
     tools: int = 0
     tool_errors: int = 0
     earned: list[float] = field(default_factory=list)
-    sources: Counter[str] = field(default_factory=Counter)
+    sources: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     last_error: str = ""
+    elsewhere: Counter[str] = field(default_factory=Counter)  # calls that passed the wire by, by how
 
 
 def overview(traces: Iterable[Trace], chosen: Sequence[str] | None) -> list[AgentRow]:
@@ -91,6 +92,9 @@ def _count_call(count: _Count, node: Node) -> None:
     prompt, response = tokens_of(node)
     count.prompt += prompt
     count.response += response
+    framework = node.span.attributes.get(FRAMEWORK)
+    if framework not in {None, "openai"} and node.call is None:
+        count.elsewhere[f"{framework} reaches {node.span.name}"] += 1
 
 
 def tokens_of(node: Node) -> tuple[int, int]:
@@ -127,8 +131,20 @@ def _row(name: str | None, count: _Count, chosen: Sequence[str] | None) -> Agent
         reward=sum(count.earned) / len(count.earned) if count.earned else None,
         reward_sources={source: value / len(count.earned) for source, value in count.sources.items()},
         trained=problem is None,
-        why=problem or "its calls go to the policy while training",
+        why=problem or _taken(count),
     )
+
+
+def _taken(count: _Count) -> str:
+    taken = "its calls go to the policy while training"
+    passed = sum(count.elsewhere.values())
+    return f"{taken}, but {passed} of {count.calls} have no tokens: {_passed_by(count)}" if passed else taken
+
+
+def _passed_by(count: _Count) -> str:
+    """Say which calls the wire did not see, and what to do about them."""
+    how = ", ".join(sorted(count.elsewhere))
+    return f"{how} without the openai client. Give the agent an OpenAI-compatible client"
 
 
 def _problem(name: str | None, count: _Count, chosen: Sequence[str] | None) -> str | None:
@@ -136,12 +152,21 @@ def _problem(name: str | None, count: _Count, chosen: Sequence[str] | None) -> s
         return "these calls have no agent's name: make them inside `with lightning_spans.agent(...)`"
     if chosen is not None and not selects(chosen, name):
         return "not among --agents"
-    if not count.calls:
-        return "it made no model call"
-    if count.failed == count.calls:
-        return f"every call failed: {count.last_error[:200]}"
+    if (problem := _unreached(count)) is not None:
+        return problem
     if not count.earned:
         return "no reward: return one from run(), or give --reward"
+    return None
+
+
+def _unreached(count: _Count) -> str | None:
+    """Say why the policy would answer none of its calls."""
+    if not count.calls:
+        return "it made no model call"
+    if sum(count.elsewhere.values()) == count.calls:
+        return f"no tokens: {_passed_by(count)}"
+    if count.failed == count.calls:
+        return f"every call failed: {count.last_error[:200]}"
     return None
 
 

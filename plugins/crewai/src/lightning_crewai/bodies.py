@@ -72,13 +72,12 @@ def asked_in(response: Any) -> Iterator[Asked]:
     """Give the tool calls that an answer asks for, in whichever provider's format."""
     if not isinstance(response, Sequence) or isinstance(response, str):
         return
-    for part in response:
-        call = part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
-        function = _mapping(call.get("function")) or call
-        name = function.get("name")
-        given = next((function[key] for key in ("arguments", "input", "args") if key in function), None)
+    for call in response:
+        function = _get(call, "function") or call
+        name = _get(function, "name")
+        given = _first(function, "arguments", "input", "args")
         if isinstance(name, str) and given is not None:
-            call_id = next((call[key] for key in ("call_id", "id", "toolUseId") if call.get(key)), None)
+            call_id = _first(call, "call_id", "id", "toolUseId")
             yield Asked(call_id, name, given if isinstance(given, str) else to_json(given))
 
 
@@ -100,5 +99,9 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _mapping(value: Any) -> Mapping[str, Any] | None:
-    return value if isinstance(value, Mapping) else getattr(value, "__dict__", None)
+def _first(thing: Any, *keys: str) -> Any:
+    return next((value for key in keys if (value := _get(thing, key)) is not None), None)
+
+
+def _get(thing: Any, key: str) -> Any:
+    return thing.get(key) if isinstance(thing, Mapping) else getattr(thing, key, None)

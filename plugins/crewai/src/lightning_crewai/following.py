@@ -10,9 +10,10 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from crewai import Agent, Crew, Task
+from crewai import LLM, Agent, Crew, Task
 from crewai.events.event_bus import CrewAIEventsBus
 from crewai.flow.flow import Flow
 from crewai.llms.base_llm import BaseLLM
@@ -62,6 +63,8 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     undo.add(replace(BaseLLM, "_emit_call_started_event", _wrap_started))
     for kind, name in entries():
         undo.add(replace(kind, name, following.wrap_entry))
+    for name in ("call", "acall"):
+        undo.add(replace(LLM, name, following.wrap_call))
     return undo
 
 
@@ -124,6 +127,31 @@ class Following:
             return answer
 
         return async_entry if inspect.iscoroutinefunction(original) else entry
+
+    def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """End a call of LiteLLM's when it returns: CrewAI tells nothing where the answer is tool calls (1.15)."""
+
+        def call(llm: Any, *args: Any, **kwargs: Any) -> Any:
+            begun = self._begun
+            answer = original(llm, *args, **kwargs)
+            self._returned(llm, begun, answer)
+            return answer
+
+        async def async_call(llm: Any, *args: Any, **kwargs: Any) -> Any:
+            begun = self._begun
+            answer = await original(llm, *args, **kwargs)
+            self._returned(llm, begun, answer)
+            return answer
+
+        return async_call if inspect.iscoroutinefunction(original) else call
+
+    def _returned(self, llm: Any, begun: int, answer: Any) -> None:
+        here = place()
+        with self._recorder.guard(PLUGIN):
+            for work in reversed(list(self._open.values())):
+                if work.kind == MODEL and work.source is llm and work.number > begun and work.place == here:
+                    self._answered(work, SimpleNamespace(response=answer, model=llm.model))
+                    self._finish(work)
 
     def _left(self, begun: int, error: BaseException | None = None) -> None:
         """End what began since, in this task of this thread: others end their own, and may go on."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PLUGIN: Final = "lightning_openai_agents"
 FRAMEWORK: Final = "openai-agents"
+_NOT_ASKED: Final = frozenset({"base_url", "model_impl"})  # in a model's settings, but not sent
 _MODEL: Final = frozenset({"generation", "response"})
 
 
@@ -224,12 +225,32 @@ def _tool_facts(work: Work) -> dict[str, Json]:
 
 def _generation(data: Any) -> tuple[dict[str, Json], dict[str, Json] | None]:
     """Give request and response of a generation span, as bodies of a chat completion."""
-    settings = {key: value for key, value in (data.model_config or {}).items() if value is not None}
+    given = (data.model_config or {}).items()
+    settings = {key: value for key, value in given if value is not None and key not in _NOT_ASKED}
     request = {**settings, "model": data.model, "messages": list(data.input or [])}
     if not data.output:
         return request, None
-    choices = [{"index": index, "message": message} for index, message in enumerate(data.output)]
+    choices = [{"index": index, "message": _message(message)} for index, message in enumerate(data.output)]
     return request, {"object": "chat.completion", "model": data.model, "choices": choices, "usage": data.usage}
+
+
+def _message(output: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Give what a model answered as a message; of a stream, the SDK keeps it as a body of `/responses`."""
+    if output.get("object") != "response":
+        return output
+    items = output.get("output") or ()
+    texts = [part.get("text") or "" for item in items for part in item.get("content") or ()]
+    calls = [
+        {
+            "id": item.get("call_id"),
+            "type": "function",
+            "function": {"name": item["name"], "arguments": item["arguments"]},
+        }
+        for item in items
+        if item.get("type") == "function_call"
+    ]
+    message: dict[str, Json] = {"role": "assistant", "content": "".join(texts) or None}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _response(data: Any) -> tuple[dict[str, Json], dict[str, Json] | None]:
