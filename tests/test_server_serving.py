@@ -59,7 +59,7 @@ def test_a_port_just_left_can_be_used_again():
 @pytest.mark.parametrize(("host", "port"), [("203.0.113.9", 0), ("no such host", 0), ("127.0.0.1", 700_000)])
 def test_an_address_that_can_not_be_listened_on_is_an_error(host, port):
     with pytest.raises(ConfigError, match=r"can't listen on .*--host or --port"):
-        ServerThread(_app, host, port).start()
+        ServerThread(_app, host, port, plain=True).start()
 
 
 def test_an_app_that_fails_to_start_is_an_error_and_frees_the_port():

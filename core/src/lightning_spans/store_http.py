@@ -36,6 +36,7 @@ from lightning_spans.rewards import Reward, as_reward
 from lightning_spans.spans import Json, Span
 from lightning_spans.store import AttemptRecord, AttemptStatus, Call, End, Rollout, RolloutStatus
 from lightning_spans.store_together import Together
+from lightning_spans.trust import trusted
 
 V = TypeVar("V")
 Ids = Sequence[str] | None
@@ -83,6 +84,7 @@ class HttpStore:
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
             transport=transport,
+            verify=trusted(),
             trust_env=base.host not in _LOOPBACK,  # a proxy set for the internet does not reach our own machine
         )
 

@@ -19,6 +19,7 @@ from openai._compat import model_copy
 
 from lightning_spans.context import Attempt
 from lightning_spans.spans import Json
+from lightning_spans.trust import trusted
 
 if TYPE_CHECKING:
     from openai._models import FinalRequestOptions
@@ -105,7 +106,7 @@ _by_loop: dict[asyncio.AbstractEventLoop, dict[tuple[str, bool], _AsyncClient]] 
 def _sync_client(base_url: str, strict: bool) -> _Client:
     with _lock:
         if (base_url, strict) not in _sync:
-            http = DefaultHttpxClient(trust_env=False)
+            http = DefaultHttpxClient(trust_env=False, verify=trusted())
             client = _Client(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
             weakref.finalize(client, http.close)  # streams hold the client, so none is cut
             _sync[base_url, strict] = _anonymous(client)
@@ -121,7 +122,7 @@ def _async_client(base_url: str, strict: bool) -> _AsyncClient:
                 del _by_loop[ended]
         clients = _by_loop.setdefault(loop, {})
         if (base_url, strict) not in clients:
-            http = DefaultAsyncHttpxClient(trust_env=False)
+            http = DefaultAsyncHttpxClient(trust_env=False, verify=trusted())
             client = _AsyncClient(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
             clients[base_url, strict] = _anonymous(client)
         return clients[base_url, strict]

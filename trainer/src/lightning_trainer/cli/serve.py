@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from lightning_trainer.cli.options import given
+from lightning_trainer.cli.serving import tls_options
 
 
 @click.command(name="serve")
@@ -24,6 +25,7 @@ from lightning_trainer.cli.options import given
     "--key-file", type=click.Path(path_type=Path), help="Where to keep the key; else it goes with the server."
 )
 @click.option("--store", metavar="URL", help="Keep every call there; by default none is kept.")
+@tls_options
 def command(
     *,
     checkpoint: Path,
@@ -32,6 +34,9 @@ def command(
     name: str | None,
     key_file: Path | None,
     store: str | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    plain_http: bool,
     **options: Any,
 ) -> None:
     """Serve the folder CHECKPOINT, or any model folder, behind an OpenAI-compatible endpoint.
@@ -43,7 +48,7 @@ def command(
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer.backends import open_backend
-    from lightning_trainer.cli.serving import key_files, serve_until_stopped
+    from lightning_trainer.cli.serving import Place, key_files, serve_until_stopped
     from lightning_trainer.forgetful import ForgetfulStore
     from lightning_trainer.local import opened
     from lightning_trainer.server.app import create_app
@@ -60,7 +65,7 @@ def command(
         app = create_app(kept, keys=keys, engine=backend.engines)
         names = [engine.model for engine in backend.engines]
         facts: dict[str, Any] = {"model": names[0]} if len(names) == 1 else {"models": names}
-        serve_until_stopped(app, host, port, files, **facts)
+        serve_until_stopped(app, Place(host, port, tls_cert, tls_key, plain_http), files, **facts)
 
 
 def _name(name: str | None, folder: Path) -> str | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 
 from lightning_trainer.cli.options import DEFAULT_STORE
+from lightning_trainer.cli.serving import tls_options
 
 
 @click.command(name="server")
@@ -46,8 +48,10 @@ from lightning_trainer.cli.options import DEFAULT_STORE
     default="lightning.key",
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Where the admin key is written; the runners' lies beside it.",
+    help="Where the admin key is written; those of runners, evaluators and live agents lie beside it.",
 )
+@click.option("--rotate-keys", is_flag=True, help="Sign with a new secret; keys of the one before it stay good.")
+@tls_options
 def command(
     *,
     store: str,
@@ -60,16 +64,21 @@ def command(
     rules: Sequence[str],
     endpoint: str | None,
     key_file: Path,
+    rotate_keys: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    plain_http: bool,
 ) -> None:
     """Run the store, a gateway to the upstreams named, and a receiver of traces (OTLP), for several machines.
 
     When it is ready, one line of JSON on stdout names the URL and the files with the keys: key_file for everything,
-    runner_key_file for runners. LIGHTNING_UPSTREAM_KEY is sent to upstreams that want a key.
+    runner_key_file for runners, evaluator_key_file for those who give rewards, live_key_file for agents in production.
+    LIGHTNING_UPSTREAM_KEY is sent to upstreams that want a key.
     """
     from lightning_spans.errors import ConfigError
     from lightning_spans.live import Live, parse_rate
     from lightning_spans.redaction import read_rules
-    from lightning_trainer.cli.serving import key_files, serve_until_stopped
+    from lightning_trainer.cli.serving import Place, key_files, serve_until_stopped
     from lightning_trainer.local import opened
     from lightning_trainer.server.app import create_app
     from lightning_trainer.server.settings import Routing
@@ -84,6 +93,7 @@ def command(
         raise ConfigError(f"--model {model} is none of the upstreams: {', '.join(models)}.")
     live = Live(rate=parse_rate(live_sample), redaction=read_rules(rules, os.environ))
     routing = Routing(agents=agents, model=model or (models[0] if models else "policy"), endpoint=endpoint)
-    with opened(store) as kept, key_files(key_file, "runner") as (keys, files):
+    with opened(store) as kept, key_files(key_file, "runner", "evaluator", "live", rotate=rotate_keys) as (keys, files):
         app = create_app(kept, keys=keys, upstreams=forwarded, routing=routing, live=live)
-        serve_until_stopped(app, host, port, files)
+        known_as = (urlsplit(endpoint).hostname or "",) if endpoint else ()
+        serve_until_stopped(app, Place(host, port, tls_cert, tls_key, plain_http, known_as), files)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -17,6 +18,9 @@ from lightning_trainer.cli.options import print_json
 
 if TYPE_CHECKING:
     from lightning_trainer.server.keys import Keys
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
@@ -49,18 +53,49 @@ def key_files(key_file: Path | None, *names: str, rotate: bool = False) -> Itera
         yield keys, {name: str(file) for name, file in files.items()}
 
 
-def serve_until_stopped(app: Any, host: str, port: int, files: dict[str, str], **facts: Any) -> None:
+def tls_options(command: F) -> F:
+    """Add the options of encryption to a command."""
+    for option in reversed(
+        (
+            click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate with its chain, as PEM."),
+            click.option("--tls-key", type=click.Path(path_type=Path), help="Key of the certificate, as PEM."),
+            click.option(
+                "--plain-http", is_flag=True, help="Serve other machines without encryption: keys can be read."
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where to listen, and how; the fields are those of `ServerThread`."""
+
+    host: str
+    port: int
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    plain: bool = False
+    names: tuple[str, ...] = ()
+
+
+def serve_until_stopped(app: Any, place: Place, files: dict[str, str], **facts: Any) -> None:
     """Serve an app, say so in one line of JSON, and go on until Ctrl-C or SIGTERM.
 
     Raises:
-        ConfigError: the port is in use, or the address is not of this machine.
+        ConfigError: the port is in use, the address is not of this machine, or encryption is wanted and not given.
     """
-    from lightning_trainer.server.serving import ServerThread
+    from lightning_trainer.server.serving import ServerThread, Tls
+
+    if (place.tls_cert is None) != (place.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key belong together: give both.")
+    tls = Tls(place.tls_cert, place.tls_key) if place.tls_cert and place.tls_key else None
 
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.set())
-    server = ServerThread(app, host=host, port=port)
+    server = ServerThread(app, place.host, place.port, tls=tls, plain=place.plain, names=place.names)
     url = server.start()
     try:
         print_json({"url": url, **files, **facts})

@@ -49,9 +49,9 @@ class Door:
 def _token(request: HttpScope) -> str:
     """Give the one key that a request carries; Anthropic's clients send it as ``x-api-key``."""
     headers: dict[bytes, bytes] = dict(request["headers"])
-    if sum(name in {b"authorization", b"x-api-key"} for name, _ in request["headers"]) > 1:
-        raise unauthorized("more than one key: send one, so that nobody between can read another than we do")
-    if b"authorization" not in headers:
-        return headers.get(b"x-api-key", b"").decode("latin-1").strip()
-    kind, _, token = headers[b"authorization"].decode("latin-1").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else ""
+    kind, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    bearer = token.strip() if kind.lower() == "bearer" else ""
+    other = headers.get(b"x-api-key", b"").decode("latin-1").strip()
+    if bearer and other and bearer != other:
+        raise unauthorized("two different keys, in Authorization and in x-api-key: send one")
+    return bearer or other

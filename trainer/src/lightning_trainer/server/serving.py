@@ -6,27 +6,61 @@ import errno
 import gc
 import socket
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.watch import waiting
+from lightning_trainer.server.guard import Guard, is_loopback, loopback_names
 
 _START_S: Final = 30.0
 _GRACE_S: Final = 5  # seconds that answers under way have to end when the server stops
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """What the server shows clients, as PEM files: its certificate with those that vouch for it, and its key."""
+
+    certificate: Path
+    key: Path
+
+
 class ServerThread:
     """An ASGI app, served over HTTP."""
 
-    def __init__(self, app: Any, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        app: Any,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        tls: Tls | None = None,
+        plain: bool = False,
+        names: Iterable[str] = (),
+    ) -> None:
         """Prepare.
 
         Args:
             app: an ASGI app.
             host: address to listen on; other machines reach ``0.0.0.0``, only this one ``127.0.0.1``.
             port: 0 takes a free one.
+            tls: certificate and key; None: without encryption, which other machines are only served where `plain`.
+            plain: serve other machines without encryption.
+            names: other names under which a server on loopback may be asked, such as those of a proxy before it.
+
+        Raises:
+            ConfigError: other machines could reach it without encryption, and nobody said that they may.
         """
-        self._app = app
+        local = is_loopback(host)
+        if not (local or tls or plain):
+            raise ConfigError(
+                f"{host} can be reached from other machines, and keys would travel unencrypted. Give --tls-cert and"
+                " --tls-key, or say --plain-http where the network is your own."
+            )
+        self._app = Guard(app, names=loopback_names(names) if local else None)
+        self._tls = tls
         self._host = host
         self._port = port
         self._server: Any = None
@@ -44,6 +78,8 @@ class ServerThread:
         """
         import uvicorn
 
+        from lightning_trainer.server.patience import PatientProtocol
+
         listener = _listen(self._host, self._port)
         port = listener.getsockname()[1]
         config = uvicorn.Config(
@@ -55,7 +91,11 @@ class ServerThread:
             timeout_graceful_shutdown=_GRACE_S,
             timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close them, not we
             ws="none",
+            http=PatientProtocol,
+            ssl_certfile=self._tls.certificate if self._tls else None,
+            ssl_keyfile=self._tls.key if self._tls else None,
         )
+        _check(config, self._tls)
         started = threading.Event()
         self._server = _server(config, started)
         self._thread = threading.Thread(
@@ -70,7 +110,7 @@ class ServerThread:
         gc.collect()
         gc.freeze()
         shown = "127.0.0.1" if self._host in {"0.0.0.0", ""} else f"[{self._host}]" if ":" in self._host else self._host  # noqa: S104 - only compared
-        return f"http://{shown}:{port}"
+        return f"{'https' if self._tls else 'http'}://{shown}:{port}"
 
     def _run(self, listener: socket.socket, started: threading.Event) -> None:
         try:
@@ -95,6 +135,16 @@ class ServerThread:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def _check(config: Any, tls: Tls | None) -> None:
+    """Read the certificate before listening."""
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        if tls is None:
+            raise
+        raise ConfigError(f"certificate {tls.certificate} with key {tls.key}: {error}") from None
 
 
 def _server(config: Any, started: threading.Event) -> Any:

@@ -45,7 +45,8 @@ def serving(config: TrainConfig, place: Place, store: Store, runner: Runner, rep
     keys = Keys.fresh()
     app = create_app(store, keys=keys, engine=engine, routing=routing)
     add_routes(app, engine, reporter.told)
-    server = ServerThread(app, host=_host(config), port=config.port)
+    # Between the nodes of a Ray cluster nothing is encrypted, Ray's own traffic neither.
+    server = ServerThread(app, host=_host(config), port=config.port, plain=config.nodes > 1)
     url = server.start()
     key_file = place.folder / KEY_NAME
     write_private(key_file, keys.issue("admin"))
