@@ -23,6 +23,7 @@ from lightning_spans.otlp import PROTOBUF, encode
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
 from lightning_spans.spool import Spool
+from lightning_spans.trust import trusted
 from lightning_spans.watch import waiting
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ class Delivery:
 
     def _post(self, url: str, key: str | None, spans: Sequence[Span]) -> None:
         if self._client is None:
-            self._client = self._httpx.Client(timeout=10.0, trust_env=False)
+            self._client = self._httpx.Client(timeout=10.0, trust_env=False, verify=trusted())
         headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}
         if self.about is not None and key:  # a collector of somebody else's is told nothing
             headers["x-lightning-sender"] = self.about()
