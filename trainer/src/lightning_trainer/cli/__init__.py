@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "traces": "Show what happened, as a tree or as JSON lines.",
     "prune": "Delete old traces, by age, origin or id.",
     "key": "Make a key of a server's, such as one for a program in production.",
+    "blame": "Say who earned the reward in a run: credit by agent and turn.",
     "doctor": "Say what works here, and what to do about what does not.",
 }
 
