@@ -132,6 +132,21 @@ def decode(body: bytes, content_type: str = PROTOBUF) -> list[Span]:
     raise ValueError(f"content type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
 
 
+def rejected(answer: bytes, content_type: str) -> int:
+    """Read from a server's answer how many spans of the request it will never take; 0 where it does not say."""
+    if not answer or content_type.split(";", maxsplit=1)[0].strip().lower() != PROTOBUF:
+        return 0
+    from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+    response = ExportTraceServiceResponse()
+    try:
+        response.ParseFromString(answer)
+    except DecodeError:
+        return 0
+    return int(response.partial_success.rejected_spans)
+
+
 def _decode_protobuf(body: bytes) -> Iterator[Span]:
     from google.protobuf.message import DecodeError
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

@@ -12,17 +12,17 @@ import os
 import threading
 import time
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from lightning_spans.context import Attempt
-from lightning_spans.otlp import PROTOBUF, encode
+from lightning_spans.otlp import PROTOBUF, encode, rejected
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
-from lightning_spans.spool import Spool
+from lightning_spans.spool import Spool, line_of
 from lightning_spans.trust import trusted
 from lightning_spans.watch import waiting
 
@@ -67,6 +67,14 @@ class Counts:
     dropped: int = 0
 
 
+@dataclass(slots=True)
+class _Line:
+    """How it goes with one destination: one that is down holds up no other."""
+
+    failures: int = 0
+    retry_at: float = 0.0
+
+
 class RefusedError(Exception):
     """The destination will never take this batch (4xx), so it is not spooled."""
 
@@ -87,14 +95,23 @@ class Sink(Protocol):
         ...
 
 
-Deliver = Callable[[Destination, Sequence[Span]], None]
+class BusyError(Exception):
+    """The destination will take this batch later, and says when."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+Deliver = Callable[[Destination, Sequence[Span]], int | None]
+"""Sends a batch; gives how many of its spans the other side will never take, or None for none of them."""
 
 
 class BatchSink:
     """The sink of an attached process.
 
     Args:
-        deliver: sends one batch, and raises when it could not; `RefusedError` when it never can.
+        deliver: sends one batch, and raises when it could not; `RefusedError` when it never can. See `Deliver`.
         route: gives the destinations of a span: usually the training side of its attempt, else the own store.
         spool: keeps on disk what could not be delivered.
         queue_size: spans that may wait; more are dropped and counted.
@@ -121,8 +138,7 @@ class BatchSink:
         self._prepare = prepare
         self._id = uuid.uuid4().hex[:12]
         self.counts = Counts()
-        self._failures = 0
-        self._retry_at = 0.0
+        self._lines: defaultdict[str, _Line] = defaultdict(_Line)
         self._warned_at = -60.0
         self._begin()
         os.register_at_fork(after_in_child=self._begin)  # the thread does not live on in a forked child
@@ -131,6 +147,9 @@ class BatchSink:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._queue: deque[tuple[Span, Attempt | None]] = deque()
+        self._current: deque[tuple[Destination, list[Span]]] = deque()  # of the batch under way, what is not settled
+        self._taken = 0  # spans of that batch
+        self._abandoned = False
         self._wake = threading.Event()
         self._done = threading.Condition()
         self._finished = self.counts.put
@@ -171,6 +190,8 @@ class BatchSink:
         self._wake.set()
         if self._started:
             self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                self._abandon()
         atexit.unregister(self.close)
         left = self.counts
         if left.dropped or left.refused or self._spool.pending():
@@ -184,58 +205,90 @@ class BatchSink:
         return ";".join([self._id, *(f"{name}={getattr(self.counts, name)}" for name in Counts.__slots__)])
 
     def _run(self) -> None:
-        while True:
+        while not self._abandoned:
             self._wake.wait(LINGER_S if self._queue else 0.5)
             self._wake.clear()
             closing = self._closing
-            self._work()
+            self._work(closing=closing)
             if closing and not self._queue:
                 return
 
-    def _work(self) -> None:
-        due = time.monotonic() >= self._retry_at
-        if due and self._spool.pending():
-            self._replay()
-        while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(BATCH_SIZE, len(self._queue)))]
+    def _work(self, *, closing: bool) -> None:
+        """Deliver what waits in the spool, then what waits here; hold on to what can neither be sent nor spooled."""
+        self._replay()
+        while self._current or self._queue:
             try:
-                self._send(batch)
+                if not self._current:
+                    self._take()
+                while self._current and not self._abandoned:
+                    if not self._settle(*self._current[0], closing=closing):
+                        return  # the queue fills meanwhile; what does not fit there is dropped and counted
+                    self._current.popleft()
             except Exception:
-                self.counts.dropped += len(batch)
-                logger.exception("lightning: %d spans are dropped", len(batch))
+                self.counts.dropped += self._taken
+                self._current.clear()
+                logger.exception("lightning: %d spans are dropped", self._taken)
+            if self._abandoned:
+                return
             with self._done:
-                self._finished += len(batch)
+                self._finished += self._taken
+                self._taken = 0
                 self._done.notify_all()
 
-    def _send(self, batch: list[tuple[Span, Attempt | None]]) -> None:
+    def _take(self) -> None:
+        """Begin a batch."""
+        batch = [self._queue.popleft() for _ in range(min(BATCH_SIZE, len(self._queue)))]
+        self._taken = len(batch)
+        self._current.extend(self._grouped(batch))
+
+    def _grouped(self, batch: Sequence[tuple[Span, Attempt | None]]) -> list[tuple[Destination, list[Span]]]:
         groups: dict[Destination, list[Span]] = {}
         for given, attempt in batch:
             span = given if self._prepare is None else self._prepare(given, attempt)
             self.counts.redacted += span.attributes is not given.attributes
             for destination in self._route(attempt):
                 groups.setdefault(destination, []).append(span)
-        for destination, spans in groups.items():
-            if time.monotonic() < self._retry_at or not self._try(destination, spans):
-                with waiting("spool write", f"the disk of {self._spool.folder}"):
-                    kept = self._spool.append(destination.url, destination.key, spans)
-                self.counts.spooled += kept
-                self.counts.dropped += len(spans) - kept
+        return list(groups.items())
+
+    def _settle(self, destination: Destination, spans: Sequence[Span], *, closing: bool) -> bool:
+        """Deliver or spool; at the end drop. False: neither worked, and it may another time.
+
+        What comes after something that waits in the spool waits behind it: a destination gets spans in their order.
+        """
+        due = time.monotonic() >= self._lines[line_of(destination.url)].retry_at
+        if due and not self._spool.waits(destination.url) and self._try(destination, spans):
+            return True
+        kept = self._keep(destination, spans)
+        if not kept and closing:
+            self.counts.dropped += len(spans)
+        return bool(kept) or closing
+
+    def _keep(self, destination: Destination, spans: Sequence[Span]) -> int:
+        with waiting("spool write", f"the disk of {self._spool.folder}"):
+            kept = self._spool.append(destination.url, destination.key, spans)
+        self.counts.spooled += kept
+        return kept
 
     def _try(self, destination: Destination, spans: Sequence[Span]) -> bool:
+        line = self._lines[line_of(destination.url)]
         try:
             with waiting("sink delivery", f"{destination.url or 'the own store'} to take {len(spans)} spans"):
-                self._deliver(destination, spans)
+                refused = self._deliver(destination, spans) or 0
         except RefusedError as error:
             self.counts.refused += len(spans)
             self._warn(str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the spans are spooled and it is logged
-            self._retry_at = time.monotonic() + RETRY_S[min(self._failures, len(RETRY_S) - 1)]
-            self._failures += 1
+            pause_s = RETRY_S[min(line.failures, len(RETRY_S) - 1)]
+            line.retry_at = time.monotonic() + (error.retry_after_s if isinstance(error, BusyError) else pause_s)
+            line.failures += 1
             self._warn(f"{type(error).__name__}: {error}; spans are spooled to {self._spool.folder}")
             return False
         else:
-            self.counts.delivered += len(spans)
-            self._failures = 0
+            self.counts.delivered += len(spans) - refused
+            self.counts.refused += refused
+            if refused:
+                self._warn(f"{destination.url} will never take {refused} of {len(spans)}")
+            line.failures = 0
         return True
 
     def _replay(self) -> None:
@@ -243,7 +296,20 @@ class BatchSink:
             self.counts.retried += len(spans)
             return self._try(Destination(url, key), spans)
 
-        self._spool.replay(send)
+        try:
+            self._spool.replay(send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at)
+        except OSError as error:  # what waits there goes on waiting
+            self._warn(f"the spool {self._spool.folder} can't be read: {error}")
+
+    def _abandon(self) -> None:
+        """Spool what is left at the end, because a destination does not answer; told twice, it is stored once."""
+        self._abandoned = True
+        rest = list(self._current)
+        with self._lock:
+            rest += self._grouped(list(self._queue))
+            self._queue.clear()
+        for destination, spans in rest:
+            self.counts.dropped += len(spans) - self._keep(destination, spans)
 
     def _warn(self, why: str) -> None:
         if time.monotonic() - self._warned_at >= 60.0:
@@ -269,17 +335,18 @@ class Delivery:
         self._client: httpx.Client | None = None
         self.about: Callable[[], str] | None = None  # what each request says of this process's spans
 
-    def __call__(self, destination: Destination, spans: Sequence[Span]) -> None:
-        """Deliver one batch.
+    def __call__(self, destination: Destination, spans: Sequence[Span]) -> int:
+        """Deliver one batch. Gives how many of its spans the server says it will never take.
 
         Raises:
             RefusedError: the server answered 4xx (but for 408 and 429).
+            BusyError: it answered 503 or 429 with the time after which to come back.
             Exception: whatever else went wrong; the batch may be sent again, delivery is idempotent.
         """
         if destination.url is None:
             self.store.add_spans(spans)
-        else:
-            self._post(destination.url, destination.key, spans)
+            return 0
+        return self._post(destination.url, destination.key, spans)
 
     @property
     def store(self) -> Store:
@@ -292,16 +359,28 @@ class Delivery:
         """Keep rewards in the process's own store."""
         self.store.add_rewards(rewards)
 
-    def _post(self, url: str, key: str | None, spans: Sequence[Span]) -> None:
+    def _post(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
         if self._client is None:
             self._client = self._httpx.Client(timeout=10.0, trust_env=False, verify=trusted())
         headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}
         if self.about is not None and key:  # a collector of somebody else's is told nothing
             headers["x-lightning-sender"] = self.about()
         answer = self._client.post(url, content=encode(spans), headers=headers)
+        if answer.status_code == 413 and len(spans) > 1:  # too large together
+            middle = len(spans) // 2
+            return self._half(url, key, spans[:middle]) + self._half(url, key, spans[middle:])
+        if answer.status_code in {429, 503} and answer.headers.get("retry-after", "").isdigit():
+            raise BusyError(f"{url} answered {answer.status_code}", float(answer.headers["retry-after"]))
         if 400 <= answer.status_code < 500 and answer.status_code not in {408, 429}:
             raise RefusedError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
         answer.raise_for_status()
+        return rejected(answer.content, answer.headers.get("content-type", ""))
+
+    def _half(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
+        try:
+            return self._post(url, key, spans)
+        except RefusedError:  # of these alone; the others are taken
+            return len(spans)
 
     def close(self) -> None:
         """Close the store and the connections."""
