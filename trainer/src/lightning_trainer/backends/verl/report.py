@@ -48,11 +48,13 @@ class Reporter:
         """
         if kind == "val":
             self._log.add("val", step, values)
+            self._progress.alarms([alarm.text for alarm in self._log.alarms])
             self._progress.note(f"held out after {step} steps: reward {values.get('reward', float('nan')):.3f}")
             return
         numbers = ours(values)
         self._log.add("train", step - 1, numbers)
         self._progress.step(step - 1, numbers)
+        self._progress.alarms([alarm.text for alarm in self._log.alarms])
 
     def score_at(self, step: int) -> Score | None:
         """Give the held-out score after so many steps; None where none was made."""

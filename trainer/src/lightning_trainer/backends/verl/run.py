@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_spans import plugins
 from lightning_spans.errors import ConfigError
+from lightning_trainer import trackers
 from lightning_trainer.backends.verl.describe import composed, count_steps, has_flash_attention
 from lightning_trainer.backends.verl.gateway import serving
 from lightning_trainer.backends.verl.overrides import Place, overrides
@@ -64,7 +65,8 @@ def run(config: TrainConfig, progress: Progress | None = None) -> Result:
         folder = checkpoint.parent.parent if checkpoint else make_folder(config.out)
         progress.phase("importing the agent")
         runner = stack.enter_context(_runner(config, folder))
-        log = stack.enter_context(closing(MetricLog(folder, from_step=_step_of(checkpoint))))
+        told = stack.enter_context(trackers.opened(config.trackers, folder, config.model_dump(mode="json")))
+        log = stack.enter_context(closing(MetricLog(folder, from_step=_step_of(checkpoint), trackers=told)))
         reporter = Reporter(log, progress)
         store = stack.enter_context(opened(config.store or str(folder / STORE_NAME)))
         place = Place(folder=folder.absolute(), steps=steps, resume=checkpoint and checkpoint.absolute())
@@ -83,6 +85,7 @@ def run(config: TrainConfig, progress: Progress | None = None) -> Result:
             checkpoint=newest if newest.exists() else None,
             folder=folder,
             seconds=time.monotonic() - began,
+            alarms=tuple(log.raised()),
         )
 
 
