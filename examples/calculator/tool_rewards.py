@@ -32,7 +32,7 @@ def rollouts_to_goal(run: Run) -> str:
 def main() -> None:
     from problems import problems, write
 
-    args = arguments(SETUPS, HERE / "tool_rewards.jsonl", steps=10, description=__doc__)
+    args = arguments(SETUPS, HERE / "tool_rewards.jsonl", steps=8, description=__doc__)
 
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
         return {

@@ -20,7 +20,7 @@ SETUPS = {"writer and rewriter": "writer=lora,rewriter=lora,checker=base"}
 def main() -> None:
     from database import write
 
-    args = arguments(SETUPS, HERE / "measure.jsonl", steps=12, description=__doc__)
+    args = arguments(SETUPS, HERE / "measure.jsonl", steps=8, description=__doc__)
 
     def config(name: str, seed: int, folder: Path) -> dict[str, Any]:
         return {
