@@ -49,6 +49,8 @@ class Assembly:
 
     def _add_choice(self, choice: dict[str, Any]) -> None:
         index = choice.get("index") or 0
+        if type(index) is not int or not 0 <= index < max(self._number, 1):
+            raise ValueError(f"choice {index!r} of {self._number}")
         self._take_prompt(choice)
         draft = self._choices.setdefault(index, ChoiceDraft(index))
         message = self._messages.setdefault(index, Message())
@@ -85,7 +87,10 @@ class Message:
         for name, value in delta.items():
             if name == "tool_calls":
                 for at, call in enumerate(value or ()):
-                    self._calls.setdefault(call.get("index", at), _ToolCall()).add(call)
+                    place = call.get("index", at)
+                    if type(place) is not int:
+                        raise ValueError(f"tool call {place!r}")
+                    self._calls.setdefault(place, _ToolCall()).add(call)
             elif name != "role" and isinstance(value, str):
                 self._texts.setdefault(name, []).append(value)
             elif value is not None or name not in self._others:
@@ -108,8 +113,11 @@ class _ToolCall:
     def add(self, delta: Mapping[str, Any]) -> None:
         self._id = delta.get("id") or self._id
         function = delta.get("function") or {}
-        self._name.append(function.get("name") or "")
-        self._arguments.append(function.get("arguments") or "")
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        if not (isinstance(name, str) and isinstance(arguments, str)):
+            raise TypeError("a tool call's name and arguments must be texts")
+        self._name.append(name)
+        self._arguments.append(arguments)
 
     def whole(self) -> dict[str, Any]:
         function = {"name": "".join(self._name), "arguments": "".join(self._arguments)}
@@ -117,9 +125,15 @@ class _ToolCall:
 
 
 def _ids(value: Any) -> Sequence[int]:
-    return value if isinstance(value, list) else ()
+    """Read token ids; what no tokenizer can have is not taken, so that the call counts as one without tokens."""
+    if not isinstance(value, list) or set(map(type, value)) != {int}:  # a true is an int to isinstance; this is quicker
+        return ()
+    return value if min(value) >= 0 and max(value) < 2**31 else ()
 
 
 def _logprobs(value: Any) -> list[float] | None:
     content = value.get("content") if isinstance(value, dict) else None
-    return [token["logprob"] for token in content] if isinstance(content, list) else None
+    if not isinstance(content, list):
+        return None
+    found = [token["logprob"] for token in content]
+    return found if set(map(type, found)) <= {int, float} else None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 logger = logging.getLogger(__name__)
+MOST_BYTES: Final = 64 * 2**20  # of one answer; 100,000 tokens with ids and log-probabilities are about 20 MB
 _UNWELL = frozenset({502, 503, 504})  # another replica may do better
 
 
@@ -58,7 +59,9 @@ class Connection:
             with waiting("upstream", self._waits_for):
                 response = await asking
             async with response:
-                if response.status >= 300:
+                if 300 <= response.status < 400:
+                    raise failed(f"{url} answered with a redirect, which is not followed: its target may be anything")
+                if response.status >= 400:
                     refusal = refusal_of(
                         response.status, await self.read(response), response.headers.get("retry-after")
                     )
@@ -70,9 +73,28 @@ class Connection:
             raise BrokenError(told, stale=stale) from error
 
     async def read(self, response: aiohttp.ClientResponse) -> bytes:
-        """Read a whole body."""
+        """Read a whole body.
+
+        Raises:
+            Refusal: it is larger than any answer.
+        """
         with waiting("upstream", self._waits_for):
-            return await response.read()
+            return b"".join([part async for part in self.parts(response)])
+
+    async def parts(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """Give a body as it comes.
+
+        Raises:
+            Refusal: it is larger than any answer, or compressed, which nobody asked for.
+        """
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise failed(f"{response.url} sent a compressed body, which nobody asked for")
+        size = 0
+        async for part in response.content.iter_any():
+            size += len(part)
+            if size > MOST_BYTES:
+                raise failed(f"{response.url} sent more than {MOST_BYTES} bytes")
+            yield part
 
     async def dialect(self, replica: Replica) -> Dialect:
         """Say how a replica is asked for tokens; found out once.
@@ -98,8 +120,8 @@ class Connection:
             timeout = aiohttp.ClientTimeout(total=30.0)
             async with self._client().get(f"{replica.url}/models", timeout=timeout, allow_redirects=False) as response:
                 if response.status >= 500:
-                    raise BrokenError(refusal_of(response.status, await response.read()))
-                return await response.read() if response.status == 200 else b"{}"
+                    raise BrokenError(refusal_of(response.status, await self.read(response)))
+                return await self.read(response) if response.status == 200 else b"{}"
         except (aiohttp.ClientError, TimeoutError) as error:
             told = failed(f"{replica.url} did not answer: {type(error).__name__}: {error}")
             raise BrokenError(told) from error
@@ -138,7 +160,8 @@ class Connection:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),  # the upstream queues, we don't
                 timeout=aiohttp.ClientTimeout(total=self._total_s, sock_connect=10.0, sock_read=self._silence_s),
-                headers={**headers, "content-type": "application/json"},
-                auto_decompress=True,
+                # Not compressed: a small body must not become a large one here.
+                headers={**headers, "content-type": "application/json", "accept-encoding": "identity"},
+                auto_decompress=False,
             )
         return self._session

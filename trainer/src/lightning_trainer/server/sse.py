@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import orjson
 
+MOST_BYTES: Final = 8 * 2**20  # of one event
 DONE: Final = b"data: [DONE]\n\n"
 
 
@@ -16,7 +17,11 @@ def event(data: Any) -> bytes:
 
 
 async def events_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Cut a stream of bytes into the data of its events; comments and other fields are left out."""
+    """Cut a stream of bytes into the data of its events; comments and other fields are left out.
+
+    Raises:
+        ValueError: an event is larger than any that a model server sends.
+    """
     rest = b""
     async for chunk in chunks:
         *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
@@ -24,3 +29,5 @@ async def events_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]
             lines = [line[5:].removeprefix(b" ") for line in one.split(b"\n") if line.startswith(b"data:")]
             if lines:
                 yield b"\n".join(lines)
+        if len(rest) > MOST_BYTES:
+            raise ValueError(f"an event of more than {MOST_BYTES} bytes")

@@ -196,7 +196,7 @@ class UpstreamPolicy:
         async with self._http.response(replica, path, body) as response:
             if response.content_type == "text/event-stream":
                 return await self._stream(replica, response, assembly, outlet)
-            completion = assembly.add(as_chat(object_of(await self._http.read(response))))
+            completion = taken(assembly, await self._http.read(response))
         if draft.request.get("stream") is not True:
             return completion
         options = draft.request.get("stream_options")
@@ -216,12 +216,12 @@ class UpstreamPolicy:
     ) -> list[dict[str, Any]]:
         """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
         held: list[dict[str, Any]] = []
-        pieces = each_noted(response.content.iter_any(), "upstream", self._waits_for)
+        pieces = each_noted(self._http.parts(response), "upstream", self._waits_for)
         async with aclosing(events_in(pieces)) as found:
             async for data in found:
                 if data == b"[DONE]":
                     break
-                chunk = assembly.add(as_chat(object_of(data)))
+                chunk = taken(assembly, data)
                 if assembly.ended:
                     held.append(chunk)
                 else:
@@ -282,3 +282,15 @@ class UpstreamPolicy:
                 self._unwell(replica, error)
                 told = error.refusal
         raise told
+
+
+def taken(assembly: Assembly, data: bytes) -> dict[str, Any]:
+    """Put a reply or a chunk on record; give what the agent gets of it.
+
+    Raises:
+        Refusal: it has no form that a model server's reply has.
+    """
+    try:
+        return assembly.add(as_chat(object_of(data)))
+    except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
+        raise failed(f"sent a reply of no known form: {type(error).__name__}: {error}") from None
