@@ -49,14 +49,12 @@ def entropy_collapsed(history: History) -> Found:
     for of, points in _each(history, "entropy"):
         first, now = ends(points)
         if now < 0.1 * first and not learned(history):
-            yield (
-                of,
-                (
-                    f"The entropy{_of(of)} has fallen from {first:.2f} to {now:.3f} nats a token, and the reward has"
-                    f" not risen{_rewards(history)}: it always says the same. Lower --learning-rate, raise --clip-high,"
-                    " or start from an earlier checkpoint."
-                ),
+            text = (
+                f"The entropy{_of(of)} has fallen from {first:.2f} to {now:.3f} nats a token, and the reward has"
+                f" not risen{_rewards(history)}: it always says the same. Lower --learning-rate, raise --clip-high,"
+                " or start from an earlier checkpoint."
             )
+            yield of, text
 
 
 def length_collapsed(history: History) -> Found:
@@ -66,13 +64,11 @@ def length_collapsed(history: History) -> Found:
         if not (now < 0.3 * first or now > 3 * first) or learned(history):
             continue
         how = "shrunk" if now < first else "grown"
-        yield (
-            of,
-            (
-                f"Answers{_of(of)} have {how} from {first:.0f} to {now:.0f} tokens, and the reward has not"
-                f" risen{_rewards(history)}. Look at some with lightning-rl traces: does the reward pay for length?"
-            ),
+        text = (
+            f"Answers{_of(of)} have {how} from {first:.0f} to {now:.0f} tokens, and the reward has not"
+            f" risen{_rewards(history)}. Look at some with lightning-rl traces: does the reward pay for length?"
         )
+        yield of, text
 
 
 def answers_cut(history: History) -> Found:
@@ -80,13 +76,11 @@ def answers_cut(history: History) -> Found:
     for of, points in _each(history, "truncated"):
         first, now = ends(points)
         if now >= 0.5 and now >= first + 0.25:
-            yield (
-                of,
-                (
-                    f"{now:.0%} of the answers{_of(of)} are cut at their limit, {first:.0%} were at first. Raise"
-                    " --max-tokens or the limit in the agent's requests, or give less for long answers."
-                ),
+            text = (
+                f"{now:.0%} of the answers{_of(of)} are cut at their limit, {first:.0%} were at first. Raise"
+                " --max-tokens or the limit in the agent's requests, or give less for long answers."
             )
+            yield of, text
 
 
 def groups_dead(history: History) -> Found:
@@ -96,14 +90,12 @@ def groups_dead(history: History) -> Found:
     if len(newest) == WINDOW and min(newest) >= 0.8:
         rewards = [value for _, value in series(history, "train", "reward")[-WINDOW:]]
         mean = f", at a mean of {statistics.fmean(rewards):.2f}" if rewards else ""
-        yield (
-            "",
-            (
-                f"In the last {WINDOW} steps {statistics.fmean(newest):.0%} of the groups had equal rewards"
-                f" throughout{mean}, so they taught nothing. Stop here if that is good enough; else give tasks that the"
-                " agent solves sometimes, a larger --group-size, or a reward with more steps."
-            ),
+        text = (
+            f"In the last {WINDOW} steps {statistics.fmean(newest):.0%} of the groups had equal rewards"
+            f" throughout{mean}, so they taught nothing. Stop here if that is good enough; else give tasks that the"
+            " agent solves sometimes, a larger --group-size, or a reward with more steps."
         )
+        yield "", text
 
 
 def held_out_falls(history: History) -> Found:
@@ -118,14 +110,12 @@ def held_out_falls(history: History) -> Found:
     then = [value for step, value in train if abs(step - best_step) < WINDOW]
     now = [value for _, value in train[-WINDOW:]]
     if then and len(now) == WINDOW and statistics.fmean(now) > statistics.fmean(then):
-        yield (
-            "",
-            (
-                f"The held-out reward has fallen from {best:.2f} after {best_step} steps to {held_out[-1][1]:.2f},"
-                f" while the training reward rose from {statistics.fmean(then):.2f} to {statistics.fmean(now):.2f}: the"
-                " training tasks are learned by heart. Use the checkpoint of that time, or train on more tasks."
-            ),
+        text = (
+            f"The held-out reward has fallen from {best:.2f} after {best_step} steps to {held_out[-1][1]:.2f},"
+            f" while the training reward rose from {statistics.fmean(then):.2f} to {statistics.fmean(now):.2f}: the"
+            " training tasks are learned by heart. Use the checkpoint of that time, or train on more tasks."
         )
+        yield "", text
 
 
 def engine_gap_widens(history: History) -> Found:
@@ -134,23 +124,19 @@ def engine_gap_widens(history: History) -> Found:
         newest = points[-1][1]
         first, now = ends(points) if len(points) >= 2 * WINDOW else (math.inf, newest)
         if newest > 0.5:
-            yield (
-                of,
-                (
-                    f"The engine's log-probabilities{_of(of)} differ from the trainer's by {newest:.2f} nats a token:"
-                    " it does not sample from the weights that are trained. Stop, and report what lightning-rl doctor"
-                    " says."
-                ),
+            text = (
+                f"The engine's log-probabilities{_of(of)} differ from the trainer's by {newest:.2f} nats a token:"
+                " it does not sample from the weights that are trained. Stop, and report what lightning-rl doctor"
+                " says."
             )
+            yield of, text
         elif now > 3 * first and now > 0.05:
-            yield (
-                of,
-                (
-                    f"The gap between the engine's log-probabilities and the trainer's{_of(of)} has widened from"
-                    f" {first:.3f} to {now:.3f} nats a token. Updates are off by that much: lower --learning-rate, or"
-                    " compute in float32 with --dtype."
-                ),
+            text = (
+                f"The gap between the engine's log-probabilities and the trainer's{_of(of)} has widened from"
+                f" {first:.3f} to {now:.3f} nats a token. Updates are off by that much: lower --learning-rate, or"
+                " compute in float32 with --dtype."
             )
+            yield of, text
 
 
 def tools_fail(history: History) -> Found:
@@ -158,13 +144,11 @@ def tools_fail(history: History) -> Found:
     for of, points in _each(history, "tool_error_rate"):
         first, now = ends(points)
         if now >= 0.5 and now >= first + 0.3:
-            yield (
-                of,
-                (
-                    f"{now:.0%} of the tool calls{_of(of)} fail, {first:.0%} did at first. See why with lightning-rl"
-                    " traces: a tool that is down teaches agents not to use it."
-                ),
+            text = (
+                f"{now:.0%} of the tool calls{_of(of)} fail, {first:.0%} did at first. See why with lightning-rl"
+                " traces: a tool that is down teaches agents not to use it."
             )
+            yield of, text
 
 
 CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
