@@ -151,6 +151,20 @@ def trackers(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """Run rollouts on a local Ray cluster of two nodes, one of which is killed, and the example of a shared service."""
+    install(session, *TEST, "-e", f"{ROOT / 'trainer'}[ray]")
+    session.run("pytest", "tests/test_ray.py", "tests/test_shared_service.py", *session.posargs)
+
+
+@nox.session
+def chaos(session: nox.Session) -> None:
+    """Kill server, runner, agents and trainer at random, and see that nothing is lost: `-- --kills 10000 --seed 1`."""
+    install(session, *TEST, "-e", str(ROOT / "trainer"))
+    session.run("python", "tests/chaos/run.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
     session.install(RUFF)
