@@ -62,6 +62,10 @@ def test_without_a_length_the_models_own_context_holds():
     ("algorithm", "estimator", "critic"),
     [
         ("grpo", "lightning", False),
+        ("dr-grpo", "lightning_sequence_sum", False),
+        ("gspo", "lightning_sequence_mean", False),
+        ("cispo", "lightning", False),
+        ("reinforce++-baseline", "lightning_whitened", False),
         ("rloo", "lightning", False),
         ("reinforce++", "lightning_whitened", False),
         ("ppo", "gae", True),
@@ -71,6 +75,30 @@ def test_each_algorithm_has_its_estimator(algorithm, estimator, critic):
     values = told(algorithm=algorithm)
     assert values["algorithm.adv_estimator"] == estimator
     assert values["critic.enable"] is critic
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"algorithm": "gspo"}, {"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}),
+        ({"algorithm": "cispo"}, {"actor_rollout_ref.actor.clip_ratio_low": 1.0}),
+        ({}, {"actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla"}),
+        ({"entropy_coef": 0.01}, {"actor_rollout_ref.actor.entropy_coeff": 0.01}),
+        ({"kl_coef": 0.1}, {"actor_rollout_ref.actor.kl_loss_type": "k3"}),
+        ({"kl_coef": 0.1, "kl_estimator": "low_var+"}, {"actor_rollout_ref.actor.kl_loss_type": "low_var_kl+"}),
+        (
+            {"algorithm": "ppo", "kl_coef": 0.1, "gae_lambda": 0.9, "value_clip": 0.2, "value_learning_rate": 1e-4},
+            {
+                "algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "k1", "algorithm.kl_ctrl.kl_coef": 0.1,
+                "actor_rollout_ref.actor.use_kl_loss": False, "algorithm.lam": 0.9,
+                "critic.cliprange_value": 0.2, "critic.optim.lr": 1e-4,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_losses_and_their_terms_reach_verl(options, expected):
+    values = told(**options)
+    assert {key: values[key] for key in expected} == expected
 
 
 def test_lora_is_merged_before_weights_are_sent():
@@ -133,9 +161,13 @@ def test_an_option_that_is_ours_is_refused_in_the_table(key, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"algorithm": "dpo"}, "Use one of: grpo, rloo"),
+        ({"algorithm": "dpo"}, "Use one of: grpo, dr-grpo"),
         ({"kl_coef": 0.1, "loss_aggregation": "sequence-mean"}, "token-mean"),
         ({"algorithm": "ppo", "loss_aggregation": "sequence-mean"}, "token-mean"),
+        ({"loss_aggregation": "rollout-mean"}, "weighs no rollout-mean"),
+        ({"algorithm": "dapo"}, "Set resample = 0"),
+        ({"algorithm": "reinforce++", "kl_coef": 0.1}, "only with a critic"),
+        ({"entropy_coef": 0.1, "loss_aggregation": "sequence-mean"}, "entropy over tokens"),
         ({"device": "cuda:1"}, "number of gpus"),
         ({"until": 0.9}, "Leave until out"),
         ({"batch_size": 1, "group_size": 2}, "fewer than the accelerators"),

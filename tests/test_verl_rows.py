@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_trainer.advantages import transition_advantages
+from lightning_trainer.advantages import leave_one_out, transition_advantages, uncompared
 from lightning_trainer.backends.verl.agreement import WeightsError, agreement
-from lightning_trainer.backends.verl.comparisons import leave_one_out, uncompared
 from lightning_trainer.backends.verl.encoding import decode, encode, prompt_length, rewards_to_come, spans_of
 from lightning_trainer.rows import Row, token_weights
 

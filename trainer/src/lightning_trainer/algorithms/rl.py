@@ -58,6 +58,7 @@ class Settings:
         whiten: compare with the whole batch after that, every attempt counting once.
         grouped: whether a rollout that is alone in its group is left out.
         penalised: whether penalties are taken off the values before they are compared.
+        merge: whether calls that continue an earlier one share its row.
     """
 
     agents: tuple[str, ...] | None = None
@@ -69,6 +70,7 @@ class Settings:
     whiten: bool = False
     grouped: bool = True
     penalised: bool = False
+    merge: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +325,7 @@ def _rows(
         calls = Counter((call.transition.attempt_id, call.transition.agent) for call in chosen)
         weights_M = [1.0 / calls[call.transition.attempt_id, call.transition.agent] for call in chosen]
         advantages_M = whitened(advantages_M, weights_M, agent_M=[t.agent or "" for t in transitions])
-    rows, account = make_rows(transitions, advantages_M, groups)
+    rows, account = make_rows(transitions, advantages_M, groups, merge=settings.merge)
     return advantages_M, rows, account, flat
 
 

@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,17 +21,18 @@ from tensordict import NonTensorData, NonTensorStack
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from lightning_spans import plugins
-from lightning_spans.credit import credit_by_name
 from lightning_spans.errors import LightningError
 from lightning_spans.store import Rollout, open_store
 from lightning_spans.trace import traces_of
 from lightning_trainer.account import Account
+from lightning_trainer.air.judge import PLUGIN, Judge, read_rules
 from lightning_trainer.algorithms.rl import Batch, Settings, make_batch
-from lightning_trainer.backends.verl.comparisons import COMPARISONS
+from lightning_trainer.algorithms.rl import settings_of as rl_settings
 from lightning_trainer.backends.verl.control import Control
 from lightning_trainer.backends.verl.groups import Groups
 from lightning_trainer.backends.verl.trajectories import Prompt, Trajectory, trajectories
 from lightning_trainer.config import TrainConfig
+from lightning_trainer.recipes import recipe_of
 from lightning_trainer.rollouts import Outcome
 from lightning_trainer.rows import Row
 from lightning_trainer.scores import Score, score, total
@@ -50,6 +52,9 @@ class RolloutCollector:
         self._run = TrainConfig(**json.loads(Path(lightning.config).read_text(encoding="utf-8")))
         control = Control.of(lightning)
         plugins.load_all()
+        rules = read_rules(self._run.rewards, credit=self._run.credit, gamma=self._run.gamma)
+        if rules:
+            plugins.register(Judge(rules), PLUGIN)  # this process is the trainer's, and ends with it
         self._store = open_store(control.url, key=control.key)
         self._groups = Groups(self._store)
         self._settings = settings_of(self._run)
@@ -78,7 +83,9 @@ class RolloutCollector:
         """Queue the rollouts of these prompts and return at once."""
         for row in as_dicts(prompts):
             prompt = Prompt(
-                uid=str(row["uid"]), step=int(row["global_steps"]), values_as_rewards=self._run.algorithm == "ppo"
+                uid=str(row["uid"]),
+                step=int(row["global_steps"]),
+                values_as_rewards=recipe_of(self._run.algorithm).critic,
             )
             rollouts = self._plan(row["task"], self._group_of(int(row["index"])), self._run.group_size, "train")
             tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
@@ -138,6 +145,7 @@ class RolloutCollector:
         if not self._store.consume_group(group_id, f"{self._name}/{prompt.step}"):
             raise LightningError(f"group {group_id} was trained on before. Is another run using this store?")
         batch = make_batch(self._settings, ended, functools.partial(_traces, self._store), self._agents)
+        self._store.add_rewards(batch.automatic)
         self._agents |= {name for name in batch.agents if name is not None}
         self._refuse_barren(batch, ended)
         rows: dict[str, list[Row]] = defaultdict(list)
@@ -170,16 +178,11 @@ class RolloutCollector:
 
 
 def settings_of(run: TrainConfig) -> Settings:
-    """Say how groups become rows."""
-    options = {} if run.gamma is None else {"gamma": run.gamma}
-    return Settings(
-        agents=run.agents,
-        credit=credit_by_name(run.credit, **options),
-        normalise=run.normalise_std,
-        eps=run.advantage_eps,
-        failed=run.failed,
-        compare=COMPARISONS[run.algorithm],
-    )
+    """Say how groups become rows: as on the torch backend, but that verl's trainer compares with the whole batch.
+
+    verl's GSPO takes a row for a response, so there each call has a row of its own.
+    """
+    return replace(rl_settings(run), whiten=False, merge=recipe_of(run.algorithm).loss != "gspo")
 
 
 def write(prompt: Prompt, laid: Sequence[Trajectory]) -> None:

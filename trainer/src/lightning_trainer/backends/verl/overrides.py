@@ -16,16 +16,11 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.verl.profiles import Values, defaults, model_path, on_cpu
 from lightning_trainer.backends.verl.shape import Shape
 from lightning_trainer.config import TrainConfig
-from lightning_trainer.recipes import Aggregation
+from lightning_trainer.recipes import RECIPES, Aggregation, LossName, recipe_of
 
 HERE: Final = "lightning_trainer.backends.verl"
-# Our name of an algorithm, and verl's name of the advantage estimator: ours are registered by `estimators`.
-ESTIMATORS: Final[Mapping[str, str]] = {
-    "grpo": "lightning",
-    "rloo": "lightning",
-    "reinforce++": "lightning_whitened",
-    "ppo": "gae",
-}
+# Our name of a policy loss, and verl's.
+LOSSES: Final[Mapping[LossName, str]] = {"clip": "vanilla", "gspo": "gspo", "cispo": "cispo"}
 # What ends the estimator's name, by how the loss weighs responses.
 AGGREGATIONS: Final[Mapping[Aggregation, str]] = {
     "token-mean": "",
@@ -68,7 +63,7 @@ def overrides(config: TrainConfig, place: Place, shape: Shape | None, *, flash_a
         ConfigError: an option is not for verl, or the table `verl` sets a key that is not its own.
     """
     check(config)
-    if config.algorithm == "ppo" and config.device != "cpu" and not flash_attention:
+    if recipe_of(config.algorithm).critic and config.device != "cpu" and not flash_attention:
         raise ConfigError("verl's critic needs flash attention. Install flash-attn, or use another algorithm.")
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
     derived = _derived(config, place, context)
@@ -92,8 +87,19 @@ def check(config: TrainConfig) -> None:
         ConfigError: says which, and what to do.
     """
     problems = {
-        f"verl knows no algorithm {config.algorithm!r}. Use one of: {', '.join(ESTIMATORS)}.": config.algorithm
-        not in ESTIMATORS,
+        f"verl knows no algorithm {config.algorithm!r}. Use one of: {', '.join(RECIPES)}.": config.algorithm
+        not in RECIPES,
+        f"verl weighs no {config.loss_aggregation}. Use one of: {', '.join(AGGREGATIONS)}.": config.loss_aggregation
+        not in AGGREGATIONS,
+        "verl takes the divergence off the reward only with a critic. Set kl_in = loss, or algorithm = ppo.": (
+            config.kl_coef > 0 and config.kl_in == "reward" and not recipe_of(config.algorithm).critic
+        ),
+        "verl averages the entropy over tokens. Set loss_aggregation = token-mean, or entropy_coef = 0.": (
+            config.entropy_coef > 0 and config.loss_aggregation != "token-mean"
+        ),
+        "verl's trainer draws a batch once: groups are replaced on backend = torch only. Set resample = 0.": (
+            config.resample > 0
+        ),
         "verl trains with one temperature for all calls, above 0. Set temperature, or leave it out for 1.": (
             config.temperature is not None and config.temperature <= 0
         ),
@@ -101,7 +107,7 @@ def check(config: TrainConfig) -> None:
             config.kl_coef > 0 and config.loss_aggregation != "token-mean"
         ),
         "algorithm = ppo weighs tokens by the critic. Set loss_aggregation = token-mean.": (
-            config.algorithm == "ppo" and config.loss_aggregation != "token-mean"
+            recipe_of(config.algorithm).critic and config.loss_aggregation != "token-mean"
         ),
         f"device = {config.device!r} names one device. With verl, say cpu, or give the number of gpus.": (
             config.device not in {"auto", "cpu", "cuda"}
@@ -129,7 +135,8 @@ def _derived(config: TrainConfig, place: Place, context: int) -> dict[str, tuple
     return {
         "algorithm.adv_estimator": (_estimator(config), "algorithm and loss_aggregation"),
         "algorithm.norm_adv_by_std_in_grpo": (config.normalise_std, "normalise_std"),
-        "critic.enable": (config.algorithm == "ppo", "algorithm"),
+        "critic.enable": (recipe_of(config.algorithm).critic, "algorithm"),
+        **_critic(config),
         "data.train_batch_size": (config.batch_size, "batch_size"),
         "data.max_prompt_length": (context - answer, "max_model_len"),
         "data.max_response_length": (answer, "max_tokens"),
@@ -143,7 +150,13 @@ def _derived(config: TrainConfig, place: Place, context: int) -> dict[str, tuple
         f"{actor}.clip_ratio_low": (config.clip_low, "clip_low"),
         f"{actor}.clip_ratio_high": (config.clip_high, "clip_high"),
         f"{actor}.loss_agg_mode": ("token-mean", "loss_aggregation"),
-        f"{actor}.use_kl_loss": (config.kl_coef > 0, "kl_coef"),
+        f"{actor}.policy_loss.loss_mode": (LOSSES[recipe_of(config.algorithm).loss], "algorithm"),
+        f"{actor}.entropy_coeff": (config.entropy_coef, "entropy_coef"),
+        f"{actor}.use_kl_loss": (config.kl_coef > 0 and config.kl_in == "loss", "kl_coef and kl_in"),
+        f"{actor}.kl_loss_type": (_kl_name(config), "kl_estimator"),
+        "algorithm.use_kl_in_reward": (config.kl_coef > 0 and config.kl_in == "reward", "kl_coef and kl_in"),
+        "algorithm.kl_penalty": (_kl_name(config), "kl_estimator"),
+        "algorithm.kl_ctrl.kl_coef": (config.kl_coef, "kl_coef"),
         f"{actor}.kl_loss_coef": (config.kl_coef, "kl_coef"),
         f"{actor}.ppo_mini_batch_size": (config.batch_size, "batch_size"),
         f"{rollout}.n": (config.group_size, "group_size"),
@@ -200,7 +213,24 @@ def _connecting(config: TrainConfig, place: Place) -> Values:
 
 
 def _estimator(config: TrainConfig) -> str:
-    return ESTIMATORS[config.algorithm] + AGGREGATIONS[config.loss_aggregation]
+    """Name the advantage estimator: verl's own with a critic, else one of those that `estimators` registers."""
+    recipe = recipe_of(config.algorithm)
+    if recipe.critic:
+        return "gae"
+    return ("lightning_whitened" if recipe.whiten else "lightning") + AGGREGATIONS[config.loss_aggregation]
+
+
+def _critic(config: TrainConfig) -> dict[str, tuple[Any, str]]:
+    options = {
+        "algorithm.lam": (config.gae_lambda, "gae_lambda"),
+        "critic.optim.lr": (config.value_learning_rate, "value_learning_rate"),
+        "critic.cliprange_value": (config.value_clip, "value_clip"),
+    }
+    return {key: (value, name) for key, (value, name) in options.items() if value is not None}
+
+
+def _kl_name(config: TrainConfig) -> str:
+    return config.kl_estimator.replace("low_var", "low_var_kl")
 
 
 def _alpha(config: TrainConfig) -> int:

@@ -26,8 +26,6 @@ def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_at
         f"{actor}.use_dynamic_bsz": True,
         f"{actor}.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS),
         f"{actor}.clip_ratio_c": 1e9,  # the bound of dual-clip PPO, out of reach: the torch backend has none
-        f"{actor}.entropy_coeff": 0,
-        f"{actor}.kl_loss_type": "low_var_kl",
         f"{actor}.optim.weight_decay": 0.0,
         f"{actor}.optim.betas": [0.9, 0.99],  # those of the torch backend
         f"{actor}.fsdp_config.seed": config.seed,
