@@ -50,6 +50,7 @@ def test_trained_agents_without_a_policy_share_one() -> None:
 def test_exact_names_go_before_globs_and_a_prefix_is_another_name() -> None:
     policies = parse({"*": "lora:others", "writer": "lora"})
     assert (policies.of("writer"), policies.of("rewriter"), policies.of(None)) == ("writer", "others", None)
+    assert Policies({"*": "others", "writer": "writer"}).of("writer") == "writer"
     assert Policies({"writer": "writer"}).of("rewriter") is None
 
 
