@@ -351,6 +351,14 @@ def test_reasoning_is_a_block_of_its_own(tmp_path):
     assert items[0]["content"][0]["text"] == "12 and 7."
 
 
+def test_a_forced_call_that_a_server_says_was_stopped_is_tool_use(tmp_path):
+    calls = [{"id": "c", "type": "function", "function": {"name": "t", "arguments": "{}"}}]
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    with gateway(tmp_path, Behind(lambda body: JSONResponse(completion("", message=message)))) as front:
+        told = front.post({"messages": USER, "max_tokens": 9}, path="/v1/messages").json()
+    assert (told["stop_reason"], told["content"][0]["name"]) == ("tool_use", "t")
+
+
 def test_embeddings_and_token_counts_pass_through_and_are_no_calls(tmp_path):
     def answer(body):
         return JSONResponse({"count": 7} if "messages" in body else {"object": "list", "data": [{"embedding": [0.5]}]})

@@ -76,6 +76,7 @@ class Gateway:
         self._provider = provider
         self._record_untrained = record_untrained
         self._open: set[asyncio.Task[None]] = set()
+        writer.expected = lambda: len(self._open)
 
     async def settle(self, timeout_s: float = 5.0) -> None:
         """Wait until every call that was begun has left its record; uvicorn only cancels them when it stops."""

@@ -90,7 +90,9 @@ def _head(draft: Draft) -> dict[str, Any]:
 
 def _stop(parts: Parts) -> dict[str, Any]:
     reason = _REASONS.get(parts.finish_reason or "", "end_turn")
-    if reason == "end_turn" and parts.stopped_by is not None:
+    if reason == "end_turn" and any(part.kind == "tool" for part in parts.parts):
+        reason = "tool_use"  # vLLM says "stop" of a call that was forced
+    elif reason == "end_turn" and parts.stopped_by is not None:
         reason = "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": parts.stopped_by if reason == "stop_sequence" else None}
 
