@@ -24,8 +24,16 @@ SOURCES = {
     "lightning_trainer": ROOT / "trainer/src/lightning_trainer",
     **{folder.name: folder for folder in sorted(ROOT.glob("plugins/*/src/lightning_*"))},
 }
-FRAMEWORKS = {"langchain", "langchain_core", "langchain_openai", "langgraph", "agents", "crewai"}
-FRAMEWORKS |= {"autogen_agentchat", "autogen_core", "autogen_ext"}
+
+
+def own_framework(folder: Path) -> set[str]:
+    """What a plugin's framework is imported as, by its own pyproject."""
+    settings = tomllib.loads((folder.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    return set(settings["tool"]["lightning"]["imports"])
+
+
+OWN_FRAMEWORK = {name: own_framework(folder) for name, folder in SOURCES.items() if folder.parts[-4] == "plugins"}
+FRAMEWORKS = set().union(*OWN_FRAMEWORK.values()) - {"openai"} | {"langchain_openai", "autogen_ext"}
 TENSORS = {"torch", "transformers", "peft", "accelerate", "safetensors", "verl", "vllm"}
 OURS = set(SOURCES)
 # What a package may never import; everything else that it imports, its own pyproject declares.
@@ -33,12 +41,6 @@ FORBIDDEN = {
     "lightning_spans": FRAMEWORKS | TENSORS | OURS | {"openai", "numpy"},
     "lightning_openai": FRAMEWORKS | TENSORS | OURS - {"lightning_spans"},
     "lightning_trainer": FRAMEWORKS | OURS - {"lightning_spans"},
-}
-OWN_FRAMEWORK = {
-    "lightning_autogen": {"autogen_agentchat", "autogen_core"},
-    "lightning_crewai": {"crewai"},
-    "lightning_langchain": {"langchain", "langchain_core", "langgraph"},
-    "lightning_openai_agents": {"agents"},
 }
 DISTRIBUTIONS = importlib.metadata.packages_distributions()
 # Imported under a name of its own, but a fixed part of what is declared.

@@ -1,0 +1,192 @@
+"""Models that Pydantic AI reaches without the openai client (Anthropic, Google, Bedrock, ...): one chat span a call.
+
+Every model is watched while it works. If the wire made a chat span meanwhile, or a model inside of this one did,
+nothing is made here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from opentelemetry import context as otel_context
+from pydantic_ai.models import Model
+
+from lightning_openai.elsewhere import record_elsewhere, to_json
+from lightning_openai.watch import Stay, watched
+from lightning_pydantic_ai.at_work import FRAMEWORK, PLUGIN
+from lightning_spans.context import entered, overlaid
+from lightning_spans.patches import Undo, replace_in_subclasses
+
+if TYPE_CHECKING:
+    from lightning_spans.recorder import Recorder
+    from lightning_spans.spans import Json
+
+_WIRED: Final = "pydantic_ai.models.openai"  # its models always use the openai client
+_FINISH: Final = {"tool_call": "tool_calls"}
+
+
+def bind(recorder: Recorder) -> Callable[[], None]:
+    """Follow every call of a model, until the callable that is given back is called."""
+    models = Models(recorder)
+    undo = Undo()
+    undo.add(models.stop)
+    undo.add(replace_in_subclasses(Model, "request", models.wrap_request))
+    undo.add(replace_in_subclasses(Model, "request_stream", models.wrap_request_stream))
+    return undo
+
+
+class Models:
+    """Makes the chat spans of calls that the wire does not see."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._live = True
+
+    def stop(self) -> None:
+        """Hear no more."""
+        self._live = False
+
+    def wrap_request(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A model is asked."""
+        if original.__module__.startswith(_WIRED):
+            return original
+
+        async def request(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._live:
+                return await original(model, messages, *args, **kwargs)
+            call = _Call(self._recorder, model, messages, args, streamed=False)
+            try:
+                with entered(watched(call.stay)):
+                    answer = await original(model, messages, *args, **kwargs)
+            except BaseException as error:
+                call.record(None, error)
+                raise
+            call.record(answer, None)
+            return answer
+
+        return request
+
+    def wrap_request_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A model is asked, and its answer streamed."""
+        if original.__module__.startswith(_WIRED):
+            return original
+
+        def request_stream(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
+            stream = original(model, messages, *args, **kwargs)
+            if not self._live:
+                return stream
+            return _streaming(stream, _Call(self._recorder, model, messages, args, streamed=True))
+
+        return request_stream
+
+
+class _Call:
+    """A call of a model, until it is known whether the wire saw it."""
+
+    def __init__(self, recorder: Recorder, model: Any, messages: Any, args: Sequence[Any], *, streamed: bool) -> None:
+        self.stay = Stay()
+        self._recorder = recorder
+        self._model = model
+        self._streamed = streamed
+        self._start_ns = time.time_ns()
+        self._request: dict[str, Json] = {}
+        with recorder.guard(PLUGIN):
+            self._request = request_body(model, messages, *args[:2])
+
+    def record(self, answer: Any, error: BaseException | None) -> None:
+        """Make the span, unless there is one."""
+        if self.stay.seen:
+            return
+        self.stay.called()  # a model around this one made no call of its own
+        with self._recorder.guard(PLUGIN):
+            record_elsewhere(
+                self._recorder,
+                FRAMEWORK,
+                self._request,
+                None if answer is None else response_body(answer),
+                provider=getattr(self._model, "system", None),
+                streamed=self._streamed,
+                error=error,
+                start_ns=self._start_ns,
+            )
+
+
+@asynccontextmanager
+async def _streaming(stream: AbstractAsyncContextManager[Any], call: _Call) -> AsyncIterator[Any]:
+    outer = otel_context.get_current()
+    otel_context.attach(watched(call.stay))
+    answer, failed = None, None
+    try:
+        async with stream as opened:
+            otel_context.attach(overlaid(outer))  # the reader's calls are no part of it
+            yield opened
+            answer = opened.get()
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        failed = error
+        raise
+    finally:
+        otel_context.attach(overlaid(outer))
+        call.record(answer, failed)
+
+
+def request_body(model: Any, messages: Sequence[Any], settings: Any = None, parameters: Any = None) -> dict[str, Json]:
+    """Give what was asked as the body of a chat completion."""
+    known = {key: value for key, value in (settings or {}).items() if isinstance(value, str | int | float | list)}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters_json_schema},
+        }
+        for tool in [*getattr(parameters, "function_tools", ()), *getattr(parameters, "output_tools", ())]
+    ]
+    told = [given.instructions for given in messages if getattr(given, "instructions", None)]
+    turns = [{"role": "system", "content": told[-1]}] if told else []  # every request repeats them, the last one counts
+    body = {**known, "model": model.model_name, "messages": [*turns, *(t for given in messages for t in _turns(given))]}
+    return {**body, "tools": tools} if tools else body
+
+
+def response_body(answer: Any) -> dict[str, Json]:
+    """Give what was answered as a chat completion."""
+    details: Mapping[str, Any] = getattr(answer, "provider_details", None) or {}
+    reason = getattr(answer, "finish_reason", None) or details.get("finish_reason")
+    return {
+        "id": getattr(answer, "provider_response_id", None),
+        "object": "chat.completion",
+        "model": answer.model_name,
+        "choices": [{"index": 0, "message": _assistant(answer), "finish_reason": _FINISH.get(str(reason), reason)}],
+        "usage": {"prompt_tokens": answer.usage.input_tokens, "completion_tokens": answer.usage.output_tokens},
+    }
+
+
+def _turns(message: Any) -> Iterator[dict[str, Json]]:
+    if message.kind == "response":
+        yield _assistant(message)
+        return
+    for part in message.parts:
+        if part.part_kind == "system-prompt":
+            yield {"role": "system", "content": part.content}
+        elif part.part_kind == "user-prompt":
+            yield {"role": "user", "content": part.content if isinstance(part.content, str) else to_json(part.content)}
+        elif part.part_kind in {"tool-return", "retry-prompt"}:
+            text = part.model_response() if part.part_kind == "retry-prompt" else part.model_response_str()
+            yield {"role": "tool", "tool_call_id": part.tool_call_id, "content": text}
+
+
+def _assistant(message: Any) -> dict[str, Json]:
+    text = "".join(part.content for part in message.parts if part.part_kind == "text")
+    calls = [
+        {
+            "id": part.tool_call_id,
+            "type": "function",
+            "function": {"name": part.tool_name, "arguments": part.args_as_json_str()},
+        }
+        for part in message.parts
+        if part.part_kind == "tool-call"
+    ]
+    turn: dict[str, Json] = {"role": "assistant", "content": text or None}
+    return {**turn, "tool_calls": calls} if calls else turn

@@ -1,0 +1,50 @@
+"""The README's table of tested versions, written from what the plugins name: `nox -s table`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BEGIN = "<!-- versions: written by `nox -s table` -->"
+END = "<!-- end of versions -->"
+ORDER = ["oldest", "middle", "latest", "together"]  # a leg of another name is to find its place here
+
+
+def table(root: Path = ROOT) -> str:
+    """Give the table: a row for each plugin, a column for each leg that any of them has."""
+    tested = {}
+    for path in sorted(root.glob("plugins/*/pyproject.toml")):
+        tested[path.parent.name] = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["lightning"]["versions"]
+    legs = sorted({leg for of in tested.values() for leg in of}, key=lambda leg: (ORDER.index(leg), leg))
+    rows = [["plugin", *legs], ["---"] * (len(legs) + 1)]
+    rows += [
+        [f"[{name}](plugins/{name})", *(", ".join(map(_plain, of.get(leg, []))) for leg in legs)]
+        for name, of in tested.items()
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def written(text: str, root: Path = ROOT) -> str:
+    """Give a text with the table between its marks.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    before, found, rest = text.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (found and ended):
+        raise ValueError(f"There is no {BEGIN} with {END} after it.")
+    return f"{before}{BEGIN}\n{table(root)}\n{END}{after}"
+
+
+def _plain(requirement: str) -> str:
+    """Give a requirement as one reads it: ``autogen-ext[openai]==0.7.5`` is ``autogen-ext 0.7.5``."""
+    name, version = re.fullmatch(r"([\w.-]+)(?:\[.*\])?(.*)", requirement).groups()
+    return f"{name} {version.removeprefix('==')}".strip()
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(written(readme.read_text(encoding="utf-8")), encoding="utf-8")

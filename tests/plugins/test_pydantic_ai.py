@@ -1,0 +1,421 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("pydantic_ai")
+
+import openai
+import pydantic_ai
+from pydantic import BaseModel
+from pydantic_ai import Agent, ModelRetry, UnexpectedModelBehavior
+from pydantic_ai.messages import ModelResponse, TextPart, ToolCallPart
+from pydantic_ai.models.function import FunctionModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.models.wrapper import WrapperModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+import lightning_pydantic_ai
+from lightning_pydantic_ai.at_work import TOOL_CALL, ToolManager
+from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import spans as names
+from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
+from lightning_spans.testing.program import record, span_of
+from lightning_spans.testing.script import Reply, ToolCall, agent_of
+from lightning_spans.testing.server import ScriptedServer
+
+NEW = not pydantic_ai.__version__.startswith("1.")
+
+
+def model(url, kind=OpenAIChatModel, **options):
+    return kind(MODEL, provider=OpenAIProvider(openai_client=openai.AsyncOpenAI(base_url=url, **options)))
+
+
+def make(name, url_or_model, *tools, **options):
+    given = model(url_or_model) if isinstance(url_or_model, str) else url_or_model
+    return Agent(given, name=name, instructions=instructions(name), tools=tools, **options)
+
+
+async def ask(name, url, prompt, *tools, **options):
+    return (await make(name, url, *tools, **options).run(prompt)).output
+
+
+async def ask_all(who, url, scenario):
+    return await asyncio.gather(*(ask(name, url, PROMPTS[scenario]) for name in who))
+
+
+async def stream(name, url, prompt, **options):
+    async with make(name, url, **options).run_stream(prompt) as result:
+        return [piece async for piece in result.stream_text(delta=True, debounce_by=None)]
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def fail(reason: str) -> str:
+    """Fail."""
+    raise ValueError(reason)
+
+
+class TestConformance(PluginConformance):
+    framework = "pydantic-ai"
+    unsupported = {} if NEW else {"abandoned": "Pydantic AI 1 reads a stream that was left to its end itself"}
+
+    def patched(self):
+        return [(Agent, "iter"), (ToolManager, TOOL_CALL), (WrapperModel, "request"), (FunctionModel, "request_stream")]
+
+    def one_agent(self, url):
+        return make("writer", url).run_sync(PROMPTS["one_agent"]).output
+
+    def several_agents(self, url):
+        async def work():
+            return [await ask(name, url, PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
+
+        return run(work())
+
+    def namesakes(self, url):
+        async def work(team):
+            async def consult() -> str:
+                return await ask("writer", url, PROMPTS["namesakes"])
+
+            return await ask(team, url, "call consult {}", consult)
+
+        async def both():
+            return await asyncio.gather(work("red"), work("blue"))
+
+        return run(both())
+
+    def streaming(self, url):
+        return run(stream("writer", url, PROMPTS["streaming"]))
+
+    def abandoned(self, url):
+        async def work():
+            async with make("writer", url).run_stream(PROMPTS["abandoned"]) as result:
+                async for piece in result.stream_text(delta=True, debounce_by=None):
+                    return piece
+            return None
+
+        return run(work())
+
+    def responses(self, url):
+        return run(ask("writer", model(url, OpenAIResponsesModel), PROMPTS["responses"]))
+
+    def responses_streaming(self, url):
+        return run(stream("writer", model(url, OpenAIResponsesModel), PROMPTS["responses_streaming"]))
+
+    def choices(self, url):
+        return run(ask("writer", url, PROMPTS["choices"], model_settings={"extra_body": {"n": 2}}))
+
+    def tool_call(self, url):
+        return run(ask("caller", url, PROMPTS["tool_call"], add))
+
+    def parallel_tools(self, url):
+        return run(ask("caller", url, PROMPTS["parallel_tools"], add))
+
+    def tool_error(self, url):
+        with pytest.raises(ValueError, match="out of order") as error:
+            run(ask("caller", url, PROMPTS["tool_error"], fail))
+        return str(error.value)
+
+    def parallel(self, url):
+        return run(ask_all(["left", "right"], url, "parallel"))
+
+    def nested(self, url):
+        async def ask_writer(question: str) -> str:
+            return await ask("writer", url, question)
+
+        return run(ask("boss", url, PROMPTS["nested"], pydantic_ai.Tool(ask_writer, name="ask")))
+
+    async def asynchronous(self, url):
+        return await ask_all(["writer", "rewriter"], url, "asynchronous")
+
+    def threads(self, url):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda number: run(ask("writer", url, f"hello {number}")), range(2)))
+
+    def retried(self, url):
+        return run(ask("writer", url, PROMPTS["retried"]))
+
+    def failed(self, url):
+        with pytest.raises(pydantic_ai.exceptions.ModelHTTPError) as error:
+            run(ask("writer", model(url, max_retries=0), PROMPTS["failed"]))
+        return str(error.value)
+
+    def slow(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
+            run(ask("writer", model(url, max_retries=0, timeout=TIMEOUT_S), PROMPTS["slow"]))
+        return type(error.value).__name__
+
+    def cut(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
+            run(stream("writer", url, PROMPTS["cut"]))
+        return type(error.value).__name__
+
+    def callbacks(self, url):
+        seen = []
+
+        async def hear(context, events):
+            seen.extend([type(event).__name__ async for event in events])
+
+        async def work():
+            return (await make("writer", url).run(PROMPTS["callbacks"], event_stream_handler=hear)).output
+
+        return [run(work()), seen]
+
+
+@pytest.fixture
+def found_of(tmp_path):
+    """Give a function that runs a program attached, and gives what it left, after what every program must keep."""
+
+    def work(program, script=None):
+        found = record(program, tmp_path, framework="pydantic-ai", tracer="embedded")
+        known = {span.span_id for span in found.spans}
+        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
+        return found
+
+    return work
+
+
+def above(found, span):
+    """The spans around one, innermost first."""
+    by_id = {other.span_id: other for other in found.spans}
+    line = []
+    while span.parent_id is not None:
+        span = by_id[span.parent_id]
+        line.append((span.operation, span.name))
+    return line
+
+
+async def each(items):
+    return [item async for item in items]
+
+
+async def by_iter(agent, prompt):
+    async with agent.iter(prompt) as steps:
+        async for _ in steps:
+            pass
+
+
+async def by_run_stream(agent, prompt):
+    async with agent.run_stream(prompt) as result:
+        await result.get_output()
+
+
+WAYS = {
+    "run": lambda agent, prompt: run(agent.run(prompt)),
+    "run_sync": lambda agent, prompt: agent.run_sync(prompt),
+    "iter": lambda agent, prompt: run(by_iter(agent, prompt)),
+    "run_stream": lambda agent, prompt: run(by_run_stream(agent, prompt)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_run_an_agent_is_recorded_alike(way, found_of):
+    found = found_of(lambda url: WAYS[way](make("caller", url, add), PROMPTS["tool_call"]) and None)
+    assert [(s.operation, s.agent, s.status) for s in found.spans] == [
+        ("invoke_agent", "caller", "ok"),
+        ("chat", "caller", "ok"),
+        ("execute_tool", "caller", "ok"),
+        ("chat", "caller", "ok"),
+    ]
+    assert {span.parent_id for span in found.spans} == {None, found.spans[0].span_id}
+
+
+def test_an_agent_is_called_as_pydantic_ai_itself_would_call_it(found_of):
+    def program(url):
+        scribe = Agent(model(url), instructions=instructions("scribe"))
+        return scribe.run_sync("hello").output, Agent(model(url)).run_sync("hello").output
+
+    found = found_of(program)
+    assert [span.agent for span in found.chats] == ["scribe", "agent"]
+
+
+def test_a_tool_that_wants_another_try_and_one_whose_arguments_do_not_fit_are_errors(found_of):
+    def look(word: str) -> str:
+        raise ModelRetry("not that word")
+
+    def program(url):
+        with pytest.raises(UnexpectedModelBehavior):
+            run(ask("caller", url, 'call look {"word": "x"}', look, retries=0))
+        with pytest.raises(UnexpectedModelBehavior):
+            run(ask("caller", url, 'call add {"a": "one", "b": 2}', add, retries=0))
+
+    found = found_of(program)
+    assert sorted((span.name, span.status) for span in found.tools) == [("add", "error"), ("look", "error")]
+    asked = {span.name: json.loads(span.attributes[names.TOOL_ARGUMENTS]) for span in found.tools}
+    assert asked == {"look": {"word": "x"}, "add": {"a": "one", "b": 2}}
+    assert all(span.status_message for span in found.tools)
+
+
+class Answer(BaseModel):
+    text: str
+
+
+def test_the_form_of_an_answer_is_no_tool(tmp_path):
+    def form(body, seen):
+        return Reply(tool_calls=[ToolCall("final_result", '{"text": "done"}')])
+
+    with ScriptedServer(form) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPENAI_API_KEY", "sk")
+        with lightning_pydantic_ai.attach(store=str(tmp_path / "traces.db")) as attachment:
+            assert run(ask("writer", server.url, "hello", output_type=Answer)) == Answer(text="done")
+            attachment.flush(60)
+    store = open_store(str(tmp_path / "traces.db"))
+    assert sorted(span.operation for span in store.spans()) == ["chat", "invoke_agent"]
+    store.close()
+
+
+def test_a_client_called_inside_a_tool_is_the_tools_agents(found_of):
+    def program(url):
+        def look_up(word: str) -> str:
+            assert threading.current_thread() is not threading.main_thread()
+            client = openai.OpenAI(base_url=url)
+            messages = [{"role": "system", "content": instructions("caller")}, {"role": "user", "content": word}]
+            return client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.content
+
+        return run(ask("caller", url, 'call look_up {"word": "moon"}', look_up))
+
+    found = found_of(program)
+    assert len(found.chats) == len(found.requests) == 3
+    (inner,) = [span for span in found.chats if (names.EXECUTE_TOOL, "look_up") in above(found, span)]
+    assert inner.agent == "caller"
+
+
+def answers(messages, info):
+    if any(part.part_kind == "tool-return" for message in messages for part in message.parts):
+        return ModelResponse(parts=[TextPart("it is 5")])
+    return ModelResponse(parts=[ToolCallPart("add", {"a": 2, "b": 3}, tool_call_id="call-1")])
+
+
+async def streams(messages, info):
+    yield "from "
+    yield "elsewhere"
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "wrapped"])
+def test_a_model_reached_elsewhere_is_one_chat_span(wrapped, found_of):
+    def program(url):
+        given = FunctionModel(answers, stream_function=streams)
+        given = WrapperModel(given) if wrapped else given
+        return run(ask("writer", given, "hello", add)), "".join(run(stream("writer", given, "hello")))
+
+    found = found_of(program)
+    assert found.output == ("it is 5", "from elsewhere")
+    assert [(chat.agent, chat.status) for chat in found.chats] == [("writer", "ok")] * 3
+    first, second, third = found.chats
+    request = json.loads(first.attributes[names.REQUEST])
+    assert request["messages"][-1] == {"role": "user", "content": "hello"}
+    assert request["tools"][0]["function"]["parameters"]["required"] == ["a", "b"]
+    asked = json.loads(first.attributes[names.RESPONSE])["choices"][0]["message"]["tool_calls"]
+    assert asked[0]["id"] == found.tools[0].attributes[names.TOOL_CALL_ID] == "call-1"
+    roles = [turn["role"] for turn in json.loads(second.attributes[names.REQUEST])["messages"]]
+    assert roles[-2:] == ["assistant", "tool"]
+    assert json.loads(third.attributes[names.RESPONSE])["choices"][0]["message"]["content"] == "from elsewhere"
+    assert third.attributes[names.STREAMED] is True
+
+
+def test_a_model_reached_elsewhere_that_fails_is_an_error(found_of):
+    def gone(messages, info):
+        raise ConnectionError("gone")
+
+    def program(url):
+        with pytest.raises(ConnectionError):
+            run(ask("writer", FunctionModel(gone), "hello"))
+
+    (chat,) = found_of(program).chats
+    assert (chat.status, chat.status_message, chat.agent) == ("error", "gone", "writer")
+
+
+def test_a_model_that_wraps_a_wired_one_is_one_span(found_of):
+    found = found_of(lambda url: run(ask("writer", WrapperModel(model(url)), "hello")))
+    assert len(found.chats) == len(found.requests) == 1
+    assert found.chats[0].attributes[names.FRAMEWORK] == "openai"
+
+
+MCP_SERVER = """
+try:
+    from mcp.server.mcpserver import MCPServer as Server
+except ImportError:
+    from mcp.server.fastmcp import FastMCP as Server
+server = Server("doubles")
+@server.tool()
+def double(number: int) -> int:
+    return 2 * number
+server.run()
+"""
+
+
+def test_tools_of_a_local_mcp_server(found_of, tmp_path):
+    mcp = pytest.importorskip("pydantic_ai.mcp", exc_type=ImportError)
+    (tmp_path / "double_server.py").write_text(MCP_SERVER)
+    arguments = [str(tmp_path / "double_server.py")]
+
+    async def work(url):
+        from fastmcp.client.transports import StdioTransport
+
+        toolset = mcp.MCPToolset(StdioTransport(sys.executable, arguments), init_timeout=60)
+        return await ask("caller", url, 'call double {"number": 21}', toolsets=[toolset])
+
+    found = found_of(work)
+    assert "42" in found.output
+    (tool,) = found.tools
+    assert (tool.name, tool.agent, tool.status) == ("double", "caller", "ok")
+    assert "42" in tool.attributes[names.TOOL_RESULT]
+
+
+def test_a_run_that_is_cancelled_leaves_nothing_behind(found_of):
+    async def work(url):
+        task = asyncio.create_task(ask("writer", url, "wait 5"))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        client = openai.AsyncOpenAI(base_url=url)
+        await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "nobody"}])
+
+    found = found_of(work)
+    assert [(span.agent, span.status) for span in found.chats] == [("writer", "error"), (None, "ok")]
+    assert [span.status for span in found.spans if span.operation == names.INVOKE_AGENT] == ["error"]
+
+
+def test_detaching_ends_what_is_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
+    monkeypatch.setenv("OPENAI_API_KEY", "sk")
+    attachment = lightning_pydantic_ai.attach(store=str(tmp_path / "traces.db"))
+
+    def stop() -> str:
+        attachment.detach()
+        return "stopped"
+
+    with ScriptedServer() as server:
+        assert "[stopped]" in run(ask("caller", server.url, "call stop {}", stop))
+        assert "traceparent" not in server.requests[-1].headers
+    store = open_store(str(tmp_path / "traces.db"))
+    assert sorted(span.operation for span in store.spans()) == ["chat", "execute_tool", "invoke_agent"]
+    store.close()
+
+
+def test_only_the_attempts_own_agent_is_rerouted_from_inside_a_tool(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk")
+    with ScriptedServer() as origin, ScriptedServer() as policy:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",))
+
+        async def consult() -> str:
+            return await ask("writer", origin.url, "hello")
+
+        with lightning_pydantic_ai.attach(store=str(tmp_path / "traces.db")) as attachment, use_attempt(attempt):
+            run(ask("boss", origin.url, "call consult {}", consult))
+            attachment.flush(60)
+        assert {agent_of(request.body) for request in policy.requests} == {"writer"}
+        assert {agent_of(request.body) for request in origin.requests} == {"boss"}
+        assert len({span_of(request) for request in [*policy.requests, *origin.requests]}) == 3
