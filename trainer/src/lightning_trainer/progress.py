@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from lightning_trainer.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
@@ -112,7 +114,7 @@ class Shown:
 
     def note(self, text: str) -> None:
         """Tell something worth keeping on the screen."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(text, lines=True), highlight=False, markup=False, soft_wrap=True)
 
     def alarms(self, texts: Sequence[str]) -> None:
         """Say which alarms stand now; those before no longer do."""
@@ -163,7 +165,7 @@ def one_line(metrics: Mapping[str, float]) -> str:
     agents = [f"{name.removeprefix('reward/')} {metrics[name]:.3f}" for name in metrics if name.startswith("reward/")]
     parts = [f"{name} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics]
     first = 1 if "reward" in metrics else 0
-    return "  ".join([*parts[:first], *agents, *parts[first:]])
+    return printable("  ".join([*parts[:first], *agents, *parts[first:]]))
 
 
 def bar(done: int, total: int, width: int = 60) -> str:

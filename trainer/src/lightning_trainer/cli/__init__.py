@@ -11,6 +11,7 @@ import click
 
 from lightning_spans import watch
 from lightning_spans.errors import LightningError
+from lightning_trainer.printable import PrintableFormatter, printable
 
 # name -> the help's line; the command itself is `command` of the module with that name
 COMMANDS: Final = {
@@ -58,7 +59,8 @@ class LazyGroup(click.Group):
         except LightningError as error:
             if ctx.obj["debug"]:
                 raise
-            click.echo(f"{click.style('error', fg='red', bold=True)}: {error}", err=True)
+            said = printable(str(error), lines=True)
+            click.echo(f"{click.style('error', fg='red', bold=True)}: {said}", err=True)
             ctx.exit(2)
         except KeyboardInterrupt as interrupt:
             click.echo(str(interrupt) or "stopped", err=True)
@@ -90,4 +92,6 @@ def _log_to_stderr() -> None:
             self.stream = sys.stderr
             super().emit(record)
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[Stderr()])
+    handler = Stderr()
+    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])

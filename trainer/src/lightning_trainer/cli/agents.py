@@ -20,6 +20,7 @@ from lightning_trainer.cli.options import (
     screen,
     store_option,
 )
+from lightning_trainer.printable import printable
 
 if TYPE_CHECKING:
     from lightning_spans.trace import Trace
@@ -133,7 +134,8 @@ def _tell(outcomes: Sequence[Outcome], logs: Path) -> None:
 
 def _tell_errors(errors: Sequence[str], count: int, what: str) -> None:
     if errors:
-        click.echo(f"{len(errors)} of {count} {what} failed. The last error:\n{_end(errors[-1])}", err=True)
+        last = printable(_end(errors[-1]), lines=True)
+        click.echo(f"{len(errors)} of {count} {what} failed. The last error:\n{last}", err=True)
 
 
 def _end(text: str) -> str:
@@ -149,7 +151,7 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
         column.justify = "right"
     for row in rows:
         table.add_row(
-            row.agent or Text("(no name)", style="dim"),
+            Text(printable(row.agent)) if row.agent else Text("(no name)", style="dim"),
             Text("yes", style="green") if row.trained else Text("no", style="red"),
             f"{row.calls}",
             f"{row.prompt_tokens}",
@@ -161,7 +163,7 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
     screen().print(table)
     for row in rows:
         verdict = "would be trained" if row.trained else "would not be trained"
-        click.echo(f"{row.agent or '(no name)'} {verdict}: {row.why}{_errors(row)}{_sources(row)}")
+        click.echo(printable(f"{row.agent or '(no name)'} {verdict}: {row.why}{_errors(row)}{_sources(row)}"))
 
 
 def _sources(row: AgentRow) -> str:

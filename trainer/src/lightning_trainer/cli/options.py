@@ -158,4 +158,7 @@ def screen() -> Console:
 
 def print_json(value: Any) -> None:
     """Print one line of JSON on stdout, at once: a program may wait for it."""
-    click.echo(json.dumps(value, ensure_ascii=False, default=str))
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if not text.isprintable():  # JSON lets escapes above the first 32 and direction marks through
+        text = "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
+    click.echo(text)

@@ -21,6 +21,7 @@ from lightning_trainer.cli.options import (
     screen,
     store_option,
 )
+from lightning_trainer.printable import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -153,6 +154,7 @@ def _title(trace: Trace, attempt: AttemptRecord | None, *, whole: bool) -> Text:
         title.append(f"  {reward.agent or 'reward'} {reward.value:g}{source}", style="cyan")
     if attempt is not None and attempt.error:
         title.append(f"\n{attempt.error if whole else attempt.error.splitlines()[-1][:SHORT]}", style="red")
+    title.plain = printable(title.plain, lines=True)
     return title
 
 
@@ -171,6 +173,7 @@ def _line(node: Node) -> Text:
         line.append(f"  {str(given)[:SHORT]} -> {str(got)[:SHORT]}")
     if node.error is not None:
         line.append(f"  {node.error.splitlines()[0][:SHORT] if node.error else 'error'}", style="red")
+    line.plain = printable(line.plain)
     return line
 
 
