@@ -17,6 +17,7 @@ from lightning_trainer import watch
 from lightning_trainer.account import Account
 from lightning_trainer.algorithms.rl import Algorithm, Batch, Penalty, Traces
 from lightning_trainer.backends import Backend
+from lightning_trainer.capture import FirstTask
 from lightning_trainer.checkpoints import State, save
 from lightning_trainer.config import TrainConfig
 from lightning_trainer.data import Task, batch_at
@@ -173,8 +174,18 @@ class Loop:
         self._parts.log.add(kind, step, metrics)
         self._parts.progress.alarms([alarm.text for alarm in self._parts.log.alarms])
 
+    def _nothing_captured(self, rollouts: int) -> NothingLearnedError:
+        return NothingLearnedError(nothing_captured(rollouts, self._parts.local.runner.attached))
+
     def _run(self, rollouts: Sequence[Rollout], what: str) -> list[Outcome]:
-        outcomes = self._parts.local.run(rollouts, self._parts.progress, what, check=self._parts.check)
+        first = FirstTask(self._parts.local.store, rollouts, self._nothing_captured)
+
+        def check() -> None:
+            self._parts.check()
+            if not self.state.step:
+                first()
+
+        outcomes = self._parts.local.run(rollouts, self._parts.progress, what, check=check)
         if not self.state.step:
             self._refuse_unknown(outcomes)
         if all(outcome.attempt is None for outcome in outcomes):
@@ -233,7 +244,7 @@ class Loop:
     def _refuse_barren(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
         """Refuse what can't teach anything and never will."""
         if batch.account.seen == 0:
-            raise NothingLearnedError(nothing_captured(len(outcomes), self._parts.local.runner.attached))
+            raise self._nothing_captured(len(outcomes))
         if batch.account.trained == 0:
             raise NothingLearnedError(_no_rows(batch))
 

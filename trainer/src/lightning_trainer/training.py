@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_spans import plugins
 from lightning_spans.errors import ConfigError
+from lightning_spans.store import RolloutStatus, Store
 from lightning_trainer import trackers
 from lightning_trainer.air import installed, read_rules
 from lightning_trainer.alarms import Alarm
@@ -34,6 +35,7 @@ from lightning_trainer.scores import Score
 from lightning_trainer.target import Job
 
 UNKNOWN_POLICY = "policy"  # asked for by calls whose agent has none, where agents have their own: such are refused
+OPEN: tuple[RolloutStatus, ...] = ("queued", "running")
 UNNAMED = "agent"  # name of the one agent of a command that names none
 
 
@@ -242,9 +244,18 @@ def _local(config: TrainConfig, folder: Path, runner: Runner, backend: Backend) 
     )
     with (
         opened(config.store or str(folder / STORE_NAME)) as store,
+        _own_queue(config, store),
         serving(store, runner, routing=routing, engine=backend.engines, port=config.port) as local,
     ):
         yield local
+
+
+@contextmanager
+def _own_queue(config: TrainConfig, store: Store) -> Iterator[None]:
+    """Cancel what an earlier life of this run left in its own store: nobody waits for it any more."""
+    if config.resume is not None and config.store is None:
+        store.cancel([r.rollout_id for status in OPEN for r in store.rollouts(status=status)])
+    yield
 
 
 def _unnamed(config: TrainConfig) -> str | None:
