@@ -21,9 +21,18 @@ from lightning_trainer.cli.serving import tls_options
     "--upstream",
     "upstreams",
     multiple=True,
-    metavar="MODEL=URL",
-    help="An OpenAI-compatible server that answers for MODEL. May be repeated.",
+    metavar="MODEL=URL[,URL...]",
+    help="OpenAI-compatible servers that answer for MODEL. May be repeated.",
 )
+@click.option(
+    "--upstream-timeout", type=click.FloatRange(0, min_open=True), help="Most seconds of an answer; none by default."
+)
+@click.option(
+    "--provider",
+    metavar="URL",
+    help="Where named agents' calls go that are none of --agents; by default to --model too.",
+)
+@click.option("--unrecorded", is_flag=True, help="Keep no record of the calls that go to --provider.")
 @click.option(
     "--agents", "names", metavar="NAME,...", help="Agents whose calls runners send to the gateway; none by default."
 )
@@ -56,6 +65,9 @@ def command(
     *,
     store: str,
     upstreams: Sequence[str],
+    upstream_timeout: float | None,
+    provider: str | None,
+    unrecorded: bool,
     names: str | None,
     model: str | None,
     host: str,
@@ -73,7 +85,7 @@ def command(
 
     When it is ready, one line of JSON on stdout names the URL and the files with the keys: key_file for everything,
     runner_key_file for runners, evaluator_key_file for those who give rewards, live_key_file for agents in production.
-    LIGHTNING_UPSTREAM_KEY is sent to upstreams that want a key.
+    LIGHTNING_UPSTREAM_KEY is sent to upstreams that want a key, LIGHTNING_PROVIDER_KEY to the provider.
     """
     from lightning_spans.errors import ConfigError
     from lightning_spans.live import Live, parse_rate
@@ -82,9 +94,13 @@ def command(
     from lightning_trainer.local import opened
     from lightning_trainer.server.app import create_app
     from lightning_trainer.server.settings import Routing
-    from lightning_trainer.server.upstream import parse_upstream
+    from lightning_trainer.server.upstream import parse_provider, parse_upstream
 
-    forwarded = [parse_upstream(text, key=os.environ.get("LIGHTNING_UPSTREAM_KEY")) for text in upstreams]
+    key = os.environ.get("LIGHTNING_UPSTREAM_KEY")
+    forwarded = [parse_upstream(text, key=key, total_s=upstream_timeout) for text in upstreams]
+    if unrecorded and provider is None:
+        raise ConfigError("--unrecorded is about calls that go to --provider URL, which is not given.")
+    elsewhere = parse_provider(provider, key=os.environ.get("LIGHTNING_PROVIDER_KEY")) if provider else None
     agents = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
     models = [upstream.model for upstream in forwarded]
     if (agents or model) and not models:
@@ -94,6 +110,14 @@ def command(
     live = Live(rate=parse_rate(live_sample), redaction=read_rules(rules, os.environ))
     routing = Routing(agents=agents, model=model or (models[0] if models else "policy"), endpoint=endpoint)
     with opened(store) as kept, key_files(key_file, "runner", "evaluator", "live", rotate=rotate_keys) as (keys, files):
-        app = create_app(kept, keys=keys, upstreams=forwarded, routing=routing, live=live)
+        app = create_app(
+            kept,
+            keys=keys,
+            upstreams=forwarded,
+            routing=routing,
+            live=live,
+            provider=elsewhere,
+            record_untrained=not unrecorded,
+        )
         known_as = (urlsplit(endpoint).hostname or "",) if endpoint else ()
         serve_until_stopped(app, Place(host, port, tls_cert, tls_key, plain_http, known_as), files)

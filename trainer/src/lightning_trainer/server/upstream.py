@@ -81,6 +81,15 @@ def parse_upstream(text: str, *, key: str | None = None, total_s: float | None =
     return Upstream(model, found[0], key, tuple(found[1:]), total_s=total_s)
 
 
+def parse_provider(url: str, *, key: str | None = None) -> Upstream:
+    """Read the URL of the provider of agents that are not trained; they ask it for any model.
+
+    Raises:
+        ConfigError: it is no URL.
+    """
+    return Upstream("provider", _base_url(url, f"provider={url}"), key, any_model=True)
+
+
 def _base_url(url: str, text: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.netloc:
