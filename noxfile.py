@@ -205,9 +205,18 @@ def trl(session: nox.Session) -> None:
     session.install("trl==1.16.0", TORCH)
 
 
-@nox.session(requires=["trl"])
+@nox.session
+def litellm(session: nox.Session) -> None:
+    """Make the environment of the other gateway that `bench` runs beside ours."""
+    session.install("litellm[proxy]")
+
+
+@nox.session(requires=["trl", "litellm"])
 def bench(session: nox.Session) -> None:
     """Measure what we promise beside what others do, print a table and write bench.json. `-- capture` runs one."""
     install(session, "pytest", trainer=True)
-    python = Path(session.virtualenv.location).with_name("trl") / "bin" / "python"
-    session.run("python", "tests/bench/run.py", *session.posargs, env={"BENCH_TRL_PYTHON": str(python)})
+    pythons = {
+        f"BENCH_{name.upper()}_PYTHON": str(Path(session.virtualenv.location).with_name(name) / "bin" / "python")
+        for name in ("trl", "litellm")
+    }
+    session.run("python", "tests/bench/run.py", *session.posargs, env=pythons)

@@ -1,6 +1,7 @@
 """CPU that the gateway spends on a request, beside a bare relay with the same server and the same client.
 
-Three processes: a scripted model server, the one measured, and a client. The replies are 10 KB and 51 KB of JSON with
+Three processes: a scripted model server, the one measured, and a client. Where BENCH_LITELLM_PYTHON names an
+environment with litellm's proxy, that is measured after them. The replies are 10 KB and 51 KB of JSON with
 the message's tokens and their log-probabilities, as vLLM sends them when asked; each call is on disk before its reply.
 """
 
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -19,9 +22,11 @@ from typing import Any
 
 from figures import Figure
 
+LITELLM = os.environ.get("BENCH_LITELLM_PYTHON", "")
+PROXY = "litellm's proxy of PyPI in its own environment, which records nothing"
 REQUESTS = 300
 ROUNDS = 3
-AT_ONCE = 8
+AT_ONCE = int(os.environ.get("BENCH_AT_ONCE", "64"))
 SIZES = {"10 KB": (67, 0.5), "51 KB": (390, 1.0)}  # tokens in a reply, and the goal in ms
 OTHERS = {
     "10 KB": "2.1-3.6 ms (agent-lightning 1.0); 3.0-4.3 ms (rLLM)",
@@ -43,6 +48,7 @@ def measure() -> list[Figure]:
             start_mib = gateway.usage()["rss_mib"]  # by now caches and buffers have their size
             rounds += [(_cpu_ms(relay), _cpu_ms(gateway)) for _ in range(ROUNDS - 1)]  # in turns: noise hits both
             grown_mib = gateway.usage()["rss_mib"] - start_mib
+            theirs = _beside(upstream) if LITELLM else None
         bare, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
         kb = len(reply(tokens)) / 1000
         how = (
@@ -52,6 +58,7 @@ def measure() -> list[Figure]:
         figures += [
             Figure(what=f"gateway, {size}", value=whole, unit="ms", others=OTHERS[size], note=how),
             Figure(what=f"bare relay, {size}", value=bare, unit="ms", note="uvicorn and aiohttp, nothing read or kept"),
+            *([] if theirs is None else [Figure(what=f"litellm's proxy, {size}", value=theirs, unit="ms", note=PROXY)]),
             Figure(what=f"above the relay, {size}", value=whole - bare, unit="ms", goal=goal, others=OTHERS[size]),
             Figure(
                 what=f"memory grown, {size}",
@@ -63,11 +70,18 @@ def measure() -> list[Figure]:
     return figures
 
 
-def _cpu_ms(server: _Process) -> float:
+def _beside(upstream: _Process) -> float:
+    """Give the milliseconds of CPU that litellm's proxy spends on a request."""
+    with _LiteLlm(upstream.url) as proxy:
+        _client(proxy, 50)
+        return statistics.median(_cpu_ms(proxy, REQUESTS // 3) for _ in range(2))
+
+
+def _cpu_ms(server: _Process, number: int = REQUESTS) -> float:
     """Give the milliseconds of CPU that a server spends on a request."""
     before = server.usage()["cpu_s"]
-    _client(server, REQUESTS)
-    return (server.usage()["cpu_s"] - before) / REQUESTS * 1000
+    _client(server, number)
+    return (server.usage()["cpu_s"] - before) / number * 1000
 
 
 def reply(tokens: int) -> bytes:
@@ -129,6 +143,47 @@ class _Process:
         self._process.stdin.close()
         self._process.wait(20)
         self._process.stdout.close()
+        self._folder.cleanup()
+
+
+class _LiteLlm(_Process):
+    """litellm's proxy in a process of its own, out of its own environment, with nothing turned on."""
+
+    def __init__(self, upstream: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        config = Path(self._folder.name) / "config.yaml"
+        served = {"model": "openai/m", "api_base": f"{upstream}/v1", "api_key": "none"}
+        config.write_text(json.dumps({"model_list": [{"model_name": "m", "litellm_params": served}]}))
+        program = Path(LITELLM).with_name("litellm")
+        command = [str(program), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
+        quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MODE": "PRODUCTION", "LITELLM_LOG": "ERROR"}
+        env = {**os.environ, **quiet}
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+        self.url, self.key = f"http://127.0.0.1:{port}", "none"
+        self._wait(time.monotonic() + 180)
+
+    def _wait(self, until: float) -> None:
+        import httpx
+
+        while True:
+            try:
+                if httpx.get(f"{self.url}/health/liveliness", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(1)
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError("litellm's proxy did not start")
+
+    def usage(self) -> dict[str, float]:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return {"cpu_s": (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")}
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.terminate()
+        self._process.wait(30)
         self._folder.cleanup()
 
 
@@ -229,9 +284,10 @@ def ask(url: str, key: str, number: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "client":
+    kind = sys.argv[1] if len(sys.argv) > 1 else ""
+    if kind == "client":
         ask(sys.argv[2], sys.argv[3], int(sys.argv[4]))
-    elif sys.argv[1] in {"upstream", "relay", "gateway"}:
+    elif kind in {"upstream", "relay", "gateway"}:
         serve(*sys.argv[1:4])
     else:
         begin = time.monotonic()
