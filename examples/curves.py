@@ -173,3 +173,13 @@ def table(runs: Sequence[Run], agents: Sequence[str]) -> str:
         cells += [f"{run.before.get(key, 0.0):.2f} to {run.after.get(key, 0.0):.2f}" for key in keys]
         lines.append(f"| {' | '.join([*cells, f'{run.cpu_seconds:.0f}', f'{run.seconds:.0f}'])} |")
     return "\n".join(lines)
+
+
+def publish(readme: Path, name: str, text: str) -> None:
+    """Print a text, and put it into a README between ``<!-- NAME -->`` and ``<!-- /NAME -->``."""
+    print(text)
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, _, rest = readme.read_text().partition(begin)
+    _, found, after = rest.partition(end)
+    assert found, f"{readme} has no {begin.strip()}"
+    readme.write_text(f"{before}{begin}{text}\n{end}{after}")

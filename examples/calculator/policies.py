@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from curves import arguments, draw, here, measure, read, table
+from curves import arguments, draw, here, measure, publish, read, table
 
 HERE = here(__file__)
 SETUPS = {
@@ -46,7 +46,7 @@ def main() -> None:
     agents = ("caller", "answerer")
     panels = {f"reward/{agent}": agent for agent in agents}
     draw(read(args.results), panels, HERE.parent.parent / "docs" / "img" / "calculator-policies.png")
-    print(table(read(args.results), agents))
+    publish(HERE / "README.md", "policies", table(read(args.results), agents))
 
 
 if __name__ == "__main__":

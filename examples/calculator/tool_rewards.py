@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from curves import Run, arguments, draw, here, measure, read, table
+from curves import Run, arguments, draw, here, measure, publish, read, table
 
 HERE = here(__file__)
 SETUPS: dict[str, dict[str, float]] = {
@@ -53,9 +53,10 @@ def main() -> None:
         measure(args.results, args.setups.split(","), [int(seed) for seed in args.seeds.split(",")], config)
     runs = read(args.results)
     draw(runs, {"reward": "right answers"}, HERE.parent.parent / "docs" / "img" / "tool-rewards.png")
-    print(table(runs, ()))
-    for run in sorted(runs, key=lambda run: (run.setup, run.seed)):
-        print(f"{run.setup}, seed {run.seed}: {rollouts_to_goal(run)} rollouts to {GOAL}")
+    ordered = sorted(runs, key=lambda run: (run.setup, run.seed))
+    needed = [f"| {run.setup} | {run.seed} | {rollouts_to_goal(run)} |" for run in ordered]
+    head = [f"| rewards | seed | rollouts to {GOAL} |", "|---|---|---|"]
+    publish(HERE / "README.md", "tool rewards", "\n".join([*head, *needed, "", table(runs, ())]))
 
 
 if __name__ == "__main__":

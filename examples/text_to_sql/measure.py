@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from curves import arguments, draw, here, measure, read, table
+from curves import arguments, draw, here, measure, publish, read, table
 
 HERE = here(__file__)
 SETUPS = {"writer and rewriter": "writer=lora,rewriter=lora,checker=base"}
@@ -40,7 +40,7 @@ def main() -> None:
     runs = read(args.results)
     panels = {"reward/writer": "writer", "reward/rewriter": "rewriter, where it is asked"}
     draw(runs, panels, HERE.parent.parent / "docs" / "img" / "text-to-sql.png")
-    print(table(runs, ("writer", "rewriter")))
+    publish(HERE / "README.md", "measured", table(runs, ("writer", "rewriter")))
 
 
 if __name__ == "__main__":
