@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import threading
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_spans import spans as names
-from lightning_spans.errors import StoreError
+from lightning_spans.errors import RefusedError, StoreError
 from lightning_spans.otlp import encode
 from lightning_spans.records import dumps, to_json
 from lightning_spans.spans import Span
@@ -321,3 +322,60 @@ def _span(attempt_id, number, *, rollout_id=None, operation="execute_tool", attr
 def _send(server, spans, *, key):
     headers = {**PROTOBUF, "authorization": f"Bearer {key}"}
     return httpx.post(f"{server.url}/v1/traces", content=encode(spans), headers=headers)
+
+
+def test_a_span_that_is_wrong_costs_no_other_of_its_request(tmp_path):
+    from google.protobuf.json_format import MessageToDict
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+        ExportTraceServiceRequest,
+        ExportTraceServiceResponse,
+    )
+
+    request = ExportTraceServiceRequest()
+    request.ParseFromString(encode([_span("a", number) for number in range(1, 6)]))
+    sent = request.resource_spans[0].scope_spans[0].spans
+    sent[0].trace_id = b""  # no id
+    sent[1].start_time_unix_nano = 2**63 + 1  # no time
+    odd = sent[2].attributes.add()
+    odd.key, odd.value.int_value = "gen_ai.agent.name", 7  # no name: stays an attribute
+    as_json = MessageToDict(request)
+    for span in as_json["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+        for name in ("traceId", "spanId"):
+            if name in span:
+                span[name] = base64.b64decode(span[name]).hex()
+    bodies = {"application/x-protobuf": request.SerializeToString(), "application/json": json.dumps(as_json).encode()}
+    for kind, body in bodies.items():
+        folder = tmp_path / kind.rsplit("/", 1)[1]
+        folder.mkdir()
+        with served(folder) as server:
+            headers = {"content-type": kind, "authorization": f"Bearer {server.key('a')}"}
+            answer = httpx.post(f"{server.url}/v1/traces", content=body, headers=headers)
+            assert answer.status_code == 200
+            if kind == "application/json":
+                told = answer.json()["partialSuccess"]
+                assert (int(told["rejectedSpans"]), "2 are wrong" in told["errorMessage"]) == (2, True)
+            else:
+                response = ExportTraceServiceResponse.FromString(answer.content)
+                assert response.partial_success.rejected_spans == 2
+            assert [span.span_id for span in server.store.spans()] == [f"{n:016x}" for n in (3, 4, 5)]
+            assert 'lightning_spans_total{outcome="rejected"} 2.0' in httpx.get(f"{server.url}/metrics").text
+
+
+def test_a_span_that_the_store_refuses_costs_no_other_of_its_request(tmp_path):
+    class Picky:
+        def __init__(self, store):
+            self._store = store
+
+        def add_spans(self, spans):
+            if any(span.span_id == f"{4:016x}" for span in spans):
+                raise RefusedError("not this one")
+            return self._store.add_spans(spans)
+
+        def __getattr__(self, name):
+            return getattr(self._store, name)
+
+    with served(tmp_path, store=Picky(open_store(str(tmp_path / "s.db")))) as server:
+        reply = _send(server, [_span("a", number) for number in range(1, 10)], key=server.key("a"))
+        assert reply.status_code == 200
+        assert b"not this one" in reply.content
+        assert len(server.store.spans()) == 8

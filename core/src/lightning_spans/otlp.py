@@ -36,7 +36,10 @@ def flatten(span: Span) -> dict[str, Json]:
 def lift(attributes: Mapping[str, Json]) -> dict[str, Any]:
     """Undo `flatten`: give keyword arguments of `Span` from OTel attributes."""
     rest = dict(attributes)
-    fields: dict[str, Any] = {field: rest.pop(key, None) for key, field in _LIFTED.items()}
+    fields: dict[str, Any] = dict.fromkeys(_LIFTED.values())
+    for key, field in _LIFTED.items():
+        if isinstance(rest.get(key), str):  # what another library put there in another type stays an attribute
+            fields[field] = rest.pop(key)
     rest.pop(names.SCHEMA, None)
     origin = rest.pop(names.ORIGIN, None)
     fields["origin"] = origin if isinstance(origin, str) and origin else names.TRAINING
@@ -115,20 +118,36 @@ def _write_value(value: Json, out: AnyValue) -> None:
 
 
 def decode(body: bytes, content_type: str = PROTOBUF) -> list[Span]:
+    """Read an OTLP ``ExportTraceServiceRequest``, all of it or nothing.
+
+    Raises:
+        ValueError: as `read` raises it, or a span of it is wrong.
+    """
+    spans, complaints = read(body, content_type)
+    if complaints:
+        raise ValueError(complaints[0])
+    return spans
+
+
+def read(body: bytes, content_type: str = PROTOBUF) -> tuple[list[Span], list[str]]:
     """Read an OTLP ``ExportTraceServiceRequest``. Spans of other libraries keep all their attributes.
 
     Args:
         body: the uncompressed request body.
         content_type: ``application/x-protobuf`` or ``application/json``.
 
+    Returns:
+        The spans, and for each one that is wrong what is wrong with it.
+
     Raises:
         ValueError: the body is not OTLP, or the content type is neither of the two.
     """
     kind = content_type.split(";", maxsplit=1)[0].strip().lower()
+    complaints: list[str] = []
     if kind == PROTOBUF:
-        return list(_decode_protobuf(body))
+        return list(_decode_protobuf(body, complaints)), complaints
     if kind == JSON:
-        return list(_decode_json(body))
+        return list(_decode_json(body, complaints)), complaints
     raise ValueError(f"content type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
 
 
@@ -147,7 +166,7 @@ def rejected(answer: bytes, content_type: str) -> int:
     return int(response.partial_success.rejected_spans)
 
 
-def _decode_protobuf(body: bytes) -> Iterator[Span]:
+def _decode_protobuf(body: bytes, complaints: list[str]) -> Iterator[Span]:
     from google.protobuf.message import DecodeError
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -159,17 +178,20 @@ def _decode_protobuf(body: bytes) -> Iterator[Span]:
     for batch in request.resource_spans:
         for scope in batch.scope_spans:
             for span in scope.spans:
-                yield _span(
-                    trace_id=span.trace_id.hex(),
-                    span_id=span.span_id.hex(),
-                    parent_id=span.parent_span_id.hex(),
-                    name=span.name,
-                    start_ns=span.start_time_unix_nano,
-                    end_ns=span.end_time_unix_nano,
-                    code=span.status.code,
-                    message=span.status.message,
-                    attributes={pair.key: _read_value(pair.value) for pair in span.attributes},
-                )
+                try:
+                    yield _span(
+                        trace_id=span.trace_id.hex(),
+                        span_id=span.span_id.hex(),
+                        parent_id=span.parent_span_id.hex(),
+                        name=span.name,
+                        start_ns=span.start_time_unix_nano,
+                        end_ns=span.end_time_unix_nano,
+                        code=span.status.code,
+                        message=span.status.message,
+                        attributes={pair.key: _read_value(pair.value) for pair in span.attributes},
+                    )
+                except ValueError as error:
+                    complaints.append(str(error))
 
 
 def _read_value(value: AnyValue) -> Json:
@@ -185,28 +207,40 @@ def _read_value(value: AnyValue) -> Json:
     return getattr(value, kind)
 
 
-def _decode_json(body: bytes) -> Iterator[Span]:
+def _decode_json(body: bytes, complaints: list[str]) -> Iterator[Span]:
     import orjson
 
     try:
         request = orjson.loads(body)
-        for batch in request.get("resourceSpans", []):
-            for scope in batch.get("scopeSpans", []):
-                for span in scope.get("spans", []):
-                    status = span.get("status", {})
-                    yield _span(
-                        trace_id=span["traceId"].lower(),
-                        span_id=span["spanId"].lower(),
-                        parent_id=span.get("parentSpanId", "").lower(),
-                        name=span.get("name", ""),
-                        start_ns=int(span["startTimeUnixNano"]),
-                        end_ns=int(span["endTimeUnixNano"]),
-                        code=_status_code(status.get("code", 0)),
-                        message=status.get("message", ""),
-                        attributes={p["key"]: _read_json(p.get("value", {})) for p in span.get("attributes", [])},
-                    )
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        spans = [
+            span
+            for batch in request.get("resourceSpans", [])
+            for scope in batch.get("scopeSpans", [])
+            for span in scope.get("spans", [])
+        ]
+    except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
         raise ValueError(f"not an OTLP JSON body: {type(error).__name__}: {error}") from None
+    for span in spans:
+        try:
+            yield _json_span(span)
+        except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+            known = type(error) is ValueError  # ours, which says what is wrong
+            complaints.append(str(error) if known else f"not an OTLP JSON span: {type(error).__name__}: {error}")
+
+
+def _json_span(span: Mapping[str, Json]) -> Span:
+    status = span.get("status", {})
+    return _span(
+        trace_id=span["traceId"].lower(),
+        span_id=span["spanId"].lower(),
+        parent_id=span.get("parentSpanId", "").lower(),
+        name=span.get("name", ""),
+        start_ns=int(span["startTimeUnixNano"]),
+        end_ns=int(span["endTimeUnixNano"]),
+        code=_status_code(status.get("code", 0)),
+        message=status.get("message", ""),
+        attributes={p["key"]: _read_json(p.get("value", {})) for p in span.get("attributes", [])},
+    )
 
 
 def _status_code(code: int | str) -> int:
@@ -239,6 +273,8 @@ def _span(
 ) -> Span:
     if not _is_hex(trace_id, 32) or not _is_hex(span_id, 16) or (parent_id and not _is_hex(parent_id, 16)):
         raise ValueError(f"span {name!r}: ids must be 32 and 16 hex digits, not {trace_id!r} and {span_id!r}")
+    if not 0 <= start_ns < 2**63 or not 0 <= end_ns < 2**63:
+        raise ValueError(f"span {name!r}: its times, {start_ns} and {end_ns}, are no Unix times in nanoseconds")
     return Span(
         name=name,
         trace_id=trace_id,

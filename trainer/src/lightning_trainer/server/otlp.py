@@ -9,9 +9,9 @@ from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
-from lightning_spans.errors import StoreError
+from lightning_spans.errors import RefusedError, StoreError
 from lightning_spans.live import EVERYTHING, Live, sampled
-from lightning_spans.otlp import JSON, PROTOBUF, decode
+from lightning_spans.otlp import JSON, PROTOBUF, read
 from lightning_spans.spans import LIVE, Span
 from lightning_trainer.server.door import Door
 from lightning_trainer.server.foreign import adopted
@@ -32,6 +32,15 @@ class Sorted:
     taken: tuple[Span, ...]
     rejected: int
     message: str
+
+    def also(self, complaints: Sequence[str]) -> Sorted:
+        """Reject more, one for each complaint."""
+        if not complaints:
+            return self
+        message = "; ".join(
+            text for text in (self.message, f"{len(complaints)} are wrong, as this one: {complaints[0]}") if text
+        )
+        return replace(self, rejected=self.rejected + len(complaints), message=message)
 
 
 class OtlpReceiver:
@@ -61,14 +70,17 @@ class OtlpReceiver:
             self._metrics.sender(told.decode("latin-1"))
         try:
             inline = len(body) <= _INLINE_BYTES
-            spans = _read(body, content_type) if inline else await asyncio.to_thread(_read, body, content_type)
+            spans, wrong = _read(body, content_type) if inline else await asyncio.to_thread(_read, body, content_type)
         except ValueError as error:
             raise bad_request(str(error)) from None
-        result = sort(spans, grant)
+        if wrong and not spans:
+            raise bad_request(wrong[0])
+        result = sort(spans, grant).also(wrong)
         if grant.scope == "live":
             result = replace(result, taken=await asyncio.to_thread(self._of_production, result.taken))
-        await self._keep(result.taken)
-        self._metrics.spans("kept", len(result.taken))
+        refused = await self._keep(result.taken)
+        self._metrics.spans("kept", len(result.taken) - len(refused))
+        result = result.also(refused)
         self._metrics.spans("rejected", result.rejected)
         await send_bytes(send, _reply(result, content_type), kind=content_type.encode())
 
@@ -80,11 +92,17 @@ class OtlpReceiver:
         self._metrics.spans("redacted", sum(new is not old for new, old in zip(clean, kept, strict=True)))
         return clean
 
-    async def _keep(self, spans: Sequence[Span]) -> None:
+    async def _keep(self, spans: Sequence[Span]) -> list[str]:
+        """Keep spans. Gives why the store will never keep some of them; the others are on disk."""
         if not spans:
-            return
+            return []
         try:
             await self._writer.spans(spans)
+        except RefusedError as error:
+            if len(spans) == 1:
+                return [str(error)]
+            middle = len(spans) // 2  # one bad span must not cost the others of its request
+            return [*await self._keep(spans[:middle]), *await self._keep(spans[middle:])]
         except QueueFullError as error:
             self._metrics.spans("refused", len(spans))
             message = f"{error}: send these again later"
@@ -92,10 +110,12 @@ class OtlpReceiver:
         except StoreError as error:
             self._metrics.spans("refused", len(spans))
             raise store_down(error) from error
+        return []
 
 
-def _read(body: bytes, content_type: str) -> list[Span]:
-    return [adopted(span) for span in decode(body, content_type)]
+def _read(body: bytes, content_type: str) -> tuple[list[Span], list[str]]:
+    spans, wrong = read(body, content_type)
+    return [adopted(span) for span in spans], wrong
 
 
 def sort(spans: Sequence[Span], grant: Grant) -> Sorted:
