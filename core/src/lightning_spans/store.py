@@ -57,7 +57,7 @@ class Call:
         policy_version: the number of its weights when the call began.
         prompt_token_ids: (P,) ids given to the engine; None where it did not send them.
         choices: all n of them.
-        request: the body as received.
+        request: the request in the form of a chat completion, whatever surface it came by.
         sampling: the sampling parameters in force, defaults filled in.
         start_ns: Unix time in nanoseconds.
         end_ns: Unix time in nanoseconds.
