@@ -57,7 +57,7 @@ def test_the_books_say_what_was_given_and_what_became_of_it() -> None:
     assert books.unclaimed == {"ghost": 1}
     assert books.left_out == {"agent not selected": 1}
     text = "\n".join(books.lines())
-    assert "1 rewards for ghost, which made no call" in text
+    assert "1 rewards for ghost reached nobody" in text
     assert "+1.500 for worker" in text
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spans.credit import credit_by_name, last, per_agent
-from lightning_spans.credit_levels import Credited, Level, gigpo, levels_of, state_of, turn
+from lightning_spans.credit_levels import Credited, Level, gigpo, levels_of, lost_in, state_of, turn
 from lightning_spans.errors import ConfigError
 from lightning_spans.rewards import Reward
 from lightning_spans.transitions import Tokens, Transition
@@ -105,9 +105,13 @@ def test_an_agent_with_rewards_of_its_own_is_judged_by_those_alone():
     assert per_agent(TEAM, rewards) == [0.3, 1.0, 0.3, 0.0]
 
 
-def test_no_reward_is_lost_where_all_agents_are_named():
-    rewards = [reward(1.0), reward(0.0, "checker"), reward(0.3, "writer"), reward(0.2, "rewriter")]
-    assert per_agent(TEAM, rewards) == pytest.approx([1.3, 1.2, 1.3, 1.0])
+def test_the_attempts_reward_reaches_nobody_where_all_agents_are_named_and_that_is_told():
+    whole = reward(1.0)
+    named = [reward(0.0, "checker"), reward(0.3, "writer"), reward(0.2, "rewriter")]
+    credit = per_agent(TEAM, [whole, *named])
+    assert credit == [0.3, 0.2, 0.3, 0.0]
+    assert lost_in(credit) == (whole,)
+    assert lost_in(per_agent(TEAM, [whole, *named[1:]])) == lost_in(per_agent([], [whole])) == lost_in([1.0]) == ()
 
 
 def test_a_step_reward_is_no_verdict_on_its_agent():

@@ -100,10 +100,10 @@ def last(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[f
 def per_agent(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
     """Judge every agent by its own rewards, where it has any: the attempt's reward is for those that none names.
 
-    A free rider in a team that did well gets what it was given, not what the team was. Where rewards name all agents
-    and there is one of the attempt besides, that is everybody's: no reward is lost. Rewards of single calls (AIR) are
-    the caller's own, and no verdict on the agent: they are added to either. Where every reward names an agent, credit
-    is conserved over agents: what one call of each got sums to the rewards.
+    A free rider in a team that did well gets what it was given, not what the team was. Where rewards name all agents,
+    one of the attempt reaches nobody, and the account says so. Rewards of single calls (AIR) are the caller's own, and
+    no verdict on the agent: they are added to either. Where every reward names an agent, credit is conserved over
+    agents: what one call of each got sums to the rewards.
 
     Args:
         transitions: all of one attempt.
@@ -112,13 +112,18 @@ def per_agent(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> l
     Returns:
         One value for each transition; NaN as in `identical`.
     """
+    from lightning_spans.credit_levels import Credited
+
     sources = _Sources.of(transitions, rewards)
-    judged = sources.judged if {t.agent for t in transitions} - sources.judged else frozenset()
+    judged = sources.judged
     values = [
         sum(sources.by_agent[t.agent]) + (0.0 if t.agent in judged else sum(sources.shared)) + sum(own.values())
         for t, own in zip(transitions, sources.own, strict=True)
     ]
-    return sources.nan_where_silent(transitions, values)
+    spans = {t.span_id for t in transitions}
+    shared = [reward for reward in rewards if reward.agent is None and reward.span_id not in spans]
+    all_judged = bool(transitions) and not {t.agent for t in transitions} - judged
+    return Credited(sources.nan_where_silent(transitions, values), lost=shared if all_judged else ())
 
 
 def _last_turns(transitions: Sequence[Transition]) -> tuple[int, dict[str | None, int]]:

@@ -44,16 +44,30 @@ class Credited(list[float]):
 
     Attributes:
         levels: the comparisons whose weighted sum is the advantage; the first one holds the values themselves.
+        lost: rewards that the assigner gave to nobody.
     """
 
-    def __init__(self, values: Sequence[float], *, places: Sequence[str] | None = None, more: Iterable[Level] = ()):
+    def __init__(
+        self,
+        values: Sequence[float],
+        *,
+        places: Sequence[str] | None = None,
+        more: Iterable[Level] = (),
+        lost: Iterable[Reward] = (),
+    ) -> None:
         super().__init__(values)
         self.levels: tuple[Level, ...] = (Level(values=tuple(values), places=places), *more)
+        self.lost = tuple(lost)
 
 
 def levels_of(values: Sequence[float]) -> tuple[Level, ...]:
     """Give the comparisons of an assigner's answer; a plain list is one, over all calls of an agent."""
     return values.levels if isinstance(values, Credited) else (Level(values=values),)
+
+
+def lost_in(values: Sequence[float]) -> tuple[Reward, ...]:
+    """Give the rewards that an assigner says it gave to nobody."""
+    return values.lost if isinstance(values, Credited) else ()
 
 
 def turn(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma: float = 1.0) -> list[float]:

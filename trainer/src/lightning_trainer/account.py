@@ -24,6 +24,8 @@ BAD_LOGPROBS: Final = "log-probabilities missing or not finite"
 GREEDY: Final = "temperature 0: not a sample of the policy"
 TOO_LONG: Final = "longer than max_tokens"
 
+WHOLE: Final = "the attempt"  # what a reward that names no agent is for
+
 # How a call's prompt was made. The gateway writes it beside the call's sampling, under this name.
 CONTINUATION: Final = "continuation"
 BEGINS: Final = "begins a conversation"
@@ -113,7 +115,7 @@ class Account:
 
     def plus_unclaimed(self, rewards: Iterable[Reward]) -> Account:
         """Count rewards that reached no call: `lightning_spans.credit.unclaimed`."""
-        return self + Account(unclaimed=dict(Counter(str(reward.agent) for reward in rewards)))
+        return self + Account(unclaimed=dict(Counter(reward.agent or WHOLE for reward in rewards)))
 
     def lines(self) -> list[str]:
         """Say it to people, one fact a line."""
@@ -133,7 +135,8 @@ class Account:
         if self.rows_without_gradient:
             found.append(f"{self.rows_without_gradient} rows teach nothing: all rewards of their group are equal")
         for agent, count in sorted(self.unclaimed.items()):
-            found.append(f"{count} rewards for {agent}, which made no call in those attempts")
+            why = "which made no call in those attempts" if agent != WHOLE else "which this credit gives to nobody"
+            found.append(f"{count} rewards for {agent}, {why}")
         return found
 
     def metrics(self) -> dict[str, float]:

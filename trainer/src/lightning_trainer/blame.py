@@ -93,7 +93,7 @@ class Books:
             whom = ", ".join(f"{value:+.3f} for {agent or 'the attempt'}" for agent, value in by.items())
             found.append(f"given by {source}: {whom}")
         found.append(f"rewards {self.rewards:+.3f}; credit {self.credited:+.3f} over calls, {self._conserved()}")
-        found += [f"{count} rewards for {agent}, which made no call" for agent, count in self.unclaimed.items()]
+        found += [f"{count} rewards for {agent} reached nobody" for agent, count in self.unclaimed.items()]
         found += [f"{count} calls not compared: {reason}" for reason, count in sorted(self.left_out.items())]
         found.append(f"{self.flat_groups} of {self.groups} groups had nothing to compare")
         return found

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from lightning_spans import plugins
 from lightning_spans.agents import check_known, selects
 from lightning_spans.credit import CreditAssigner, credit_by_name, unclaimed
-from lightning_spans.credit_levels import Level, levels_of
+from lightning_spans.credit_levels import Level, levels_of, lost_in
 from lightning_spans.rewards import Reward
 from lightning_spans.trace import count_joins
 from lightning_spans.transitions import Transition
@@ -81,7 +81,7 @@ class Episode:
         group_id: its group.
         transitions: (M,) of every agent, selected or not.
         levels: what is compared of them: (M,) values each, NaN where no reward concerns the call.
-        unclaimed: rewards for agents that made no call.
+        unclaimed: rewards that reach nobody, as those for agents that made no call.
     """
 
     group_id: str
@@ -293,9 +293,9 @@ def _episode(
     transitions, automatic = by_attempt.get(attempt.attempt_id, ([], []))
     known = {reward.reward_id for reward in rewards}
     rewards += [reward for reward in automatic if reward.reward_id not in known]  # kept from an earlier reading
-    levels = levels_of(settings.credit(transitions, rewards))
-    lost = unclaimed(transitions, rewards)
-    return Episode(outcome.rollout.group_id, tuple(transitions), levels, tuple(lost)), automatic
+    values = settings.credit(transitions, rewards)
+    lost = (*unclaimed(transitions, rewards), *lost_in(values))
+    return Episode(outcome.rollout.group_id, tuple(transitions), levels_of(values), lost), automatic
 
 
 def _why_left_out(transition: Transition, value: float, patterns: Sequence[str], *, alone: bool) -> str | None:
