@@ -6,6 +6,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from lightning_trainer import TrainConfig, train
+from lightning_trainer.alarms import Alarm
+from lightning_trainer.progress import Silent
 
 AGENT = """
 import openai
@@ -171,3 +174,23 @@ def test_serve_answers_for_every_adapter_by_name(tiny_model: Path, folder: Path)
                     client.chat.completions.create(model="editor", messages=[{"role": "user", "content": "hello"}])
         finally:
             process.terminate()
+
+
+class Watching(Silent):
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def alarms(self, texts: Sequence[str]) -> None:
+        self.seen |= set(texts)
+
+
+def test_alarms_reach_the_screen_the_log_and_the_result(
+    tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarm = Alarm("made_up", 1, "Look at this.")
+    monkeypatch.setattr("lightning_trainer.metrics.raised", lambda history: [alarm] if history else [])
+    progress = Watching()
+    result = train(config(tiny_model, steps=1), progress)
+    assert progress.seen == {"Look at this."}
+    assert result.alarms == (alarm,)
+    assert '"kind": "alarm"' in (folder / "out" / "metrics.jsonl").read_text()
