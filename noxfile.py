@@ -211,12 +211,18 @@ def litellm(session: nox.Session) -> None:
     session.install("litellm[proxy]")
 
 
-@nox.session(requires=["trl", "litellm"])
+@nox.session
+def agentlightning(session: nox.Session) -> None:
+    """Make the environment of the other store that `bench` runs beside ours."""
+    session.install("agentlightning==0.3.0")
+
+
+@nox.session(requires=["trl", "litellm", "agentlightning"])
 def bench(session: nox.Session) -> None:
     """Measure what we promise beside what others do, print a table and write bench.json. `-- capture` runs one."""
-    install(session, "pytest", trainer=True)
+    install(session, "pytest", *POSTGRES, trainer=True)
     pythons = {
         f"BENCH_{name.upper()}_PYTHON": str(Path(session.virtualenv.location).with_name(name) / "bin" / "python")
-        for name in ("trl", "litellm")
+        for name in ("trl", "litellm", "agentlightning")
     }
     session.run("python", "tests/bench/run.py", *session.posargs, env=pythons)

@@ -1,60 +1,90 @@
-"""Rollouts through the durable queue: put in, claimed under a lease, ended with a reward, each step on disk."""
+"""Rollouts that do nothing, through the durable queue over HTTP: claimed under a lease, ended with a reward."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+from agl import others
 from figures import Figure
+from served import DATABASES, Served, server
 
 from lightning_spans.rewards import Reward
-from lightning_spans.store import Rollout, open_store
+from lightning_spans.store import End, Rollout
+from lightning_spans.store_http import HttpStore
 
-ROLLOUTS = 4_000
+ROLLOUTS = 2_000
 WORKERS = 16
-OTHERS = "57 (agent-lightning, MongoDB, 32 cores)"
-BATCH = 64  # rollouts queued at once, as a training step does
+CLAIMED = 64
+ELSEWHERE = "57 (agent-lightning, MongoDB, 32 cores)"
 
 
 def measure() -> list[Figure]:
-    rollouts = [
-        Rollout(rollout_id=f"r{number}", group_id=f"g{number // 8}", task={"question": f"What is {number} + 7?"})
-        for number in range(ROLLOUTS)
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        store = open_store(str(Path(folder) / "bench.db"))
+    found = []
+    for kind in DATABASES:
+        with server(kind) as served:
+            store = HttpStore(served.url, key=served.key)
+            for together in (True, False):
+                found += over_http(kind, served, store, together=together)
+            store.close()
+    return found
 
-        def work(worker: int) -> int:
-            ended = 0
-            while claimed := store.claim(f"worker-{worker}", limit=4):
-                for attempt in claimed:
-                    reward = Reward(rollout_id=attempt.rollout.rollout_id, attempt_id=attempt.attempt_id, value=1.0)
-                    store.finish(attempt.attempt_id, attempt.fence, status="succeeded", rewards=[reward])
-                ended += len(claimed)
-            return ended
 
-        cpu, wall = time.process_time(), time.perf_counter()
-        for start in range(0, ROLLOUTS, BATCH):
-            store.enqueue(rollouts[start : start + BATCH])
-        with ThreadPoolExecutor(WORKERS) as pool:
-            ended = sum(pool.map(work, range(WORKERS)))
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        rewards = len(store.rewards())
-        store.close()
-    if (ended, rewards) != (ROLLOUTS, ROLLOUTS):
-        raise RuntimeError(f"{ended} rollouts ended with {rewards} rewards, not {ROLLOUTS}")
-    how = f"SQLite, {WORKERS} workers that claim 4 at a time, each step on disk"
+def over_http(kind: str, served: Served, store: HttpStore, *, together: bool) -> list[Figure]:
+    ids = [f"r{together} {number}" for number in range(ROLLOUTS)]
+    store.enqueue([
+        Rollout(rollout_id=name, group_id=f"g{number // 8}", task={"question": f"What is {number} + 7?"})
+        for number, name in enumerate(ids)
+    ])  # fmt: skip
+    cpu, wall = served.cpu_s(), time.perf_counter()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        ended = sum(pool.map(lambda worker: work(store, worker, together=together), range(WORKERS)))
+    cpu, wall = served.cpu_s() - cpu, time.perf_counter() - wall
+    check(store, ids, ended)
+    told = f"ended {CLAIMED} at a time" if together else "each ended by a call of its own"
+    how = f"{WORKERS} threads of one client, claimed {CLAIMED} at a time, {told}; CPU of server and database"
     return [
         Figure(
-            what="rollouts queued, claimed and ended, for each second of CPU",
+            what=f"{kind}, {told}: rollouts for each second of CPU",
             value=ROLLOUTS / cpu,
             unit="rollouts/s",
             goal=1_000,
             more_is_better=True,
-            others=OTHERS,
+            others=others("rollouts_cpu", "rollouts/s", ELSEWHERE),
             note=how,
         ),
-        Figure(what="the same by the clock", value=ROLLOUTS / wall, unit="rollouts/s", others=OTHERS, note="wall"),
+        Figure(
+            what="the same by the clock",
+            value=ROLLOUTS / wall,
+            unit="rollouts/s",
+            others=others("rollouts", "rollouts/s", ELSEWHERE),
+            note="wall; client, server and database share the machine",
+        ),
     ]
+
+
+def work(store: HttpStore, worker: int, *, together: bool) -> int:
+    ended = 0
+    while claimed := store.claim(f"worker-{worker}", limit=CLAIMED):
+        ends = [
+            End(
+                one.attempt_id,
+                one.fence,
+                "succeeded",
+                [Reward(rollout_id=one.rollout.rollout_id, attempt_id=one.attempt_id, value=1.0)],
+            )
+            for one in claimed
+        ]
+        if together:
+            ended += store.finish_all(ends).count("succeeded")
+        else:
+            for end in ends:
+                told = store.finish(end.attempt_id, end.fence, status="succeeded", rewards=end.rewards)
+                ended += told == "succeeded"
+    return ended
+
+
+def check(store: HttpStore, ids: list[str], ended: int) -> None:
+    rewards = len(store.rewards(rollout_ids=ids))
+    if (ended, rewards) != (ROLLOUTS, ROLLOUTS):
+        raise RuntimeError(f"{ended} rollouts ended with {rewards} rewards, not {ROLLOUTS}")
