@@ -128,7 +128,7 @@ def request_body(scene: Scene) -> None:
     line = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
     scene.stack.callback(line.close)
     line.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100\r\n"
         + f"authorization: Bearer {key}\r\n\r\n".encode()
         + b'{"model"'
     )
@@ -323,7 +323,7 @@ def step(scene: Scene, part: str) -> None:
     made = SimpleNamespace(rows=(SimpleNamespace(has_gradient=True),))
     parts: Any = SimpleNamespace(
         backend=SimpleNamespace(update=scene.held, save=None),
-        config=SimpleNamespace(kl_coef=0.0, keep=1),
+        config=SimpleNamespace(kl_coef=0.0, kl_in="loss", keep=1),
         algorithm=scene.held,
         local=SimpleNamespace(store=SimpleNamespace(consume_group=lambda *_: True)),
         folder=scene.folder,
@@ -336,7 +336,7 @@ def step(scene: Scene, part: str) -> None:
     if part == "update":
         scene.aside(lambda: suppressed(whole._learn, made))
     elif part == "rows":
-        scene.aside(lambda: suppressed(whole._batch, [], lambda _: []))
+        scene.aside(lambda: suppressed(whole._judge, [], lambda _: []))
     else:
         scene.patch.setattr(loop, "save", scene.held)
         whole._saved = 7
