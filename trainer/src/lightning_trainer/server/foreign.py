@@ -36,6 +36,8 @@ _RENAMED: Final = {  # in every operation
     SpanAttributes.LLM_PROVIDER: names.PROVIDER,
     SpanAttributes.LLM_MODEL_NAME: names.REQUEST_MODEL,
 }
+_LOOP: Final = frozenset({"model", "agent", "tools"})  # nodes of LangChain's own loop: no names of agents
+_NO_ID: Final = "__fake_id__"  # the Agents SDK's, where a stream of chat completions has none
 _TOOL: Final = {
     SpanAttributes.TOOL_NAME: names.TOOL_NAME,
     SpanAttributes.TOOL_ID: names.TOOL_CALL_ID,
@@ -46,14 +48,19 @@ _TOOL: Final = {
 
 def adopted(span: Span) -> Span:
     """Give the span in our schema; one that is ours already, or that means nothing here, is given as it is."""
-    kind = str(span.attributes.get(SpanAttributes.OPENINFERENCE_SPAN_KIND, "")).upper()
-    operation = span.operation if span.operation != "internal" else _OPERATIONS.get(kind, "internal")
-    if span.operation == "internal" and operation != "internal":
-        return _from_openinference(span, operation)
+    if span.operation == "internal":
+        kind = str(span.attributes.get(SpanAttributes.OPENINFERENCE_SPAN_KIND, "")).upper()
+        metadata = genai.loaded(span.attributes.get(SpanAttributes.METADATA))
+        graph = metadata if isinstance(metadata, dict) else {}
+        operation = _OPERATIONS.get(kind, "internal")
+        if kind == "CHAIN" and span.name == graph.get("lc_agent_name"):
+            operation = names.INVOKE_AGENT
+        if operation != "internal":
+            return _from_openinference(span, operation, graph)
     return genai.completed(span)
 
 
-def _from_openinference(span: Span, operation: str) -> Span:
+def _from_openinference(span: Span, operation: str, graph: Mapping[str, Json]) -> Span:
     given = span.attributes
     added = {ours: given[theirs] for theirs, ours in _RENAMED.items() if theirs in given}
     if operation == names.CHAT:
@@ -61,24 +68,52 @@ def _from_openinference(span: Span, operation: str) -> Span:
     elif operation == names.EXECUTE_TOOL:
         added |= {ours: given[theirs] for theirs, ours in _TOOL.items() if theirs in given}
         added.setdefault(names.TOOL_NAME, span.name)
-    named = given.get(SpanAttributes.AGENT_NAME) or (span.name if operation == names.INVOKE_AGENT else None)
-    agent = span.agent or (str(named) if named else None)
+    agent = span.agent or _agent(span, operation, graph)
     return replace(span, operation=operation, agent=agent, attributes={**given, **added})
+
+
+def _agent(span: Span, operation: str, graph: Mapping[str, Json]) -> str | None:
+    """Name the agent from what instrumentors have: LangChain's metadata, the node of a graph, the role of a tool."""
+    given = span.attributes
+    node = graph.get("langgraph_node")
+    known = [given.get(SpanAttributes.AGENT_NAME), graph.get("lc_agent_name"), given.get("tool.agent_role")]
+    known.append(None if node in _LOOP else node)
+    if operation == names.INVOKE_AGENT:
+        known += [given.get(SpanAttributes.GRAPH_NODE_ID), span.name]
+    return next((str(name) for name in known if name), None)
 
 
 def _chat(given: Mapping[str, Json]) -> dict[str, Json]:
     """Give request and response: the raw bodies where the span has them, else put together from its messages."""
-    request = _body(given.get(SpanAttributes.INPUT_VALUE), "messages") or _request(given)
-    response = _body(given.get(SpanAttributes.OUTPUT_VALUE), "choices") or _response(given)
+    request = _body(given.get(SpanAttributes.INPUT_VALUE), "messages", holding="role") or _request(given)
+    told = given.get(SpanAttributes.OUTPUT_VALUE)
+    response = _body(told, "choices") or _body(told, "output") or _response(given)
+    if response.get("id") in {None, _NO_ID}:
+        response = {**response, "id": _langchains_id(told)}
     added = {names.REQUEST: dumps(request).decode(), names.RESPONSE: dumps(response).decode()}
     if isinstance(response.get("id"), str):
         added[names.RESPONSE_ID] = response["id"]
     return added
 
 
-def _body(text: Json, key: str) -> dict[str, Json] | None:
+def _body(text: Json, key: str, *, holding: str = "") -> dict[str, Json] | None:
     body = genai.loaded(text)
-    return body if isinstance(body, dict) and isinstance(body.get(key), list) else None
+    if isinstance(body, list) and len(body) == 1:  # as the Agents SDK's streams are kept
+        body = body[0]
+    if not isinstance(body, dict) or not isinstance(body.get(key), list):
+        return None
+    # LangChain's messages, too, are under ``messages``, in a shape of its own.
+    whole = all(isinstance(one, dict) and (not holding or holding in one) for one in body[key])
+    return body if whole else None
+
+
+def _langchains_id(told: Json) -> str | None:
+    """Find the model server's id in what LangChain keeps of an answer, as far as it does."""
+    try:
+        response_id = genai.loaded(told)["generations"][0][0]["message"]["kwargs"]["response_metadata"]["id"]
+    except (TypeError, KeyError, IndexError):
+        return None
+    return response_id if isinstance(response_id, str) else None
 
 
 def _request(given: Mapping[str, Json]) -> dict[str, Json]:
