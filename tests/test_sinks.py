@@ -110,6 +110,17 @@ def test_the_next_process_delivers_what_the_last_one_spooled(receiver, spool):
     sink.close()
 
 
+def test_what_the_last_process_spooled_is_delivered_without_a_span_of_ones_own(receiver, spool):
+    spool.append("http://a/v1/traces", "k", [make(0)])
+    later = BatchSink(receiver, route=lambda _: [], spool=spool)
+    for _ in range(200):
+        if receiver.ids:
+            break
+        threading.Event().wait(0.05)
+    later.close()
+    assert receiver.ids == [0]
+
+
 def test_what_the_other_side_will_never_take_is_counted_and_not_tried_again(sink, receiver, spool, caplog):
     receiver.error = RefusedError("401: expired key")
     with caplog.at_level(logging.WARNING, logger="lightning_spans"):

@@ -143,6 +143,9 @@ class BatchSink:
         self._begin()
         os.register_at_fork(after_in_child=self._begin)  # the thread does not live on in a forked child
         atexit.register(self.close)
+        if spool.pending():  # what an earlier process left is delivered, even where this one never records a span
+            self._started = True
+            self._thread.start()
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
