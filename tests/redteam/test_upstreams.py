@@ -1,0 +1,248 @@
+"""An upstream that the attacker owns: what it answers must neither break the gateway nor enter training."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from fakes import FakeEngine, served
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from surfaces import SURFACES
+
+from lightning_spans.adapter import adapt
+from lightning_spans.store import Call
+from lightning_spans.trace import Trace
+from lightning_trainer.rows import why_untrainable
+from lightning_trainer.server import connection, sse
+from lightning_trainer.server.serving import ServerThread
+from lightning_trainer.server.upstream import Upstream
+
+MODELS = {"data": [{"id": "policy", "owned_by": "vllm"}]}
+
+
+@contextmanager
+def rogue(tmp_path, answer, **options):
+    """A gateway before an upstream that answers so; gives its url, a key, and the calls that were recorded."""
+
+    async def models(_):
+        return JSONResponse(MODELS)
+
+    async def anything(request):
+        made = answer(request)
+        return await made if asyncio.iscoroutine(made) else made
+
+    routes = [Route("/v1/models", models), Route("/{path:path}", anything, methods=["POST", "GET"])]
+    behind = ServerThread(Starlette(routes=routes))
+    upstream = Upstream("policy", f"{behind.start()}/v1", key="the upstream's own key", **options)
+    try:
+        with served(tmp_path, FakeEngine(model="other"), upstreams=[upstream]) as front:
+            yield front
+    finally:
+        behind.stop()
+
+
+def ask(front, path="/v1/chat/completions", **more) -> httpx.Response:
+    headers = {"authorization": f"Bearer {front.key('a')}"}
+    body = {**SURFACES[path]("hi"), **more}
+    return httpx.post(f"{front.url}{path}", json=body, headers=headers, timeout=30)
+
+
+def completion(**choice) -> dict:
+    message = {"role": "assistant", "content": "hi"}
+    one = {"index": 0, "message": message, "finish_reason": "stop", **choice}
+    return {"id": "r", "object": "chat.completion", "model": "policy", "created": 1, "choices": [one]}
+
+
+def is_well(front) -> bool:
+    return ask(front, model="other").status_code == 200
+
+
+def trained(calls: list[Call]) -> list[str | None]:
+    return [why_untrainable(transition) for transition in adapt(Trace.build([], calls))]
+
+
+@pytest.mark.parametrize("path", SURFACES)
+def test_a_redirect_is_not_followed(tmp_path, path):
+    seen = []
+
+    def answer(request):
+        seen.append(request.url.path)
+        return RedirectResponse("/secret/metadata", 307)
+
+    with rogue(tmp_path, answer) as front:
+        assert ask(front, path).status_code == 502
+    assert "/secret/metadata" not in seen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_without_end_is_cut(tmp_path, monkeypatch, stream):
+    monkeypatch.setattr(connection, "MOST_BYTES", 300_000)
+
+    async def endless():
+        chunk = {**completion(), "choices": [{"index": 0, "delta": {"content": "x" * 1000}}]}
+        while True:
+            yield b"data: " + json.dumps(chunk).encode() + b"\n\n" if stream else b" " * 10_000
+            await asyncio.sleep(0)
+
+    kind = "text/event-stream" if stream else "application/json"
+    with rogue(tmp_path, lambda _: StreamingResponse(endless(), media_type=kind)) as front:
+        reply = ask(front, stream=stream)
+        assert "more than 300000 bytes" in reply.text
+        assert is_well(front)
+        assert front.calls("a")[0].error is not None
+
+
+def test_an_event_without_end_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(sse, "MOST_BYTES", 100_000)
+
+    async def endless():
+        yield b"data: "
+        while True:
+            yield b"x" * 10_000
+            await asyncio.sleep(0)
+
+    with rogue(tmp_path, lambda _: StreamingResponse(endless(), media_type="text/event-stream")) as front:
+        assert "error" in ask(front, stream=True).text
+        assert is_well(front)
+
+
+def test_a_compressed_bomb_is_not_unpacked(tmp_path):
+    bomb = gzip.compress(b" " * 20_000_000)
+    with rogue(tmp_path, lambda _: Response(bomb, headers={"content-encoding": "gzip"})) as front:
+        reply = ask(front)
+        assert reply.status_code == 502
+        assert "compressed" in reply.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_silence_is_not_waited_for_for_ever(tmp_path, stream):
+    async def silent():
+        yield b"data: "
+        await asyncio.sleep(60)
+
+    began = time.monotonic()
+    answer = lambda _: StreamingResponse(silent(), media_type="text/event-stream" if stream else "application/json")  # noqa: E731
+    with rogue(tmp_path, answer, silence_s=0.3) as front:
+        assert "error" in ask(front, stream=stream).text
+        assert time.monotonic() - began < 20
+        assert is_well(front)
+
+
+MALFORMED = [
+    b"", b"{", b"[]", b"null", b'"x"', b'{"choices": null}', b'{"choices": [null]}', b'{"choices": [[]]}',
+    b'{"choices": [{"index": "a", "message": {}}]}', b'{"choices": [{"index": 99999999, "message": {"content": "x"}}]}',
+    b'{"choices": [{"index": -1, "message": {"content": "x"}}]}', b'{"choices": [{"message": "text"}]}',
+    b'{"choices": [{"message": {"tool_calls": [3]}}]}', b'{"choices": [{"message": {"tool_calls": [{"index": {}}]}}]}',
+    b'{"choices": [{"message": {"tool_calls": [{"function": {"name": 3, "arguments": {}}}]}}]}',
+    b"[" * 100_000, b'{"error": {"message": {"a": []}, "type": 3}}', b'{"error": 7}', b"\xff\xfe\x00",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SURFACES)
+def test_malformed_answers_are_an_error_that_names_the_upstream_and_break_nothing(tmp_path, path):
+    bodies = iter(MALFORMED)
+    with rogue(tmp_path, lambda _: Response(next(bodies), media_type="application/json")) as front:
+        for body in MALFORMED:
+            reply = ask(front, path)
+            assert reply.status_code in {200, 502}, (body, reply.text)
+            if reply.status_code == 502:
+                assert "error" in reply.json()
+        assert is_well(front)
+        assert all(reason is not None for reason in trained(front.calls("a")[: len(MALFORMED)]))
+
+
+@pytest.mark.parametrize(
+    "ids", [[-1], [2**31], [1.5], ["1"], [True], [None], [[1]], {"0": 1}, "12", [10**30]], ids=lambda ids: str(ids)[:12]
+)
+def test_what_is_no_token_id_never_enters_training(tmp_path, ids):
+    logprobs = {"content": [{"token": "a", "logprob": -0.1}]}
+    body = {**completion(token_ids=ids, logprobs=logprobs), "prompt_token_ids": [1, 2]}
+    wrong_prompt = {**completion(token_ids=[5], logprobs=logprobs), "prompt_token_ids": ids}
+    answers = iter([body, wrong_prompt])
+    with rogue(tmp_path, lambda _: JSONResponse(next(answers))) as front:
+        for _ in range(2):
+            ask(front)
+        assert all(reason is not None for reason in trained(front.calls("a")))
+
+
+@pytest.mark.parametrize("logprob", ["0", None, float("nan"), float("inf"), 10**400, [], True])
+def test_what_is_no_log_probability_never_enters_training(tmp_path, logprob):
+    body = completion(token_ids=[5], logprobs={"content": [{"token": "a", "logprob": logprob}]})
+    text = json.dumps({**body, "prompt_token_ids": [1, 2]})
+    with rogue(tmp_path, lambda _: Response(text, media_type="application/json")) as front:
+        ask(front)
+        assert all(reason is not None for reason in trained(front.calls("a")))
+
+
+def test_the_agents_key_and_headers_never_reach_it(tmp_path):
+    seen = []
+
+    def answer(request):
+        seen.append(dict(request.headers))
+        return JSONResponse(completion())
+
+    with rogue(tmp_path, answer) as front:
+        headers = {"authorization": f"Bearer {front.key('a')}", "cookie": "session=1", "x-api-key": front.key("a")}
+        httpx.post(f"{front.url}/v1/chat/completions", json=SURFACES["/v1/chat/completions"]("hi"), headers=headers)
+        assert all(front.key("a")[:20] not in str(each) for each in seen)
+    assert {each.get("authorization") for each in seen} == {"Bearer the upstream's own key"}
+    assert not any("cookie" in each for each in seen)
+
+
+@pytest.mark.parametrize("path", SURFACES)
+def test_an_agent_can_not_choose_where_its_call_goes(tmp_path, path):
+    """A URL as model, as header or in the body is a name like any other: there is nothing to reroute with."""
+    inside = []
+
+    async def secret(_):
+        inside.append(1)
+        return JSONResponse(completion())
+
+    internal = ServerThread(Starlette(routes=[Route("/{path:path}", secret, methods=["POST", "GET"])]))
+    url = internal.start()
+    try:
+        with rogue(tmp_path, lambda _: JSONResponse(completion())) as front:
+            for more in (
+                {"model": url},
+                {"model": f"policy={url}"},
+                {"base_url": url},
+                {"api_base": url},
+                {"endpoint": url},
+            ):
+                ask(front, path, **more)
+            headers = {
+                "authorization": f"Bearer {front.key('a')}",
+                "x-upstream": url,
+                "x-forwarded-host": url,
+                "forwarded": url,
+            }
+            httpx.post(f"{front.url}{path}", json=SURFACES[path]("hi"), headers=headers)
+            target = front.url.removeprefix("http://")
+            import socket
+
+            host, _, port = target.partition(":")
+            with socket.create_connection((host, int(port)), timeout=5) as direct:  # as if to a forward proxy
+                direct.sendall(f"GET {url}/secret HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+                assert b" 200 " not in direct.recv(4096)[:15]
+    finally:
+        internal.stop()
+    assert inside == []
+
+
+def test_a_claim_under_a_strange_host_gives_agents_no_strange_endpoint(tmp_path):
+    from lightning_spans.store import Rollout
+
+    with served(tmp_path) as running:
+        running.store.enqueue([Rollout(rollout_id="r", group_id="g", task={})])
+        headers = {"authorization": f"Bearer {running.keys.issue('runner')}", "host": "evil.example"}
+        assert httpx.post(f"{running.url}/api/claims", json={"worker": "w"}, headers=headers).status_code == 421
+        headers = {**headers, "host": "localhost", "x-forwarded-host": "evil.example", "x-forwarded-proto": "https"}
+        (attempt,) = httpx.post(f"{running.url}/api/claims", json={"worker": "w"}, headers=headers).json()["attempts"]
+        assert "evil" not in attempt["context"]["endpoint"]
