@@ -15,11 +15,18 @@ import pytest
 pytest.importorskip("autogen_agentchat")
 
 import openai
-from autogen_agentchat.agents import AssistantAgent, BaseChatAgent
+from autogen_agentchat import teams
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent, SocietyOfMindAgent
 from autogen_agentchat.base import Response
 from autogen_agentchat.conditions import HandoffTermination, MaxMessageTermination, SourceMatchTermination
 from autogen_agentchat.messages import ModelClientStreamingChunkEvent, TextMessage
-from autogen_agentchat.teams import BaseGroupChat, RoundRobinGroupChat, SelectorGroupChat, Swarm
+from autogen_agentchat.teams import (
+    BaseGroupChat,
+    MagenticOneGroupChat,
+    RoundRobinGroupChat,
+    SelectorGroupChat,
+    Swarm,
+)
 from autogen_agentchat.tools import AgentTool
 from autogen_core import (
     AgentId,
@@ -303,6 +310,58 @@ def test_the_calls_that_pick_a_speaker_are_the_managers(seen):
         (names.INVOKE_AGENT, "SelectorGroupChatManager"),
         (names.INVOKE_WORKFLOW, "SelectorGroupChat"),
     ]
+
+
+def society(url):
+    pair = [make(name, url) for name in ("left", "right")]
+    inner = RoundRobinGroupChat(pair, termination_condition=MaxMessageTermination(3))
+    agents = [SocietyOfMindAgent("society", team=inner, model_client=model(url)), make("writer", url)]
+    return RoundRobinGroupChat(agents, termination_condition=MaxMessageTermination(3))
+
+
+def graph(url):
+    nodes = [make(name, url) for name in ("first", "left", "right")]
+    edges = teams.DiGraphBuilder()
+    for node in nodes:
+        edges.add_node(node)
+    for node in nodes[1:]:
+        edges.add_edge(nodes[0], node)
+    return teams.GraphFlow(nodes, graph=edges.build())
+
+
+def magentic(url):
+    return MagenticOneGroupChat([make("writer", url)], model_client=model(url), max_turns=2)
+
+
+KINDS = {
+    "society": (society, {"left", "right", "society", "writer"}, "society"),
+    "graph": (graph, {"first", "left", "right"}, None),
+    "magentic": (magentic, {"MagenticOneOrchestrator", "writer"}, "MagenticOneOrchestrator"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_teams_are_one_tree_and_their_hidden_calls_are_named(kind, seen):
+    build, who, hidden = KINDS[kind]
+    if kind == "graph" and not hasattr(teams, "GraphFlow"):
+        pytest.skip("this version has no GraphFlow")
+
+    def script(body, count):
+        asked = json.dumps(body["messages"])
+        if "is_request_satisfied" not in asked:
+            return follow(body, count)
+        ledger = {"is_request_satisfied": False, "is_progress_being_made": True, "is_in_loop": False}
+        ledger |= {"instruction_or_question": "go on", "next_speaker": "writer"}
+        return Reply(json.dumps({key: {"reason": "so", "answer": value} for key, value in ledger.items()}))
+
+    async def work(url):
+        return await build(url).run(task="hello")
+
+    with ScriptedServer(script) as server:
+        run(work(server.url))
+        check_calls(seen, server, names_of=lambda body: agent_of(body) or hidden)
+    assert {span.agent for span in seen.chats} == who
+    assert len([span for span in seen.spans if span.parent_id is None]) == 1
 
 
 def test_a_swarm_hands_over_with_a_tool(server, seen):

@@ -122,7 +122,8 @@ class TestConformance(PluginConformance):
         return ask("writer", model(url, api="responses", stream=True), PROMPTS["responses_streaming"])
 
     def choices(self, url):
-        return ask("writer", model(url, additional_params={"n": 2}), PROMPTS["choices"])
+        options = {"additional_params": {"n": 2}} if NEW else {"n": 2}
+        return ask("writer", model(url, **options), PROMPTS["choices"])
 
     def streaming(self, url):
         return ask("writer", model(url, stream=True), PROMPTS["streaming"])
@@ -312,6 +313,23 @@ def test_a_manager_delegates_to_its_coworkers(kickoff, server, seen):
     assert (tool_span.agent, tool_span.status) == ("boss", "ok")
     assert "writer answers" in tool_span.attributes[names.TOOL_RESULT]
     assert {span.attributes[names.AGENT_PATH] for span in seen.of(names.INVOKE_AGENT)} == {"boss", "boss/writer"}
+    check_clean(seen, server)
+
+
+def test_the_manager_that_crewai_makes_is_named(server, seen):
+    options = {"process": Process.hierarchical, "manager_llm": model(server.url)}
+    crew(task("hello"), agents=[make("writer", server.url)], **options).kickoff()
+    assert [span.agent for span in seen.chats] == ["Crew Manager"]
+    assert len(seen.chats) == len(server.requests)
+    check_clean(seen, server)
+
+
+def test_a_crew_for_each_of_many_inputs_is_a_tree_each(server, seen):
+    team = crew(task("say {word}", make("writer", server.url)))
+    run(team.kickoff_for_each_async(inputs=[{"word": "one"}, {"word": "two"}]))
+    check_calls(seen, server)
+    assert [span.agent for span in seen.chats] == ["writer", "writer"]
+    assert len([span for span in seen.spans if span.parent_id is None]) == 2
     check_clean(seen, server)
 
 

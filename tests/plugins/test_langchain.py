@@ -20,9 +20,11 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
 from langchain_core.tracers import context as tracers_context
 from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
-from langgraph.types import Command, Send
+from langgraph.types import Command, Send, interrupt
 from opentelemetry import context as otel_context
 
 from lightning_langchain import agent, attach
@@ -449,6 +451,69 @@ def test_a_graph_that_nobody_streams_on_ends(spans_of):
     found = spans_of(program)
     assert agents(found) == {("writer", "writer")}
     assert found.spans[0].attributes[names.ABANDONED] is True
+
+
+def test_tasks_of_the_functional_api_are_agents(spans_of):
+    def program(url):
+        @task
+        def writer(text):
+            return model(url).invoke(asked("writer", text)).content
+
+        @task
+        def critic(text):
+            return model(url).invoke(asked("critic", text)).content
+
+        @entrypoint()
+        def flow(text):
+            both = writer(text), critic(text)
+            return [one.result() for one in both]
+
+        return flow.invoke("wait 0.05")
+
+    found = spans_of(program)
+    assert agents(found) == {("writer", "writer"), ("critic", "critic")}
+    assert len([span for span in found.spans if span.parent_id is None]) == 1
+
+
+def test_a_graph_that_was_interrupted_goes_on_under_the_same_names(spans_of):
+    def program(url):
+        def draft(state):
+            return {"notes": [model(url).invoke(asked("draft", "hello")).content]}
+
+        def check(state):
+            return {"notes": [model(url).invoke(asked("check", interrupt("fine?"))).content]}
+
+        builder = StateGraph(Notes).add_sequence([draft, check]).add_edge(START, "draft")
+        graph, config = builder.compile(checkpointer=InMemorySaver()), {"configurable": {"thread_id": "t"}}
+        graph.invoke({"notes": []}, config)
+        graph.invoke(Command(resume="yes"), config)
+
+    found = spans_of(program)
+    assert agents(found) == {("draft", "draft"), ("check", "check")}
+    assert {span.status for span in found.spans} == {"ok"}
+    assert {s.attributes.get(names.CONVERSATION_ID) for s in found.spans if s.parent_id is None} == {"t"}
+
+
+def test_agents_at_once_inside_tools_at_once_keep_their_places(spans_of):
+    @tool
+    async def ask(question: str) -> str:
+        """Ask both."""
+        both = await asyncio.gather(*(named(at[0], name).ainvoke(user(question)) for name in ("left", "right")))
+        return " ".join(map(last, both))
+
+    at = []
+
+    def program(url):
+        at.append(url)
+        return asyncio.run(
+            named(url, "boss", [ask]).ainvoke(user('call ask {"question": "a"}\ncall ask {"question": "b"}'))
+        )
+
+    found = spans_of(program)
+    assert agents(found) == {(name, name) for name in ("boss", "left", "right")}
+    inner = [span for span in found.chats if span.agent != "boss"]
+    assert len(inner) == 4
+    assert all(("execute_tool", "ask") in above(found, span) for span in inner)
 
 
 def test_several_prompts_in_one_generate_are_a_span_each(spans_of):

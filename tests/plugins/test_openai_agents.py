@@ -20,6 +20,7 @@ from agents import (
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
+    OutputGuardrail,
     RunConfig,
     RunHooks,
     Runner,
@@ -450,6 +451,29 @@ def test_a_guardrails_agent_is_an_agent_of_its_own(streamed, server, seen):
         run(work(tripped=True))
     assert [s.status for s in seen.of(names.INVOKE_AGENT) if s.name == "writer"] == ["error"]
     assert [s.status for s in seen.of(names.INVOKE_AGENT) if s.name == "guard"] == ["ok"]
+
+
+def test_the_agent_of_an_output_guardrail_is_an_agent_of_its_own(server, seen):
+    async def check(context, agent, given):
+        judged = await Runner.run(make("judge", server.url), "say fine")
+        return GuardrailFunctionOutput(output_info=judged.final_output, tripwire_triggered=False)
+
+    run(ask("writer", server.url, "hello", output_guardrails=[OutputGuardrail(guardrail_function=check)]))
+    check_calls(seen, server)
+    assert [span.agent for span in seen.chats] == ["writer", "judge"]
+
+
+def test_parallel_runs_inside_parallel_tools_keep_their_places(server, seen):
+    @function_tool(name_override="ask")
+    async def ask_both(question: str) -> str:
+        return " ".join(await asyncio.gather(*(ask(name, server.url, question) for name in ("left", "right"))))
+
+    run(ask("boss", server.url, 'call ask {"question": "a"}\ncall ask {"question": "b"}', tools=[ask_both]))
+    check_calls(seen, server)
+    assert sorted(span.agent for span in seen.chats) == ["boss", "boss", "left", "left", "right", "right"]
+    inner = [span for span in seen.chats if span.agent != "boss"]
+    assert {(names.EXECUTE_TOOL, "ask") in seen.above(span) for span in inner} == {True}
+    assert len({span.trace_id for span in seen.spans}) == 1
 
 
 MCP_SERVER = """
