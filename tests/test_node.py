@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from fakes import FakeEngine, Served, served
+from test_runner import until
+
 from lightning_spans.store import AttemptRecord, Rollout
 from lightning_spans.store_http import HttpStore
 from lightning_spans.trace import traces_of
 from lightning_trainer.runner import Runner
 from lightning_trainer.server.settings import Routing
 from lightning_trainer.target import Job
-from test_runner import until
 
 AGENT = """
 import OpenAI from "openai";

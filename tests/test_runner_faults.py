@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_runner import enqueue, results, running, until
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import Rollout, Store, open_store
@@ -21,7 +22,6 @@ from lightning_trainer.process import WorkerProcess
 from lightning_trainer.runner import Runner
 from lightning_trainer.target import Job
 from lightning_trainer.workers import Blocking, Death
-from test_runner import enqueue, results, running, until
 
 AGENTS = '''
 import asyncio, json, os, threading, time
