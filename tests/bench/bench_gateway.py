@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import resource
+import secrets
 import socket
 import statistics
 import subprocess
@@ -156,13 +157,15 @@ class _LiteLlm(_Process):
             port = free.getsockname()[1]
         config = Path(self._folder.name) / "config.yaml"
         served = {"model": "openai/m", "api_base": f"{upstream}/v1", "api_key": "none"}
-        config.write_text(json.dumps({"model_list": [{"model_name": "m", "litellm_params": served}]}))
+        self.key = f"sk-{secrets.token_hex(24)}"  # it starts with no weaker one
+        models = [{"model_name": "m", "litellm_params": served}]
+        config.write_text(json.dumps({"model_list": models, "general_settings": {"master_key": self.key}}))
         program = Path(LITELLM).with_name("litellm")
         command = [str(program), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
         quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MODE": "PRODUCTION", "LITELLM_LOG": "ERROR"}
         env = {**os.environ, **quiet}
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
-        self.url, self.key = f"http://127.0.0.1:{port}", "none"
+        self.url = f"http://127.0.0.1:{port}"
         self._wait(time.monotonic() + 180)
 
     def _wait(self, until: float) -> None:
