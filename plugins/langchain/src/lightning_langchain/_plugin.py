@@ -18,12 +18,9 @@ def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] |
         return None
     from lightning_langchain.handler import bind
     from lightning_openai import wire
+    from lightning_spans.patches import Undo
 
-    undo_callbacks = bind(recorder)
-    undo_wire = wire.bind(recorder)
-
-    def undo() -> None:
-        undo_callbacks()
-        undo_wire()
-
+    undo = Undo()
+    undo.add(wire.bind(recorder))
+    undo.add(bind(recorder))
     return undo
