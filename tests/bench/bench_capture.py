@@ -1,158 +1,201 @@
-"""What recording costs a program: the openai client against a transport in the same process, attached and not.
+"""What recording costs a program, in every framework, beside OpenInference's instrumentors.
 
-The program attaches once; then the plugin is bound and unbound in turns of a few calls each, so that a machine that is
-busy for a while slows both alike. Two clocks: the thread that makes the calls, and the whole process until every span
-is in the store. A call of a real program also waits for its model; here nothing waits: only the recording is left.
+One process for each framework: it runs an agent with one model call that is answered inside the process, in turns:
+bare, attached with each of our tracers, and instrumented by OpenInference. In a turn everything is attached, warmed up
+and delivered before the clock runs. The clock is the CPU time of the whole process, until everything recorded has been
+sent, as OTLP, to a server in another process that throws it away. Beside it stands the time of the agent's own thread.
+
+The frameworks live together in an environment of their own: BENCH_FRAMEWORKS_PYTHON names its Python (`nox -s bench`
+sets it). Without it, those that are installed here are measured.
+
+    python tests/bench/bench_capture.py FRAMEWORK    # one framework in this process; prints JSON
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import json
+import logging
 import os
+import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from typing import Any
 
 from figures import Figure
-from records import SYSTEM
 
-import lightning_spans
-from lightning_spans import hookimpl, plugins
-from lightning_spans.attach import live_recorder
-
-TURNS = 150
-FEW, MANY = 5, 25  # calls of one turn
-TRACERS = ("otel", "embedded")
-OTHERS = "2,400 µs wall (agent-lightning 0.3); openinference 250-520 µs"
-MESSAGES = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "What is 12 + 7?"}]
-TOOL = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
-TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Evaluate.", "parameters": TOOL}}]
-REPLY = {
-    "id": "chatcmpl-1",
-    "object": "chat.completion",
-    "created": 1_790_000_000,
-    "model": "policy",
-    "choices": [
-        {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Answer: 19. " * 20}}
-    ],
-    "usage": {"prompt_tokens": 120, "completion_tokens": 60, "total_tokens": 180},
-}
-EVENTS = [
-    {
-        "id": "chatcmpl-1",
-        "object": "chat.completion.chunk",
-        "created": 1_790_000_000,
-        "model": "policy",
-        "choices": [{"index": 0, "delta": {"content": f"word{number} "}, "finish_reason": None}],
-    }
-    for number in range(20)
-]
-STREAM = "".join(f"data: {json.dumps(event)}\n\n" for event in EVENTS) + "data: [DONE]\n\n"
-
-
-CASES = {  # what the table says: framework, call
-    "openai": ("openai", "chat"),
-    "openai, 20 streamed events": ("openai", "stream"),
-    "LangChain's ChatOpenAI": ("langchain", "langchain_chat"),
-}
-
-
-class Nothing:
-    """A plugin that binds nothing: attaching it opens what all plugins share."""
-
-    @hookimpl
-    def lightning_attach(self, framework: str) -> Callable[[], None] | None:
-        return (lambda: None) if framework == "nothing" else None
+TURNS = 20
+CALLS = 40  # of one turn
+WARM_UP = 20  # calls before: patching a class empties the interpreter's caches for it
+CASES = ("bare", "otel", "embedded", "openinference")
+KINDS = {"a call": False, "a stream of 20 events": True}
+PACKAGES = {"openai": "openai", "langchain": "langchain", "openai-agents": "agents", "autogen": "autogen_agentchat"}
 
 
 def measure() -> list[Figure]:
-    plugins.register(Nothing(), "nothing")
-    plugins.load("openai")
-    plugins.load("langchain")
-    cases = {what: (framework, client_call(call)) for what, (framework, call) in CASES.items()}
-    return [
-        figure
-        for what, (framework, call) in cases.items()
-        for tracer in TRACERS
-        for figure in cost(f"{what}, {tracer}", framework, call, tracer)
-    ]
+    from capture_programs import PROGRAMS
+
+    python = os.environ.get("BENCH_FRAMEWORKS_PYTHON")
+    here = [name for name in PROGRAMS if find_spec(PACKAGES.get(name, name)) is not None]
+    figures = []
+    for framework in PROGRAMS if python else here:
+        command = [python or sys.executable, __file__, framework]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{framework}: {done.stderr}")
+        figures += [Figure(**data) for data in json.loads(done.stdout.splitlines()[-1])]
+    return figures
 
 
-def cost(what: str, framework: str, call: Callable[[], None], tracer: str) -> list[Figure]:
-    """Difference between a call with the plugin bound and one without it, by each clock."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LIGHTNING_SPOOL"] = str(Path(folder) / "spool")
-        store = str(Path(folder) / "bench.db")
-        with lightning_spans.attach("nothing", tracer=tracer, store=store) as attachment:
+def measure_here(framework: str) -> list[Figure]:
+    """Measure one framework in this process."""
+    import capture_programs
 
-            def in_thread(calls: int) -> float:
-                return seconds(time.thread_time, call, calls)
-
-            def in_process(calls: int) -> float:
-                return seconds(time.process_time, call, calls, attachment.flush)
-
-            turns(framework, in_thread, 10, FEW)  # warms up
-            thread, bare = turns(framework, in_thread, TURNS, FEW)
-            attachment.flush()
-            process, _ = turns(framework, in_process, TURNS // 10, MANY)
-        kept = sum(span.operation == "chat" for span in lightning_spans.open_store(store).spans())
-    made = (TURNS + 10) * FEW + TURNS // 10 * MANY
-    if kept != made:
-        raise RuntimeError(f"{kept} chat spans are in the store after {made} calls")
-    how = f"{TURNS} turns of {FEW} calls; a bare call costs {bare:.0f} µs"
-    whole = f"the whole process; {TURNS // 10} turns of {MANY} calls and a flush"
-    return [
-        Figure(what=f"{what}: agent's thread", value=thread, unit="µs CPU", goal=150, others=OTHERS, note=how),
-        Figure(what=f"{what}: until in the store", value=process, unit="µs CPU", note=whole),
-    ]
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder, thrown_away() as url:
+        os.chdir(folder)
+        capture_programs.answer_here()
+        return [
+            figure
+            for kind, stream in KINDS.items()
+            for figure in compared(
+                f"{framework}, {kind}", framework, capture_programs.PROGRAMS[framework](stream=stream), url
+            )
+        ]
 
 
-def turns(framework: str, clock: Callable[[int], float], count: int, calls: int) -> tuple[float, float]:
-    """Medians, in µs a call, of what recording adds to the turn before it, and of a bare call."""
-    bare, added = [], []
-    for _ in range(count):
-        bare.append(1e6 * clock(calls) / calls)
-        undo = plugins.manager().hook.lightning_attach(framework=framework, recorder=live_recorder())
-        added.append(1e6 * clock(calls) / calls - bare[-1])
-        undo()
-    return statistics.median(added), statistics.median(bare)
+def compared(what: str, framework: str, call: Callable[[], object], url: str) -> list[Figure]:
+    """Run all cases in turns, and give what each adds to a bare call."""
+    recorders = {
+        "bare": lambda: contextlib.nullcontext(lambda: None),
+        "otel": lambda: ours(framework, "otel", url),
+        "embedded": lambda: ours(framework, "embedded", url),
+        "openinference": lambda: openinference(framework, url),
+    }
+    process: dict[str, list[float]] = {case: [] for case in CASES}
+    thread: dict[str, list[float]] = {case: [] for case in CASES}
+    for turn in range(TURNS + 1):
+        for case in random.sample(CASES, len(CASES)):
+            whole, own = one_turn(recorders[case], call)
+            if turn:  # the first one warms up
+                process[case].append(whole)
+                thread[case].append(own)
+    bare = _quiet(process["bare"])
+    added = {case: _added(process, case) for case in CASES[1:]}
+    theirs = added["openinference"]
+    figures = []
+    for tracer in ("otel", "embedded"):
+        note = f"a bare call costs {bare:.0f} µs; {_added(thread, tracer):.0f} µs of it in the agent's thread"
+        beside = f"OpenInference {theirs:.0f} µs, {_added(thread, 'openinference'):.0f} in the agent's thread"
+        figures += [
+            Figure(what=f"{what}, {tracer}", value=added[tracer], unit="µs CPU", goal=150, others=beside, note=note),
+            Figure(
+                what=f"{what}, {tracer}, beside OpenInference", value=added[tracer] / theirs, unit="times", goal=0.5
+            ),
+        ]
+    return figures
 
 
-def seconds(
-    clock: Callable[[], float], call: Callable[[], None], calls: int, then: Callable[[], object] | None = None
-) -> float:
-    begin = clock()
-    for _ in range(calls):
-        call()
-    if then is not None:
-        then()
-    return clock() - begin
+def _added(times: dict[str, list[float]], case: str) -> float:
+    """Give what a case costs more than a bare call, in µs."""
+    return _quiet(times[case]) - _quiet(times["bare"])
 
 
-def client_call(name: str) -> Callable[[], None]:
-    """Make a client whose transport answers in this process, and give one call of it."""
-    import openai
+def _quiet(times: list[float]) -> float:
+    """Give the time of the quickest quarter of the turns: those in which nobody else used the core."""
+    return statistics.mean(sorted(times)[: len(times) // 4])
 
-    library = importlib.import_module(openai.DefaultHttpxClient.__mro__[1].__module__.split(".")[0])  # httpx or httpx2
 
-    def answer(request: object) -> object:
-        if b'"stream":true' in request.content:
-            return library.Response(200, headers={"content-type": "text/event-stream"}, content=STREAM)
-        return library.Response(200, json=REPLY)
+def one_turn(recorder: Callable[[], Any], call: Callable[[], object]) -> tuple[float, float]:
+    """CPU time of one call in µs: of the process until all is sent, and of this thread until the call returns."""
+    with recorder() as flush:
+        for _ in range(WARM_UP):
+            call()
+        flush()
+        gc.collect()
+        gc.freeze()  # else some turns also pay for a collection of everything that was ever imported
+        thread, process = time.thread_time(), time.process_time()
+        for _ in range(CALLS):
+            call()
+        own = time.thread_time() - thread
+        flush()
+        return 1e6 * (time.process_time() - process) / CALLS, 1e6 * own / CALLS
 
-    http_client = openai.DefaultHttpxClient(transport=library.MockTransport(answer))
-    given = {"base_url": "http://model/v1", "api_key": "none", "http_client": http_client}
-    if name == "langchain_chat":
-        from langchain_openai import ChatOpenAI
 
-        model = ChatOpenAI(model="policy", **given).bind_tools(TOOLS)
-        messages = [(message["role"], message["content"]) for message in MESSAGES]
-        return lambda: model.invoke(messages)
-    completions = openai.OpenAI(**given).chat.completions
-    body = {"model": "policy", "messages": MESSAGES, "tools": TOOLS, "temperature": 1.0}
-    if name == "stream":
-        return lambda: list(completions.create(**body, stream=True))
-    return lambda: completions.create(**body)
+@contextlib.contextmanager
+def ours(framework: str, tracer: str, url: str) -> Iterator[Callable[[], object]]:
+    from lightning_spans import Attempt, attach, use_attempt
+
+    attachment = attach(framework, tracer=tracer)
+    with attachment, use_attempt(Attempt("r", "a", endpoint=url, key="key")):
+        yield attachment.flush
+
+
+@contextlib.contextmanager
+def openinference(framework: str, url: str) -> Iterator[Callable[[], object]]:
+    from capture_programs import OPENINFERENCE
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{url}/v1/traces")))
+    instrumentors = []
+    for name in OPENINFERENCE[framework]:
+        module, kind = name.split(".")
+        instrumentors.append(getattr(importlib.import_module(f"openinference.instrumentation.{module}"), kind)())
+    for instrumentor in instrumentors:
+        instrumentor.instrument(tracer_provider=provider, skip_dep_check=True)
+    yield provider.force_flush
+    for instrumentor in reversed(instrumentors):
+        instrumentor.uninstrument()
+    provider.shutdown()
+
+
+class _Sink(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@contextlib.contextmanager
+def thrown_away() -> Iterator[str]:
+    """A server in another process that takes everything and keeps nothing."""
+    process = subprocess.Popen([sys.executable, __file__, "--sink"], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def serve() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Sink)
+    print(f"http://127.0.0.1:{server.server_port}", flush=True)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--sink":
+        serve()
+    else:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = measure_here(sys.argv[1])
+        print(json.dumps([asdict(figure) for figure in found]))
