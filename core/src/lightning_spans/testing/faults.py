@@ -86,6 +86,10 @@ class FaultyStore:
         except StoreError:
             return  # nobody waits for this answer any more: it was too late, as it may be
 
+    def called(self, method: str) -> int:
+        """Give how often a method was called."""
+        return self._calls[method]
+
     def settled(self) -> None:
         """Wait until the work of cut calls is done."""
         for thread in self._late:
