@@ -49,6 +49,10 @@ def test_missing_options_say_how_to_give_them() -> None:
         ({"lora_alpha": 32}, "lora_rank"),
         ({"gamma": 0.9}, "credit"),
         ({"val_every": 2}, "val_every needs val"),
+        ({"algorithm": "rloo", "normalise_std": True}, "normalise_std has no effect with algorithm = rloo"),
+        ({"algorithm": "grpo", "gae_lambda": 0.9}, "options of algorithm = ppo"),
+        ({"algorithm": "ppo", "resample": 2}, "resample looks for rewards that differ"),
+        ({"kl_estimator": "k4"}, "kl_estimator = 'k4'"),
     ],
 )
 def test_wrong_values_and_contradictions_are_errors_that_name_the_option(options: dict[str, Any], message: str) -> None:
@@ -65,6 +69,17 @@ def test_learning_rate_depends_on_lora_unless_given() -> None:
     assert config().learning_rate == 1e-5
     assert config(lora_rank=16).learning_rate == 1e-4
     assert config(lora_rank=16, learning_rate=3e-5).learning_rate == 3e-5
+
+
+def test_an_algorithm_sets_what_its_paper_has_unless_it_is_given() -> None:
+    assert (config(algorithm="dr-grpo").normalise_std, config(algorithm="dr-grpo").loss_aggregation) == (
+        False,
+        "sequence-sum",
+    )
+    assert config(algorithm="gspo", clip_high=0.1).clip_high == 0.1
+    assert config(algorithm="dapo").resample == 3
+    assert config(algorithm="ppo", group_size=1).group_size == 1
+    assert config().clip_high == 0.28
 
 
 def test_agents_may_be_one_text_with_commas() -> None:

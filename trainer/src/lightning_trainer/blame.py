@@ -132,13 +132,13 @@ def books_of(batch: Batch, outcomes: Sequence[Outcome], rewards: Iterable[Reward
         credit: name of the assigner.
     """
     kept = {reward.reward_id: reward for reward in rewards}.values()
-    given: defaultdict[str, Counter[str | None]] = defaultdict(Counter)
+    given: defaultdict[str, defaultdict[str | None, float]] = defaultdict(lambda: defaultdict(float))
     for reward in kept:
         given[reward.source][reward.agent] += reward.value
     credited = [call for call in batch.calls if not math.isnan(call.credit)]
     each = {(call.transition.attempt_id, call.transition.span_id): call.credit for call in credited}
     last = {(call.transition.attempt_id, call.transition.agent): call.credit for call in credited}
-    by_agent: Counter[str | None] = Counter()
+    by_agent: defaultdict[str | None, float] = defaultdict(float)
     for (_, agent), value in last.items():
         by_agent[agent] += value
     return Books(
