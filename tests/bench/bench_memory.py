@@ -54,7 +54,8 @@ async def _run() -> tuple[float, float]:
         key = keys.issue("attempt", rollout_id="r", attempt_id=attempt)
         for turn in range(10):
             path, body = list(BODIES.items())[turn % len(BODIES)]
-            await _call(app, path, {"model": "policy", **body, "stream": turn % 2 == 0}, key)
+            body = {"model": "policy", **body, "stream": turn % 2 == 0}
+            await asyncio.create_task(_call(app, path, body, key))  # a task for each, as the server has
         app.state.forget(attempt)
         engine.prompts.clear()
         engine.samplings.clear()
