@@ -171,6 +171,7 @@ def new(session: nox.Session) -> None:
     """Make the folder and the test of a plugin for another framework: `nox -s new -- NAME`."""
     session.install(RUFF)
     session.run("python", "templates/new_plugin.py", *session.posargs)
+    session.run("python", "templates/versions_table.py")
     session.run("ruff", "check", "--quiet", "--fix", "--select", "I", "plugins", "tests/plugins")
 
 
