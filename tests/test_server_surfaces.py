@@ -163,7 +163,7 @@ def test_a_completion_takes_token_ids_and_streams(server, attempt, client):
 )
 def test_what_a_completion_does_not_do_is_refused(server, attempt, client, body):
     with pytest.raises(openai.BadRequestError):
-        client.completions.create(**{"model": "policy", "prompt": "x", "extra_body": body})
+        client.completions.create(model="policy", prompt="x", extra_body=body)
     assert server.calls(attempt)[0].error
 
 
@@ -283,7 +283,7 @@ def test_reasoning_items_reach_the_engine(server, attempt, client):
 )
 def test_what_a_response_can_not_have_is_refused(server, attempt, client, body, says):
     with pytest.raises(openai.BadRequestError, match=says):
-        client.responses.create(model="policy", **{"input": "x", "extra_body": body})
+        client.responses.create(model="policy", input="x", extra_body=body)
     assert says in server.calls(attempt)[0].error
 
 
