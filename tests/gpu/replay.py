@@ -84,7 +84,7 @@ def main(run: Path, log: Path) -> None:
 
     config = config_of(run)
     os.environ |= {RUN: str(run), "VERL_FILE_LOGGER_PATH": str(log), "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ |= {"RAY_worker_niceness": "0"}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     if config.device == "cpu":
         os.environ["VERL_PLATFORM"] = "cpu"
