@@ -80,8 +80,8 @@ def _begin(client: Any, options: Any, streamed: object) -> Call | None:
 
 
 # Below, a call whose options are those of the current one is already being recorded: we are patched in twice, with
-# somebody else's patch between. Others patch `OpenAI`, not its base, so subclasses are patched too; their patches may be
-# descriptors that want to be bound.
+# somebody else's patch between. Others patch `OpenAI`, not its base, so subclasses are patched too; their patches may
+# be descriptors that want to be bound.
 
 
 def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
