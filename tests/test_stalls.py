@@ -424,7 +424,7 @@ def test_stall_is_named_within_its_bound(
 
 
 def test_every_part_is_held_up_by_a_test() -> None:
-    assert set(watch.BOUNDS) - {part for _, part, _ in STALLS} == {"ray actor"}  # tests/test_ray.py
+    assert set(watch.BOUNDS) - {part for _, part, _ in STALLS} == {"ray actor"}  # needs Ray
 
 
 def test_healthz_and_metrics_tell_a_stall(tmp_path: Path, bounds: None) -> None:
