@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -108,9 +110,10 @@ class Scripted(httpx.BaseTransport):
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Pauses asked for, instead of slept; the clock goes on by them."""
     slept: list[float] = []
-    now = store_http.time.monotonic()
-    monkeypatch.setattr(store_http.time, "sleep", slept.append)
-    monkeypatch.setattr(store_http.time, "monotonic", lambda: now + sum(slept))
+    now = time.monotonic()
+    # The module's own name of it: other threads sleep on.
+    clock = SimpleNamespace(sleep=slept.append, monotonic=lambda: now + sum(slept))
+    monkeypatch.setattr(store_http, "time", clock)
     return slept
 
 
