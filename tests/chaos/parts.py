@@ -17,6 +17,8 @@ from lightning_trainer.server.keys import Keys
 
 HERE = Path(__file__).parent
 PARTS = ("server", "runner", "agent", "trainer")
+# The trainer when it is done; the runner, with a word, when its server or a worker is killed while it starts.
+MAY_END = {"trainer": 0, "runner": 2}
 
 
 class Run:
@@ -76,7 +78,7 @@ class Run:
             return True
         process = self._running[part]
         if process.poll() is not None:
-            if part != "trainer" or process.returncode != 0:
+            if process.returncode != MAY_END.get(part):
                 self.failures.append(f"the {part} ended by itself with {process.returncode}")
             return False
         process.kill()
