@@ -138,7 +138,7 @@ def verl(session: nox.Session) -> None:
     session.install("packaging", TORCH)
     session.install("--no-deps", *VERL)
     wanted = Path(session.create_tmp()) / "verl"
-    session.run("python", "tests/verl/environment.py", str(wanted))
+    session.run_install("python", "tests/verl/environment.py", str(wanted))
     own = [ROOT / "core", ROOT / "plugins/openai", ROOT / "plugins/langchain", ROOT / "trainer"]
     # In one resolution: Ray's dashboard and our tracing share the packages of OpenTelemetry.
     session.install(
