@@ -227,25 +227,25 @@ def test_account_adds_up_over_everything_seen() -> None:
     assert sum(account.dropped.values()) == 6
 
 
-def test_unknown_agent_lists_those_that_were_seen() -> None:
+def test_misspelt_agent_is_refused_with_the_names_that_were_seen() -> None:
     world = World()
     world.rollout("a", [("writer", "w"), ("rewriter", "rw")], {None: 1.0})
-    with pytest.raises(UnknownAgentError, match=r"'editor' was never seen\. Agents seen: rewriter, writer"):
-        world.batch(agents=("editor",))
+    with pytest.raises(UnknownAgentError, match=r"'wirter' was never seen, but 'writer' was.*seen: rewriter, writer"):
+        world.batch(agents=("wirter",))
+    assert world.batch(agents=("wirter",), known_agents=["wirter"]).rows == []
 
 
 def test_prefix_of_a_name_is_another_name() -> None:
     world = World()
     world.rollout("a", [("rewriter", "rw")], {None: 1.0})
-    with pytest.raises(UnknownAgentError, match="'writer'"):
-        world.batch(agents=("writer",))
+    assert world.batch(agents=("writer",)).account.dropped == {"agent not selected": 1}
 
 
-def test_agent_seen_earlier_in_the_run_need_not_speak_again() -> None:
+def test_agent_that_does_not_speak_in_a_batch_stops_nobody() -> None:
     world = World()
     for value in (0.0, 1.0):
         world.rollout("a", [("writer", "w")], {None: value})
-    assert len(world.batch(agents=("writer", "rewriter"), known_agents=["rewriter"]).rows) == 2
+    assert len(world.batch(agents=("writer", "editor")).rows) == 2
 
 
 def test_equal_prompts_and_repeated_calls_are_all_kept() -> None:

@@ -149,9 +149,31 @@ def test_agents_share_an_adapter_beside_one_of_another(tiny_model: Path, folder:
     assert lines(folder / "out")[-1]["policy_version/team"] == 1
 
 
-def test_policy_of_an_agent_that_never_speaks_is_refused(tiny_model: Path, folder: Path) -> None:
+class Noting(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_agent_that_does_not_speak_yet_is_warned_of_and_its_adapter_stays(tiny_model: Path, folder: Path) -> None:
+    progress = Noting()
+    policies = "writer=lora,editor=lora,rewriter=base,checker=base"
+    result = train(config(tiny_model, policies=policies, steps=2), progress)
+    warned = [note for note in progress.notes if note.startswith("WARNING: editor not seen in ")]
+    assert ["in 1 step," in warned[0], "in 2 steps," in warned[1]] == [True, True]
+    assert all("Agents seen: checker, rewriter, writer." in note for note in warned)
+    assert result.steps == 2
+    assert "policy_version/editor" in lines(folder / "out")[-1]
+    assert lines(folder / "out")[-1]["policy_version/editor"] == 0
+
+
+def test_misspelt_agent_and_a_selection_that_nobody_meets_are_refused_at_once(tiny_model: Path, folder: Path) -> None:
+    with pytest.raises(UnknownAgentError, match=r"'wirter' was never seen, but 'writer' was"):
+        train(config(tiny_model, policies="wirter=lora,rewriter=lora,writer=base,checker=base", steps=1))
     with pytest.raises(UnknownAgentError, match=r"'editor' was never seen. Agents seen: checker, rewriter, writer"):
-        train(config(tiny_model, policies="writer=lora,editor=lora,rewriter=base,checker=base", steps=1))
+        train(config(tiny_model, policies="editor=lora,rewriter=base,writer=base,checker=base", steps=1, out="two"))
 
 
 def test_serve_answers_for_every_adapter_by_name(tiny_model: Path, folder: Path) -> None:

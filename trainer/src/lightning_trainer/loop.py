@@ -25,7 +25,7 @@ from lightning_trainer.engine import Engine
 from lightning_trainer.interrupts import Interrupted
 from lightning_trainer.local import Local
 from lightning_trainer.metrics import Kind, MetricLog
-from lightning_trainer.overview import nothing_captured
+from lightning_trainer.overview import not_heard, nothing_captured
 from lightning_trainer.policies import BASE
 from lightning_trainer.progress import Progress
 from lightning_trainer.resampling import other_tasks, with_contrast
@@ -87,6 +87,7 @@ class Loop:
             self._step()
         self._refuse_flat(final=True)
         self._save()
+        self._tell_unheard()
         self._validate()
 
     def _save(self) -> None:
@@ -130,7 +131,7 @@ class Loop:
         places = batch_at(step, len(self._parts.tasks), config.batch_size, config.seed)
         outcomes = self._run(self._plan(places, f"t{step}"), "rollouts")
         rolled_s = time.monotonic() - began
-        traces = _Read(self._traces)
+        traces = watch.Kept(self._traces)
         ages = {engine.model: engine.version for engine in self._parts.backend.engines}
 
         def roll(count: int, number: int) -> list[Outcome]:
@@ -155,7 +156,7 @@ class Loop:
             **result.metrics(),
             **batch.account.metrics(),
             **by_source([*given, *batch.automatic], result.rollouts - result.failed),
-            **watch.of_groups(*compared(batch)),
+            **watch.of_groups(*watch.compared(batch)),
             **watch.of_traces(traces.found),
             **watch.of_rows(batch.rows, ages),
             **learned,
@@ -168,6 +169,8 @@ class Loop:
         self._parts.progress.step(step, metrics)
         self._tell(batch.account, outcomes)
         self._advance(batch, result)
+        if step == 0:
+            self._tell_unheard()
 
     def _log(self, kind: Kind, step: int, metrics: dict[str, float]) -> None:
         """Keep numbers, and show the alarms that stand after them."""
@@ -216,6 +219,12 @@ class Loop:
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         if errors:
             self._parts.progress.note(f"{len(errors)} of {len(outcomes)} rollouts failed: {_end(errors[-1], 1)}")
+
+    def _tell_unheard(self) -> None:
+        """Warn of agents that are to be trained and made no call so far: they may speak later, or be misspelt."""
+        text = not_heard(self._parts.config.agents or (), self.state.agents, self.state.step)
+        if text is not None:
+            self._parts.progress.note(text)
 
     def _plan(self, places: Sequence[int], name: str) -> list[Rollout]:
         config = self._parts.config
@@ -295,30 +304,6 @@ class Loop:
 
     def _traces(self, attempt_ids: Sequence[str]) -> list[Trace]:
         return traces_of(self._parts.local.store, attempt_ids=attempt_ids)
-
-
-class _Read:
-    """Reads traces, and keeps them for who counts what is in them."""
-
-    def __init__(self, read: Callable[[Sequence[str]], list[Trace]]) -> None:
-        self._read = read
-        self._kept: dict[str | None, Trace] = {}  # by attempt: of all rounds of a step
-
-    @property
-    def found(self) -> list[Trace]:
-        """Every trace that was read."""
-        return list(self._kept.values())
-
-    def __call__(self, attempt_ids: Sequence[str]) -> list[Trace]:
-        traces = self._read(attempt_ids)
-        self._kept |= {trace.attempt_id: trace for trace in traces}
-        return traces
-
-
-def compared(batch: Batch) -> tuple[int, int]:
-    """Count the groups that were compared, and of them those in which there was nothing to compare."""
-    groups = {call.group_id for call in batch.calls if call.left_out is None}
-    return len(groups), len(groups & batch.flat_groups)
 
 
 def versions(engines: Sequence[Engine]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_spans.agents import selects
+from lightning_spans.agents import selects, unheard
 from lightning_spans.spans import FRAMEWORK, INPUT_TOKENS, OUTPUT_TOKENS
 
 if TYPE_CHECKING:
@@ -168,6 +168,25 @@ def _unreached(count: _Count) -> str | None:
     if count.failed == count.calls:
         return f"every call failed: {count.last_error[:200]}"
     return None
+
+
+def not_heard(chosen: Sequence[str], seen: Iterable[str], steps: int) -> str | None:
+    """Warn of agents that are to be trained and were not seen; None where all were.
+
+    Args:
+        chosen: their names and globs.
+        seen: names of all agents that were, so far in the run.
+        steps: taken so far.
+    """
+    names = sorted(set(seen))
+    silent = unheard(chosen, names)
+    if not silent:
+        return None
+    taken = "1 step" if steps == 1 else f"{steps} steps"
+    return (
+        f"WARNING: {', '.join(silent)} not seen in {taken}, and so not trained. Agents seen: {', '.join(names)}."
+        " Training goes on, and reaches an agent as soon as it speaks. Is the name right?"
+    )
 
 
 def nothing_captured(rollouts: int, attached: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""What is watched of a step besides rewards and the update: groups, lengths, tools, staleness, tokens. Pure functions.
+"""What is watched of a step besides rewards and the update: groups, lengths, tools, staleness, tokens.
 
 Names of numbers, as they stand in metrics.jsonl and in TensorBoard. ``/NAME`` is an agent's or a tool's.
 """
@@ -6,7 +6,7 @@ Names of numbers, as they stand in metrics.jsonl and in TensorBoard. ``/NAME`` i
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_spans.spans import TOOL_NAME
@@ -15,6 +15,26 @@ from lightning_trainer.rows import UNKNOWN_VERSION, Row
 
 if TYPE_CHECKING:
     from lightning_spans.trace import Node, Trace
+    from lightning_trainer.algorithms.rl import Batch
+
+
+class Kept:
+    """Reads traces, and keeps them for who counts what is in them."""
+
+    def __init__(self, read: Callable[[Sequence[str]], Iterable[Trace]]) -> None:
+        self._read = read
+        self._kept: dict[str | None, Trace] = {}  # by attempt: each once, however often it is read
+
+    @property
+    def found(self) -> list[Trace]:
+        """Every trace that was read."""
+        return list(self._kept.values())
+
+    def __call__(self, attempt_ids: Sequence[str]) -> list[Trace]:
+        """Read the traces of these attempts."""
+        traces = list(self._read(attempt_ids))
+        self._kept |= {trace.attempt_id: trace for trace in traces}
+        return traces
 
 
 def of_traces(traces: Iterable[Trace]) -> dict[str, float]:
@@ -56,12 +76,18 @@ def tool_name(node: Node) -> str:
     return str(named) if named else node.span.name or "unnamed"
 
 
+def compared(batch: Batch) -> tuple[int, int]:
+    """Count the groups that were compared, and of them those in which there was nothing to compare."""
+    groups = {call.group_id for call in batch.calls if call.left_out is None}
+    return len(groups), len(groups & batch.flat_groups)
+
+
 def of_groups(groups: int, flat: int) -> dict[str, float]:
     """Give the share of the compared groups that had nothing to compare."""
     return {"groups": float(groups), "groups_without_signal": flat / groups} if groups else {"groups": 0.0}
 
 
-def of_rows(rows: Sequence[Row], versions: Mapping[str, int]) -> dict[str, float]:
+def of_rows(rows: Iterable[Row], versions: Mapping[str, int]) -> dict[str, float]:
     """Give the age of what is learned from: updates since it was sampled.
 
     Args:
@@ -71,11 +97,12 @@ def of_rows(rows: Sequence[Row], versions: Mapping[str, int]) -> dict[str, float
     Returns:
         ``staleness``, the mean over rows whose version is known, and ``staleness_max``.
     """
-    ages = [
-        versions[row.policy] - row.policy_version
-        for row in rows
-        if row.policy in versions and row.policy_version != UNKNOWN_VERSION
-    ]
+    known = [row for row in rows if row.policy in versions and row.policy_version != UNKNOWN_VERSION]
+    return of_ages([versions[row.policy] - row.policy_version for row in known])
+
+
+def of_ages(ages: Sequence[int]) -> dict[str, float]:
+    """Give ``staleness`` and ``staleness_max`` of what was sampled so many updates ago."""
     return {"staleness": sum(ages) / len(ages), "staleness_max": float(max(ages))} if ages else {}
 
 

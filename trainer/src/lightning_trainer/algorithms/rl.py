@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_spans import plugins
-from lightning_spans.agents import check_known, selects
+from lightning_spans.agents import check_spelling, selects
 from lightning_spans.credit import CreditAssigner, credit_by_name, unclaimed
 from lightning_spans.credit_levels import Level, levels_of, lost_in
 from lightning_spans.rewards import Reward
@@ -197,7 +197,7 @@ def make_batch(
         penalty: gives what is taken off the rewards, where the settings ask for it: the divergence.
 
     Raises:
-        UnknownAgentError: an agent was selected by a name that was never seen.
+        UnknownAgentError: an agent was selected by a name that was never seen, and is nearly one that was.
     """
     read = list(traces([a.attempt_id for o in outcomes for a in o.attempts]))
     by_attempt, joins = transitions_by_attempt(read), count_joins(read)
@@ -205,7 +205,7 @@ def make_batch(
     agents = Counter(t.agent for ts, _ in by_attempt.values() for t in ts)
     patterns = ("*",) if settings.agents is None else settings.agents
     if settings.agents is not None and agents:
-        check_known(patterns, {*known_agents, *(name for name in agents if name is not None)})
+        check_spelling(patterns, {*known_agents, *(name for name in agents if name is not None)})
 
     episodes, automatic = [], []
     for outcome in outcomes:

@@ -37,7 +37,7 @@ class Agreement:
 
     def metrics(self) -> dict[str, float]:
         """Give the same as numbers by name, for logs."""
-        return {"lightning/logprob_correlation": self.correlation, "lightning/logprob_gap": self.gap}
+        return {"logprob_correlation": self.correlation, "logprob_gap": self.gap}
 
     def check(self) -> None:
         """Make sure that both have the same weights.

@@ -22,13 +22,14 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from lightning_spans import plugins
 from lightning_spans.errors import LightningError
-from lightning_spans.store import Rollout, open_store
-from lightning_spans.trace import traces_of
-from lightning_trainer.account import Account
+from lightning_spans.store import Rollout, Store, open_store
+from lightning_spans.trace import Trace, traces_of
+from lightning_trainer import watch
 from lightning_trainer.air.judge import PLUGIN, Judge, read_rules
 from lightning_trainer.algorithms.rl import Batch, Settings, make_batch
 from lightning_trainer.algorithms.rl import settings_of as rl_settings
 from lightning_trainer.backends.verl.control import Control
+from lightning_trainer.backends.verl.gathered import Gathered
 from lightning_trainer.backends.verl.groups import Groups
 from lightning_trainer.backends.verl.trajectories import Prompt, Trajectory, trajectories
 from lightning_trainer.config import TrainConfig
@@ -59,9 +60,7 @@ class RolloutCollector:
         self._groups = Groups(self._store)
         self._settings = settings_of(self._run)
         self._name = uuid.uuid4().hex[:8]  # of this start: rollouts of a run that was killed are not taken again
-        self._lock = threading.Lock()
-        self._account = Account()
-        self._outcomes: list[Outcome] = []
+        self._gathered = Gathered(self._run.failed)
         self._agents: set[str] = set()
         self._times: Counter[int] = Counter()
         self._barren = 0  # groups without a row, since the last one with
@@ -112,12 +111,9 @@ class RolloutCollector:
                 self.check()
         return score(ended, self._run.failed)
 
-    def taken(self) -> tuple[Score, Account]:
-        """Give the score of the training rollouts that ended since the last time, and the account of their calls."""
-        with self._lock:
-            outcomes, account = self._outcomes, self._account
-            self._outcomes, self._account = [], Account()
-        return score(outcomes, self._run.failed), account
+    def taken(self) -> dict[str, float]:
+        """Give the numbers of the training rollouts that ended since the last time, by their names in logs."""
+        return self._gathered.take()
 
     def _group_of(self, index: int) -> str:
         """Name the group of a place in the run's order; verl may come round to it again when groups were dropped."""
@@ -144,7 +140,8 @@ class RolloutCollector:
         group_id = ended[0].rollout.group_id
         if not self._store.consume_group(group_id, f"{self._name}/{prompt.step}"):
             raise LightningError(f"group {group_id} was trained on before. Is another run using this store?")
-        batch = make_batch(self._settings, ended, functools.partial(_traces, self._store), self._agents)
+        traces = watch.Kept(functools.partial(_traces, self._store))
+        batch = make_batch(self._settings, ended, traces, self._agents)
         self._store.add_rewards(batch.automatic)
         self._agents |= {name for name in batch.agents if name is not None}
         self._refuse_barren(batch, ended)
@@ -153,9 +150,7 @@ class RolloutCollector:
             rows[row.rollout_id].append(row)
         rewards = [total(outcome.rewards) if outcome.attempt else self._failed for outcome in ended]
         write(prompt, trajectories(prompt, [rows[o.rollout.rollout_id] for o in ended], rewards))
-        with self._lock:
-            self._outcomes += ended
-            self._account += batch.account
+        self._gathered.add(ended, batch, traces.found)
 
     @property
     def _failed(self) -> float:
@@ -210,5 +205,5 @@ def as_dicts(batch: Any) -> list[dict[str, Any]]:
     return [{key: value(column, place) for key, column in batch.items()} for place in range(len(batch))]
 
 
-def _traces(store: Any, attempt_ids: Sequence[str]) -> Any:
+def _traces(store: Store, attempt_ids: Sequence[str]) -> list[Trace]:
     return traces_of(store, attempt_ids=attempt_ids)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lightning_trainer.metrics import Kind, MetricLog
+from lightning_trainer.overview import not_heard
 from lightning_trainer.progress import Progress
 from lightning_trainer.scores import Score
 
@@ -24,6 +25,7 @@ _NAMES: Final = {
     "timing_s/save_checkpoint": "save_seconds",
 }
 _OURS: Final = "lightning/"
+_SPOKE: Final = "calls_per_rollout/"
 
 
 class Reporter:
@@ -32,11 +34,13 @@ class Reporter:
     Args:
         log: of the run.
         progress: shown to people.
+        agents: names and globs of the agents to train; None: all.
     """
 
-    def __init__(self, log: MetricLog, progress: Progress) -> None:
+    def __init__(self, log: MetricLog, progress: Progress, agents: Sequence[str] | None = None) -> None:
         self._log = log
         self._progress = progress
+        self._agents = agents or ()
 
     def told(self, kind: Kind, step: int, values: Mapping[str, float]) -> None:
         """Hear the numbers of a step, or of a validation.
@@ -55,6 +59,15 @@ class Reporter:
         self._log.add("train", step - 1, numbers)
         self._progress.step(step - 1, numbers)
         self._progress.alarms([alarm.text for alarm in self._log.alarms])
+        if step == 1:
+            self.warn_of_unheard(1)
+
+    def warn_of_unheard(self, steps: int) -> None:
+        """Warn of agents that are to be trained and made no call so far."""
+        names = [name for line in self._log.lines("train") for name in line]
+        text = not_heard(self._agents, (n.removeprefix(_SPOKE) for n in names if n.startswith(_SPOKE)), steps)
+        if text is not None:
+            self._progress.note(text)
 
     def score_at(self, step: int) -> Score | None:
         """Give the held-out score after so many steps; None where none was made."""

@@ -67,7 +67,7 @@ def run(config: TrainConfig, progress: Progress | None = None) -> Result:
         runner = stack.enter_context(_runner(config, folder))
         told = stack.enter_context(trackers.opened(config.trackers, folder, config.model_dump(mode="json")))
         log = stack.enter_context(closing(MetricLog(folder, from_step=_step_of(checkpoint), trackers=told)))
-        reporter = Reporter(log, progress)
+        reporter = Reporter(log, progress, config.agents)
         store = stack.enter_context(opened(config.store or str(folder / STORE_NAME)))
         place = Place(folder=folder.absolute(), steps=steps, resume=checkpoint and checkpoint.absolute())
         place = stack.enter_context(serving(config, place, store, runner, reporter))
@@ -75,6 +75,7 @@ def run(config: TrainConfig, progress: Progress | None = None) -> Result:
         note_identity(folder, config)
         progress.phase("starting verl and vLLM")
         run_verl(config, place, runner)
+        reporter.warn_of_unheard(steps)
         log.draw()
         newest = folder / "checkpoint"
         return Result(

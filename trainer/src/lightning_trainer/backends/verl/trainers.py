@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -22,6 +22,8 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from lightning_trainer.backends.verl.agreement import Agreement, WeightsError, agreement
 from lightning_trainer.backends.verl.control import Control
 from lightning_trainer.backends.verl.workers import CriticWorker
+from lightning_trainer.rows import UNKNOWN_VERSION
+from lightning_trainer.watch import of_ages
 
 T = TypeVar("T")
 _HELD_OUT: Final = "val/"
@@ -39,6 +41,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._control = Control.of(config.lightning)
         self._transfer_s = float(config.lightning.transfer_s)
         self._agreement: Agreement | None = None
+        self._ages: dict[str, float] = {}
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Train; the replay buffer hears when rollouts are not collected any more."""
@@ -70,11 +73,10 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         """Take one step, and stop where vLLM did not sample from the weights that learn."""
         batch = super().step(metrics, timing_raw)
-        score, account = self.agent_loop_manager.taken()
-        numbers = {**score.metrics(), **account.metrics()}
+        numbers = self.agent_loop_manager.taken() | self._ages
         if self._agreement is not None:
             numbers |= self._agreement.metrics()
-        metrics.update({f"lightning/{name.removeprefix('lightning/')}": value for name, value in numbers.items()})
+        metrics.update({f"lightning/{name}": value for name, value in numbers.items()})
         return batch
 
     def _validate(self) -> dict[str, float]:
@@ -87,6 +89,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         batch = super()._compute_old_log_prob(batch, metrics)
         self._agreement = compare(batch, self.global_steps - 1)
         self._agreement.check()
+        self._ages = of_ages(ages(batch.tags, self.global_steps - 1))
         return batch
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -149,6 +152,17 @@ def compare(batch: Any, version: int) -> Agreement:
     data = tq.kv_batch_get(keys=fresh, partition_id=batch.partition_id, select_fields=fields)
     engine, trainer, mask = (flat(data[name]) for name in fields)
     return agreement(engine[mask > 0], trainer[mask > 0])
+
+
+def ages(tags: Iterable[Mapping[str, Any]], version: int) -> list[int]:
+    """Give for each row how many updates ago it was begun; rows that fill a batch, and unknown versions, are left out.
+
+    Args:
+        tags: of the rows.
+        version: number of the trainer's weights.
+    """
+    begun = [tag["min_global_steps"] for tag in tags if not tag.get("is_padding", False)]
+    return [version - number for number in begun if number != UNKNOWN_VERSION]
 
 
 def flat(column: Any) -> Any:
