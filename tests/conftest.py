@@ -11,6 +11,12 @@ settings.register_profile("ours", deadline=None)  # a slow machine is no fault o
 settings.load_profile("ours")
 
 
+@pytest.fixture(autouse=True)
+def _patient_detach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with other things to do, opening a store takes longer than `detach()` waits."""
+    monkeypatch.setattr("lightning_spans.sinks.DETACH_S", 60.0)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random Llama model in float32 with a byte tokenizer: see `tiny`."""

@@ -20,5 +20,5 @@ class ListSink:
     def flush(self, timeout_s: float) -> bool:
         return True
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 0.0) -> None:
         pass

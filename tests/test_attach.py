@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from opentelemetry.sdk.trace import SpanProcessor
 
 import lightning_spans
 from lightning_spans import agent, attach, hookimpl, open_store, plugins, use_attempt
@@ -119,6 +120,64 @@ def test_a_store_that_is_gone_changes_nothing_for_the_agent(toy, tmp_path, monke
         assert toy.call("hi") == "HI"
         assert attachment.flush()
     assert len(list((tmp_path / "spool").glob("*.spans"))) == 1
+
+
+@pytest.fixture
+def blocked(monkeypatch):
+    """A destination that takes nothing, for as long as the test lasts."""
+    gate = threading.Event()
+    monkeypatch.setattr("lightning_spans.sinks.Delivery.__call__", lambda *_: gate.wait(60))
+    monkeypatch.setattr("lightning_spans.sinks.DETACH_S", 0.05)
+    yield
+    gate.set()
+
+
+def returns(work):
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(30)
+    return not thread.is_alive()
+
+
+def test_detach_waits_for_no_sink_that_blocks_and_says_what_was_not_sent(toy, tmp_path, blocked, caplog):
+    attachment = attach("toy")
+    assert toy.call("hi") == "HI"
+    assert returns(attachment.detach)
+    assert toy.call is toy.original
+    assert "of 1 spans 0 were delivered; 1 were spooled" in caplog.text
+    assert len(list((tmp_path / "lightning-spool").glob("*.spans"))) == 1
+
+
+def test_detach_waits_for_no_span_processor_that_blocks(toy, monkeypatch):
+    monkeypatch.setattr("lightning_spans.sinks.DETACH_S", 0.05)
+    gate = threading.Event()
+
+    class Blocked(SpanProcessor):
+        def shutdown(self):
+            gate.wait(60)
+
+    attachment = attach("toy")
+    live_recorder().tracer.add_span_processor(Blocked())
+    try:
+        assert returns(attachment.detach)
+        assert toy.call is toy.original
+    finally:
+        gate.set()
+
+
+def test_an_undo_that_fails_is_logged_and_all_else_is_undone(toy, caplog):
+    class Clumsy:
+        @hookimpl
+        def lightning_attach(self, framework, recorder):
+            return (lambda: 1 / 0) if framework == "clumsy" else None
+
+    plugins.register(Clumsy(), "clumsy")
+    try:
+        attach("clumsy").detach()
+    finally:
+        plugins.unregister("clumsy")
+    assert "not all that attaching clumsy changed could be restored" in caplog.text
+    assert live_recorder() is None
 
 
 def test_plain_code_names_its_agents(toy):

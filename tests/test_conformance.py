@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
+from tempfile import mkdtemp
 
 import pytest
 
@@ -24,9 +28,19 @@ from lightning_openai import wire
 from lightning_spans import Attempt, plugins
 from lightning_spans import spans as names
 from lightning_spans.testing import PluginConformance
+from lightning_spans.testing.harmless import finishes
 from lightning_spans.testing.program import record
 
 PROMISES = [name for name in dir(PluginConformance) if name.startswith("test_")]
+
+
+def installed(folder):
+    """Write down that the toy is installed, for the processes that tests start."""
+    info = folder / "lightning_new_framework-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lightning-new-framework\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[lightning_spans]\nnew-framework = lightning_new_framework._plugin\n")
+    return folder
 
 
 @pytest.fixture
@@ -34,6 +48,7 @@ def toy(tmp_path_factory, monkeypatch):
     """The toy's suite, and what its tests are given: nothing is remembered from one run to the next."""
     plugins.register(_plugin, "new-framework")
     suite, folders = Toy(), tmp_path_factory
+    monkeypatch.syspath_prepend(str(installed(folders.mktemp("installed"))))
     kept = {name: vars(Agent)[name] for _, name in suite.patched()}
 
     def recorded(scenario, tracer):
@@ -177,6 +192,30 @@ def lets_listeners_through(original):
     return lambda *_: False
 
 
+def gives_up(original):
+    def begin(self, *args, **more):
+        span = original(self, *args, **more)
+        self.live = self.live and span is not None
+        return span
+
+    return begin
+
+
+def delivers_in_the_agents_thread(original):
+    return lambda sink, span, attempt: sink._deliver(sink._route(attempt)[0], [span])
+
+
+def starts_what_waits_for_ever(original):
+    folder = Path(mkdtemp())
+    (folder / "sitecustomize.py").write_text("from lightning_spans import sinks\nsinks.CLOSE_S = 1e6\n")
+
+    def environment():
+        given = original()
+        return {**given, "PYTHONPATH": f"{folder}{os.pathsep}{given['PYTHONPATH']}"}
+
+    return environment
+
+
 def drops_spans(original):
     return lambda *_: None
 
@@ -242,7 +281,14 @@ BROKEN = {
     "test_the_users_callbacks_still_run": (
         "lightning_new_framework.at_work.AtWork.wrap_run", takes_the_observers, None,
     ),
-    "test_a_failing_listener_harms_nothing": ("lightning_spans.recorder._Guard.__exit__", lets_listeners_through, None),
+    "test_a_failing_hook_harms_nothing": ("lightning_spans.recorder._Guard.__exit__", lets_listeners_through, None),
+    "test_recording_goes_on_after_a_fault": ("lightning_spans.following.Following.begin", gives_up, "tool_call"),
+    "test_spans_that_can_not_be_delivered_harm_nothing": (
+        "lightning_spans.sinks.BatchSink.put", delivers_in_the_agents_thread, "tool_call",
+    ),
+    "test_the_process_ends_though_spans_can_not_be_delivered": (
+        "lightning_spans.testing.harmless.child_environment", starts_what_waits_for_ever, None,
+    ),
     "test_a_failing_event_or_sink_harms_nothing": (
         "lightning_spans.recorder._Guard.__exit__", lets_everything_through, "tool_call",
     ),
@@ -265,7 +311,8 @@ def test_there_is_something_broken_for_every_promise():
 
 
 def chosen(promise):
-    return {"scenario": BROKEN[promise][2], "broken": "Recorder.start"}
+    fault = "blocks" if "process_ends" in promise else "refuses"
+    return {"scenario": BROKEN[promise][2], "broken": "Recorder.start", "fault": fault}
 
 
 @pytest.mark.parametrize("promise", PROMISES)
@@ -280,5 +327,19 @@ def test_a_promise_that_is_broken_is_red(promise, toy, monkeypatch):
     place = sys.modules.get(owner) or resolve_name(owner)
     monkeypatch.setattr(plugins, "notify", plugins.notify)  # one that is broken replaces it
     monkeypatch.setattr(place, name, broken(getattr(place, name)))
-    with pytest.raises((AssertionError, KeyError, ValueError, RuntimeError, FileNotFoundError)):
+    if broken is starts_what_waits_for_ever:
+        monkeypatch.setattr("lightning_spans.testing.program.PATIENCE_S", 2.0)
+    red = (AssertionError, KeyError, ValueError, RuntimeError, FileNotFoundError, subprocess.TimeoutExpired)
+    with pytest.raises(red):
         toy(promise, **chosen(promise))
+
+
+def test_what_hangs_is_told_from_what_ends(monkeypatch):
+    monkeypatch.setattr("lightning_spans.testing.program.PATIENCE_S", 0.05)
+    gate = threading.Event()
+    assert not finishes(lambda: gate.wait(60) and None)
+    gate.set()
+    monkeypatch.setattr("lightning_spans.testing.program.PATIENCE_S", 60.0)
+    assert finishes(lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        finishes(lambda: 1 / 0)

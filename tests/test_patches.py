@@ -128,3 +128,13 @@ def test_what_is_undone_twice_is_undone_once_and_last_first():
     undo()
     undo()
     assert steps == ["second", "first"]
+
+
+def test_a_step_that_fails_keeps_no_other_from_being_undone(caplog):
+    steps = []
+    undo = Undo()
+    undo.add(lambda: steps.append("first"))
+    undo.add(lambda: 1 / 0)
+    undo()
+    assert steps == ["first"]
+    assert "may not be restored" in caplog.text

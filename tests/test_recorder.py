@@ -26,7 +26,7 @@ def sink():
 def recorder(request, sink):
     recorder = Recorder(make_tracer(request.param, sink))
     yield recorder
-    recorder.tracer.close()
+    recorder.tracer.close(5.0)
 
 
 def test_a_span_lands_under_the_one_that_is_open_around_it(recorder, sink):
@@ -119,7 +119,7 @@ def test_both_tracers_give_identical_records(sink):
                 for s in taken.spans
             ]
         )
-        recorder.tracer.close()
+        recorder.tracer.close(5.0)
     assert records[0] == records[1]
 
 

@@ -150,6 +150,28 @@ def test_close_delivers_what_is_pending(sink, receiver):
     assert receiver.ids == [1]
 
 
+def test_spans_that_come_when_no_thread_can_be_started_are_spooled_at_the_end(sink, receiver, spool, monkeypatch):
+    """As in a process that ends, since Python 3.12: a stream that nobody closed is told of then."""
+
+    def refuse():
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(sink._thread, "start", refuse)
+    sink.put(make(0), None)
+    sink.close()
+    assert (receiver.got, sink.counts.spooled, spool.pending()) == ([], 1, 1)
+
+
+def test_what_it_delivers_with_is_closed_after_the_last_delivery(receiver, spool):
+    done = []
+    sink = BatchSink(
+        receiver, route=lambda _: [Destination()], spool=spool, finish=lambda: done.append(len(receiver.got))
+    )
+    sink.put(make(0), None)
+    sink.close()
+    assert done == [1]
+
+
 def test_a_forked_child_delivers_its_own_spans(tmp_path):
     spool = Spool(tmp_path / "spool")
 

@@ -183,7 +183,7 @@ def wired():
 
 def only(wired):
     """The one span and the one request there must be."""
-    leftovers.wait()
+    leftovers.wait(60)
     (span,) = wired.sink.spans
     (request,) = wired.server.requests
     assert request.headers["traceparent"] == f"00-{span.trace_id}-{span.span_id}-01"

@@ -15,7 +15,7 @@ from lightning_spans.errors import AttachError
 
 if TYPE_CHECKING:
     from lightning_spans.recorder import OpenSpan, Recorder
-    from lightning_spans.sinks import BatchSink, Delivery, Destination
+    from lightning_spans.sinks import Delivery, Destination
     from lightning_spans.spans import Span
     from lightning_spans.store import Store
 
@@ -44,14 +44,14 @@ class Options:
 class _Pipeline:
     options: Options
     recorder: Recorder
-    sink: BatchSink
     delivery: Delivery
     undo_threading: Callable[[], None]
 
     def close(self) -> None:
+        from lightning_spans import sinks
+
         self.undo_threading()
-        self.recorder.tracer.close()
-        self.delivery.close()
+        self.recorder.tracer.close(sinks.DETACH_S)
 
 
 _pipeline: _Pipeline | None = None
@@ -76,16 +76,22 @@ class Attachment:
         return recorder is None or recorder.tracer.flush(timeout_s)
 
     def detach(self) -> None:
-        """Stop recording and restore what was changed; the second call changes nothing."""
+        """Stop recording and restore what was changed; the second call changes nothing.
+
+        What was recorded is delivered first, but a destination that does not answer is waited for at most two seconds
+        (`sinks.DETACH_S`). What it has not taken by then is spooled; how much that is, and what was lost, is logged.
+        Nothing is raised.
+        """
         with _lock:
             if not self.live:
                 return
             del _attached[self.framework]
             try:
                 self._undo()
-            finally:
-                if not _attached:
-                    _close_pipeline()
+            except Exception:
+                logger.exception("lightning: not all that attaching %s changed could be restored", self.framework)
+            if not _attached:
+                _close_pipeline()
 
     def __enter__(self) -> Attachment:
         return self
@@ -198,11 +204,12 @@ def _open_pipeline(options: Options) -> _Pipeline:
         spool=Spool(default_spool()),
         keeps=live.keeps if live.rate < 1 else None,
         prepare=live.prepare if live != Live() else None,
+        finish=delivery.close,
     )
     delivery.about = sink.about
     tracer = make_tracer(options.tracer, sink)
     recorder = Recorder(tracer, on_end=_notify, name_agent=_name_agent, agents=options.agents)
-    _pipeline = _Pipeline(options, recorder, sink, delivery, _instrument_threads())
+    _pipeline = _Pipeline(options, recorder, delivery, _instrument_threads())
     return _pipeline
 
 

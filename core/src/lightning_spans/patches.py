@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, cast
+
+logger = logging.getLogger("lightning_spans")
 
 
 def replace(owner: type | ModuleType, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
@@ -54,9 +57,13 @@ class Undo:
         self._steps.append(step)
 
     def __call__(self) -> None:
-        """Undo."""
+        """Undo; a step that fails is logged, and keeps no other from being undone."""
         while self._steps:
-            self._steps.pop()()
+            step = self._steps.pop()
+            try:
+                step()
+            except Exception:
+                logger.exception("lightning: %r failed, and something may not be restored", step)
 
 
 def replace_in_subclasses(base: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:

@@ -39,8 +39,8 @@ class Tracer(Protocol):
         """Wait until what was ended so far is delivered or spooled; False when the time ran out."""
         ...
 
-    def close(self) -> None:
-        """Deliver or spool what is pending, and stop."""
+    def close(self, timeout_s: float) -> None:
+        """Deliver or spool what is pending, and stop; what is not delivered when the time runs out is spooled."""
         ...
 
 

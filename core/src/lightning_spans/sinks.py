@@ -37,7 +37,8 @@ QUEUE_SIZE: Final = 16_384
 BATCH_SIZE: Final = 512
 LINGER_S: Final = 0.1  # a batch waits this long for company
 RETRY_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
-CLOSE_S: Final = 5.0
+CLOSE_S: Final = 5.0  # at the end of the process, for a destination that does not answer
+DETACH_S: Final = 2.0  # the same when the process goes on without us
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class Sink(Protocol):
         """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""
         ...
 
-    def close(self) -> None:
-        """Deliver or spool what is pending, and stop."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Deliver or spool what is pending, and stop; what is not delivered when the time runs out is spooled."""
         ...
 
 
@@ -118,6 +119,7 @@ class BatchSink:
         keeps: whether a span is recorded at all; the rest is counted.
         prepare: masks what must not leave the process, before anything is sent or spooled; one that raises drops its
             batch.
+        finish: called after the last delivery, by the thread that delivers.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class BatchSink:
         queue_size: int = QUEUE_SIZE,
         keeps: Callable[[Span, Attempt | None], bool] | None = None,
         prepare: Callable[[Span, Attempt | None], Span] | None = None,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._deliver = deliver
         self._route = route
@@ -136,6 +139,7 @@ class BatchSink:
         self._queue_size = queue_size
         self._keeps = keeps
         self._prepare = prepare
+        self._finish = finish
         self._id = uuid.uuid4().hex[:12]
         self.counts = Counts()
         self._lines: defaultdict[str, _Line] = defaultdict(_Line)
@@ -144,8 +148,7 @@ class BatchSink:
         os.register_at_fork(after_in_child=self._begin)  # the thread does not live on in a forked child
         atexit.register(self.close)
         if spool.pending():  # what an earlier process left is delivered, even where this one never records a span
-            self._started = True
-            self._thread.start()
+            self._start()
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
@@ -173,10 +176,16 @@ class BatchSink:
             self.counts.put += 1
             self._queue.append((span, attempt))
             if not self._started:
-                self._started = True
-                self._thread.start()
+                self._start()
         if len(self._queue) >= BATCH_SIZE:
             self._wake.set()
+
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+            self._started = True
+        except RuntimeError as error:  # at the end of the process, since Python 3.12: `close` spools what came
+            self._warn(str(error))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""
@@ -185,23 +194,37 @@ class BatchSink:
         with self._done:
             return self._done.wait_for(lambda: not self._started or self._finished >= target, timeout_s)
 
-    def close(self) -> None:
-        """Deliver or spool what is pending, and stop; reports what was not delivered."""
-        if self._closing:
-            return
-        self._closing = True
+    def close(self, timeout_s: float | None = None) -> None:
+        """Deliver or spool what is pending, and stop; reports what was not delivered.
+
+        Args:
+            timeout_s: what is not delivered by then is spooled, also what a destination may yet take: told twice, it is
+                stored once. By default `CLOSE_S`. Only the spool's own disk is waited for longer.
+        """
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
         self._wake.set()
-        if self._started:
-            self._thread.join(CLOSE_S)
-            if self._thread.is_alive():
-                self._abandon()
         atexit.unregister(self.close)
+        if self._started:
+            self._join(CLOSE_S if timeout_s is None else timeout_s)
+        else:
+            self._abandon()  # what came when no thread could be started any more
+            self._finish()
         left = self.counts
         if left.dropped or left.refused or self._spool.pending():
             logger.warning(
-                "lightning: of %d spans %d were delivered; %d were refused, %d dropped; %s",
-                left.put, left.delivered, left.refused, left.dropped, self._spool.describe(),
+                "lightning: of %d spans %d were delivered; %d were spooled, %d refused, %d dropped; %s",
+                left.put, left.delivered, left.spooled, left.refused, left.dropped, self._spool.describe(),
             )  # fmt: skip
+
+    def _join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._abandon()
+            if timeout_s < CLOSE_S:  # the delivery under way may still end well
+                atexit.register(self._thread.join, CLOSE_S - timeout_s)
 
     def about(self) -> str:
         """Say what became of all spans so far, for the server that counts it: ``ID;delivered=5;dropped=1``."""
@@ -214,7 +237,11 @@ class BatchSink:
             closing = self._closing
             self._work(closing=closing)
             if closing and not self._queue:
-                return
+                break
+        try:
+            self._finish()
+        except Exception:
+            logger.exception("lightning: what delivers spans did not close")
 
     def _work(self, *, closing: bool) -> None:
         """Deliver what waits in the spool, then what waits here; hold on to what can neither be sent nor spooled."""

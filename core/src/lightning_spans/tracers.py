@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry import trace as otel_trace
@@ -88,9 +89,9 @@ class EmbeddedTracer:
         """Wait for the sink."""
         return self._sink.flush(timeout_s)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         """Close the sink."""
-        self._sink.close()
+        self._sink.close(timeout_s)
 
 
 class OtelTracer:
@@ -165,10 +166,13 @@ class OtelTracer:
         """Wait for the sink."""
         return self._sink.flush(timeout_s)
 
-    def close(self) -> None:
-        """Close the sink and the provider."""
-        self._sink.close()
-        self._provider.shutdown()
+    def close(self, timeout_s: float) -> None:
+        """Close the sink and the provider, whose processors may wait for a collector that is gone."""
+        self._sink.close(timeout_s)
+        if self._heard:
+            ending = threading.Thread(target=self._provider.shutdown, name="lightning-processors", daemon=True)
+            ending.start()
+            ending.join(timeout_s)
 
 
 def _context_of(span: OpenSpan) -> SpanContext:

@@ -27,11 +27,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_spans import Attempt, attach, hookimpl, open_store, otlp, plugins, use_attempt
+from lightning_spans import Attempt, attach, open_store, otlp, use_attempt
 from lightning_spans import spans as names
-from lightning_spans.recorder import OpenSpan, Recorder
-from lightning_spans.sinks import BatchSink
 from lightning_spans.spans import Span
+from lightning_spans.testing.harmless import HarmlessPromises
 from lightning_spans.testing.program import (
     AGENTS,
     MODEL,
@@ -54,7 +53,7 @@ from lightning_spans.testing.server import Request, ScriptedServer
 __all__ = ["MODEL", "PROMPTS", "SCENARIOS", "TIMEOUT_S", "PluginConformance", "instructions"]
 
 
-class PluginConformance(RecordedPromises):
+class PluginConformance(RecordedPromises, HarmlessPromises):
     """Inherit this in a plugin's test file.
 
     Attributes:
@@ -131,52 +130,6 @@ class PluginConformance(RecordedPromises):
         """
         assert recorded("callbacks", None).output
         assert recorded("callbacks", tracer).output == recorded("callbacks", None).output
-
-    @both_tracers
-    def test_a_failing_listener_harms_nothing(self, tracer: str, folder: Path, recorded: Any) -> None:
-        """A plugin whose `lightning_span_ended` raises changes neither the output nor what is recorded.
-
-        If it fails: listeners must be called through `plugins.notify`, after the span was handed to the sink.
-        """
-        plugins.register(_Raising(), "raising")
-        try:
-            place = folder / f"listener-{tracer}"
-            found = record(self.program("one_agent"), place, framework=self.framework, tracer=tracer)
-        finally:
-            plugins.unregister("raising")
-        assert found.output == recorded("one_agent", None).output
-        assert len(found.chats) == 1
-
-    @pytest.mark.parametrize("broken", ["Recorder.start", "Recorder.end", "OpenSpan.set", "BatchSink.put"])
-    @pytest.mark.parametrize("scenario", ["streaming", "abandoned", "tool_call", "tool_error", "nested", "failed"])
-    def test_a_failing_event_or_sink_harms_nothing(
-        self, scenario: str, broken: str, folder: Path, recorded: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Whatever of ours raises, at whichever event, the output is the same; it is logged.
-
-        If it fails: see from where the exception comes; every event handler runs inside `Recorder.guard`.
-        """
-        alone = recorded(scenario, None)
-        kind, method = broken.split(".")
-        owner = {"Recorder": Recorder, "OpenSpan": OpenSpan, "BatchSink": BatchSink}[kind]
-        monkeypatch.setattr(owner, method, _fail)
-        place = folder / f"broken-{scenario}-{broken}"
-        found = record(self.program(scenario), place, framework=self.framework, tracer="embedded")
-        assert found.output == alone.output
-
-    @both_tracers
-    def test_a_failing_store_harms_nothing(self, tracer: str, tmp_path: Path, recorded: Any) -> None:
-        """A store that can't be written changes nothing for the agent; its spans wait in the spool.
-
-        If it fails: something of the delivery runs, or waits, in the agent's thread.
-        """
-        (tmp_path / "file").write_text("not a folder")
-        with user_environment(tmp_path), ScriptedServer() as server:
-            with attach(self.framework, store=str(tmp_path / "file" / "traces.db"), tracer=tracer) as attachment:
-                output = run(self.program("one_agent"), server.url)
-                attachment.flush(PATIENCE_S)
-            assert output == recorded("one_agent", None).output
-        assert any((tmp_path / "spool").iterdir())
 
     # Attach and detach
 
@@ -322,16 +275,6 @@ class PluginConformance(RecordedPromises):
             assert SECRET not in request.path
             assert not [name for name, value in request.headers.items() if SECRET in value]
             assert SECRET.encode() not in request.raw
-
-
-def _fail(*_: Any, **__: Any) -> None:
-    raise RuntimeError("something of ours that fails")
-
-
-class _Raising:
-    @hookimpl
-    def lightning_span_ended(self, span: Span) -> None:
-        raise RuntimeError(f"a listener that fails at {span.name}")
 
 
 def _in_attempt(number: int, work: Callable[[str], None], url: str) -> None:

@@ -89,7 +89,8 @@ class Following:
         """End what is open, and hear no more."""
         self._live = False
         for work in reversed(list(self._open.values())):
-            self._finish(work)
+            with self._recorder.guard(PLUGIN):
+                self._finish(work)
 
     def wrap_emit(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Hear an event after the bus has it: a listener's context is a copy of the one before."""

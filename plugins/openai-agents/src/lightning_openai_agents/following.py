@@ -93,7 +93,8 @@ class Following:
         """End what is open, and hear no more."""
         self._live = False
         for work in reversed(list(self._works.values())):
-            self._end(work)
+            with self._recorder.guard(PLUGIN):
+                self._end(work)
 
     def wrap_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Begin when a span or trace of the SDK starts."""

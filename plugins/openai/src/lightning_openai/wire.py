@@ -56,10 +56,10 @@ def _unbind(recorder: Recorder) -> None:
     with _lock:
         _recorders.remove(recorder)
         if not _recorders:
+            _undo_patches()
             leftovers.stop()
             _end_unfinished()
             atexit.unregister(_end_unfinished)
-            _undo_patches()
             gateway.forget()
 
 
