@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from lightning_trainer.algorithms import algorithm_by_name
 from lightning_trainer.backends import Backend, open_backend
 from lightning_trainer.checkpoints import NEWEST, State, check_identity, find, read_state
 from lightning_trainer.config import TrainConfig, to_json
-from lightning_trainer.data import digest, load_tasks
+from lightning_trainer.data import Task, digest, load_tasks
 from lightning_trainer.folders import CONFIG_NAME, STORE_NAME, make_folder
 from lightning_trainer.interrupts import Interrupted, deferred
 from lightning_trainer.local import Local, opened, serving
@@ -100,13 +100,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     plugins.load_all()
     algorithm = algorithm_by_name(config)
     rules = read_rules(config.rewards, credit=config.credit, gamma=config.gamma)
-    identity = {
-        "data": digest(tasks),
-        "batch_size": config.batch_size,
-        "group_size": config.group_size,
-        "seed": config.seed,
-    }
-    checkpoint, state = _starting_point(config, identity)
+    checkpoint, state = _starting_point(config, _identity(config, tasks))
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
         stack.enter_context(installed(rules))
@@ -115,31 +109,37 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
         check()
         backend = stack.enter_context(_backend(config, checkpoint, progress))
         check()
-        local = stack.enter_context(_local(config, folder, runner, backend))
-        told = stack.enter_context(trackers.opened(config.trackers, folder, config.model_dump(mode="json")))
-        log = stack.enter_context(closing(MetricLog(folder, from_step=state.step, trackers=told)))
-        write_atomically(folder / CONFIG_NAME, to_json(config.model_copy(update={"out": folder})).encode())
         parts = Parts(
             config=config,
             tasks=tasks,
             val=val,
-            local=local,
+            local=stack.enter_context(_local(config, folder, runner, backend)),
             backend=backend,
             algorithm=algorithm,
-            log=log,
+            log=stack.enter_context(_log(config, folder, state.step)),
             progress=progress,
             check=check,
             folder=folder,
             name=f"{folder.name}-{uuid.uuid4().hex[:8]}",
         )
+        write_atomically(folder / CONFIG_NAME, to_json(config.model_copy(update={"out": folder})).encode())
         loop = Loop(parts, state)
         try:
             loop.run()
         except Interrupted:
             raise Interrupted(_stopped(loop.state, folder)) from None
-        seconds = state.seconds + time.monotonic() - began
-        log.draw()
-        return _result(loop.state, log, folder, seconds)
+        parts.log.draw()
+        return _result(loop.state, parts.log, folder, state.seconds + time.monotonic() - began)
+
+
+def _identity(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, Any]:
+    """Give what must stay the same for a run to go on."""
+    return {
+        "data": digest(tasks),
+        "batch_size": config.batch_size,
+        "group_size": config.group_size,
+        "seed": config.seed,
+    }
 
 
 def _starting_point(config: TrainConfig, identity: dict[str, Any]) -> tuple[Path | None, State]:
@@ -226,6 +226,15 @@ def _learning(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value != plain[name]} | {
         name: value for name, value in of_critic.items() if value is not None
     }
+
+
+@contextmanager
+def _log(config: TrainConfig, folder: Path, step: int) -> Iterator[MetricLog]:
+    with (
+        trackers.opened(config.trackers, folder, config.model_dump(mode="json")) as told,
+        closing(MetricLog(folder, from_step=step, trackers=told)) as log,
+    ):
+        yield log
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,9 @@ import click
 from lightning_trainer.cli.options import print_json, read_key
 
 if TYPE_CHECKING:
+    from lightning_spans.store_http import HttpStore
     from lightning_trainer.limits import Limits
+    from lightning_trainer.runner import Runner
     from lightning_trainer.target import Job
     from lightning_trainer.workers import Start
 
@@ -78,7 +81,7 @@ def command(
     claims no more, and lets what runs go on for a while; what has not ended then goes back to the queue, without
     using up a try.
     """
-    from lightning_spans.errors import ConfigError, StoreError
+    from lightning_spans.errors import ConfigError
     from lightning_spans.store_http import HttpStore
     from lightning_trainer.config import cores
     from lightning_trainer.limits import Limits, parse_bytes
@@ -87,17 +90,8 @@ def command(
 
     if (target is None) == (program is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and not both.")
-    key = read_key(key_file)
-    if key is None:
-        raise ConfigError("a runner needs a key: --key-file FILE. The server names the file in its first line.")
+    key = _checked_key(url, key_file)
     limits = Limits(memory_bytes=parse_bytes(worker_memory) if worker_memory else None, cores=worker_cores)
-    probe = HttpStore(url, key=key, patience_s=5.0)
-    try:
-        probe.heartbeat([])
-    except StoreError as error:
-        raise ConfigError(f"server {url}: {error}. Check --server and --key-file.") from None
-    finally:
-        probe.close()
     job = Job(target=target, command=program, reward=reward)
     start = None
     if on_ray:
@@ -106,16 +100,37 @@ def command(
         )
     elif ray_address or ray_env:
         raise ConfigError("--ray-address and --ray-env say how to use Ray. Add --ray.")
+    count = workers or cores()
+    runner = Runner(job, workers=count, concurrency=concurrency, logs=logs, lease_s=lease_s, limits=limits, start=start)
+    with closing(HttpStore(url, key=key)) as store:
+        _work_until_stopped(runner, store, {"server": url, "workers": count}, drain_s)
+
+
+def _checked_key(url: str, key_file: Path | None) -> str:
+    """Read the key, and see that the server is there and takes it."""
+    from lightning_spans.errors import ConfigError, StoreError
+    from lightning_spans.store_http import HttpStore
+
+    key = read_key(key_file)
+    if key is None:
+        raise ConfigError("a runner needs a key: --key-file FILE. The server names the file in its first line.")
+    with closing(HttpStore(url, key=key, patience_s=5.0)) as probe:
+        try:
+            probe.heartbeat([])
+        except StoreError as error:
+            raise ConfigError(f"server {url}: {error}. Check --server and --key-file.") from None
+    return key
+
+
+def _work_until_stopped(runner: Runner, store: HttpStore, facts: dict[str, Any], drain_s: float) -> None:
+    """Work until a first signal, then let rollouts end for so long, or until a second one."""
     asked, again = threading.Event(), threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
         signal.signal(number, lambda *_: (again if asked.is_set() else asked).set())
-    count = workers or cores()
-    runner = Runner(job, workers=count, concurrency=concurrency, logs=logs, lease_s=lease_s, limits=limits, start=start)
-    store = HttpStore(url, key=key)
     try:
         runner.start()
         runner.serve(store)
-        print_json({"runner": runner.name, "server": url, "workers": count})
+        print_json({"runner": runner.name, **facts})
         while not asked.wait(0.5) and runner.alive:
             pass
         runner.drain(drain_s)
@@ -125,7 +140,6 @@ def command(
         runner.check()
     finally:
         runner.stop()
-        store.close()
 
 
 def _ray(

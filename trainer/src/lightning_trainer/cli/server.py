@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import click
 
 from lightning_trainer.cli.options import DEFAULT_STORE
 from lightning_trainer.cli.serving import tls_options
+
+if TYPE_CHECKING:
+    from lightning_trainer.server.settings import Routing
 
 
 @click.command(name="server")
@@ -23,6 +27,11 @@ from lightning_trainer.cli.serving import tls_options
     multiple=True,
     metavar="MODEL=URL[,URL...]",
     help="OpenAI-compatible servers that answer for MODEL. May be repeated.",
+)
+@click.option(
+    "--adapters",
+    type=click.Path(path_type=Path),
+    help="Checkpoint of a run with --policy: vLLM at the one --upstream loads its adapters, each under its name.",
 )
 @click.option(
     "--upstream-timeout", type=click.FloatRange(0, min_open=True), help="Most seconds of an answer; none by default."
@@ -65,6 +74,7 @@ def command(
     *,
     store: str,
     upstreams: Sequence[str],
+    adapters: Path | None,
     upstream_timeout: float | None,
     provider: str | None,
     unrecorded: bool,
@@ -92,23 +102,18 @@ def command(
     from lightning_spans.redaction import read_rules
     from lightning_trainer.cli.serving import Place, key_files, serve_until_stopped
     from lightning_trainer.local import opened
+    from lightning_trainer.server.adapters import load_adapters
     from lightning_trainer.server.app import create_app
-    from lightning_trainer.server.settings import Routing
     from lightning_trainer.server.upstream import parse_provider, parse_upstream
 
     key = os.environ.get("LIGHTNING_UPSTREAM_KEY")
     forwarded = [parse_upstream(text, key=key, total_s=upstream_timeout) for text in upstreams]
+    forwarded += load_adapters(adapters, forwarded) if adapters else []
     if unrecorded and provider is None:
         raise ConfigError("--unrecorded is about calls that go to --provider URL, which is not given.")
     elsewhere = parse_provider(provider, key=os.environ.get("LIGHTNING_PROVIDER_KEY")) if provider else None
-    agents = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
-    models = [upstream.model for upstream in forwarded]
-    if (agents or model) and not models:
-        raise ConfigError("agents can't be sent to a model that is not there. Name one with --upstream MODEL=URL.")
-    if model is not None and model not in models:
-        raise ConfigError(f"--model {model} is none of the upstreams: {', '.join(models)}.")
+    routing = _routing(names, model, [upstream.model for upstream in forwarded], endpoint)
     live = Live(rate=parse_rate(live_sample), redaction=read_rules(rules, os.environ))
-    routing = Routing(agents=agents, model=model or (models[0] if models else "policy"), endpoint=endpoint)
     with opened(store) as kept, key_files(key_file, "runner", "evaluator", "live", rotate=rotate_keys) as (keys, files):
         app = create_app(
             kept,
@@ -121,3 +126,16 @@ def command(
         )
         known_as = (urlsplit(endpoint).hostname or "",) if endpoint else ()
         serve_until_stopped(app, Place(host, port, tls_cert, tls_key, plain_http, known_as), files)
+
+
+def _routing(names: str | None, model: str | None, models: Sequence[str], endpoint: str | None) -> Routing:
+    """Say which agents' calls go to which model."""
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.server.settings import Routing
+
+    agents = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
+    if (agents or model) and not models:
+        raise ConfigError("agents can't be sent to a model that is not there. Name one with --upstream MODEL=URL.")
+    if model is not None and model not in models:
+        raise ConfigError(f"--model {model} is none of the upstreams: {', '.join(models)}.")
+    return Routing(agents=agents, model=model or (models[0] if models else "policy"), endpoint=endpoint)
