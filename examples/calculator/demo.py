@@ -61,6 +61,7 @@ def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.N
         until=0.92 if args.backend == "torch" else None,  # verl's trainer can't be stopped between two steps
         backend=args.backend,
         device=args.device,
+        dtype=args.dtype,
         max_model_len=1024,
         concurrency=32,
         seed=args.seed,
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14, help="most steps; it stops earlier once it is good")
     parser.add_argument("--backend", default="torch", choices=("torch", "verl"))
     parser.add_argument("--device", default="auto", help="such as cpu or cuda")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("calculator-%Y%m%d-%H%M%S"))
     args = parser.parse_args()
