@@ -137,9 +137,16 @@ def test_an_option_that_was_added_is_replaced_where_it_stands():
     assert "ray_kwargs.ray_init.num_gpus" not in cpu
 
 
+@pytest.mark.parametrize(("dtype", "sampled", "learned"), [("auto", "float32", "fp32"), ("bfloat16", "bfloat16", "bf16")])
+def test_on_a_cpu_learning_computes_with_what_samples(dtype, sampled, learned):
+    cpu = told(device="cpu", gpus=1, dtype=dtype)
+    assert cpu["actor_rollout_ref.rollout.dtype"] == sampled
+    assert cpu["+actor_rollout_ref.actor.fsdp_config.mixed_precision"]["param_dtype"] == learned
+
+
 def test_micro_batches_are_small_on_a_cpu_and_hold_the_longest_row_everywhere():
     tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    assert told(device="cpu", gpus=1, max_model_len=1024)[tokens] == 2048
+    assert told(device="cpu", gpus=1, max_model_len=512)[tokens] == 1024
     assert told(device="cpu", gpus=1, max_model_len=4096)[tokens] == 4096
     assert told(max_model_len=1024)[tokens] == 16384
 
