@@ -137,7 +137,9 @@ def test_an_option_that_was_added_is_replaced_where_it_stands():
     assert "ray_kwargs.ray_init.num_gpus" not in cpu
 
 
-@pytest.mark.parametrize(("dtype", "sampled", "learned"), [("auto", "float32", "fp32"), ("bfloat16", "bfloat16", "bf16")])
+@pytest.mark.parametrize(
+    ("dtype", "sampled", "learned"), [("auto", "float32", "fp32"), ("bfloat16", "bfloat16", "bf16")]
+)
 def test_on_a_cpu_learning_computes_with_what_samples(dtype, sampled, learned):
     cpu = told(device="cpu", gpus=1, dtype=dtype)
     assert cpu["actor_rollout_ref.rollout.dtype"] == sampled
