@@ -182,6 +182,7 @@ def test_merging_can_be_switched_off():
         ({"tokens": Tokens((1,), (2,), (math.nan,))}, reasons.BAD_LOGPROBS),
         ({"tokens": Tokens((1,), (2,), (-math.inf,))}, reasons.BAD_LOGPROBS),
         ({"sampling": {"temperature": 0.0}}, reasons.GREEDY),
+        ({"sampling": {"temperature": 0.7, "logprobs_temperature": 1.0}}, reasons.OTHER_TEMPERATURE),
         ({"tokens": Tokens((1,) * 9, (2,), (-1.0,))}, reasons.TOO_LONG),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -194,6 +195,13 @@ def test_one_call_that_cannot_be_trained_is_counted_and_takes_no_other_along(bro
     assert [row.tokens.tolist() for row in rows] == [[1, 2], [1, 3]]
     assert account.dropped == {reason: 1}
     assert account.seen == 3
+
+
+def test_log_probabilities_of_the_sampling_temperature_are_trained_whatever_it_is():
+    from dataclasses import replace
+
+    calls = [replace(call(0, [1], [2]), sampling={"temperature": at, "logprobs_temperature": at}) for at in (0.7, 1)]
+    assert rows_of(calls)[1].dropped == {}
 
 
 def test_a_missing_temperature_is_the_interface_default():

@@ -16,6 +16,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from lightning_spans.adapter import adapt
+from lightning_spans.trace import Trace
+from lightning_trainer.account import OTHER_TEMPERATURE
+from lightning_trainer.rows import why_untrainable
 from lightning_trainer.server.replicas import Replicas
 from lightning_trainer.server.serving import ServerThread
 from lightning_trainer.server.settings import Routing
@@ -251,7 +255,8 @@ def test_an_attempts_calls_carry_every_parameter_and_a_seed(tmp_path):
     assert other["seed"] != first["seed"]
 
 
-def test_log_probabilities_without_the_temperature_are_found_out_and_said(tmp_path, caplog):
+@pytest.mark.parametrize("owner", ["vllm", "sglang"])
+def test_log_probabilities_without_the_temperature_are_found_out_said_and_not_trained(tmp_path, caplog, owner):
     def answers(raw):
         def answer(body):
             if "prompt" not in body:
@@ -263,7 +268,7 @@ def test_log_probabilities_without_the_temperature_are_found_out_and_said(tmp_pa
         return answer
 
     for raw in (True, False):
-        behind = Behind(answers(raw))
+        behind = Behind(answers(raw), owner=owner)
         folder = tmp_path / str(raw)
         folder.mkdir()
         with gateway(folder, behind) as front, caplog.at_level(logging.WARNING):
@@ -271,7 +276,9 @@ def test_log_probabilities_without_the_temperature_are_found_out_and_said(tmp_pa
             for temperature in (1.0, 0.7, 0.7):
                 front.post({"messages": USER, "temperature": temperature})
             flags = [call.sampling.get("logprobs_temperature") for call in front.calls("a")]
+            trained = [why_untrainable(each) for each in adapt(Trace.build([], front.calls("a")))]
         assert flags == ([None, 1.0, 1.0] if raw else [None] * 3)
+        assert trained == ([None] + [OTHER_TEMPERATURE] * 2 if raw else [None] * 3)
         assert ("processed_logprobs" in caplog.text) is raw
         assert len(behind.asked) == 5
 

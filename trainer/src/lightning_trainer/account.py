@@ -22,6 +22,10 @@ NO_PROMPT: Final = "empty prompt"
 NO_RESPONSE: Final = "empty response"
 BAD_LOGPROBS: Final = "log-probabilities missing or not finite"
 GREEDY: Final = "temperature 0: not a sample of the policy"
+OTHER_TEMPERATURE: Final = (
+    "log-probabilities leave the temperature out: start vLLM with --logprobs-mode processed_logprobs,"
+    " SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+)
 TOO_LONG: Final = "longer than max_tokens"
 
 WHOLE: Final = "the attempt"  # what a reward that names no agent is for

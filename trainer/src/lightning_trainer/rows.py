@@ -130,11 +130,14 @@ def why_untrainable(transition: Transition, *, max_tokens: int | None = None) ->
     if transition.tokens is None:
         return reasons.NO_TOKENS
     prompt, response, logprobs = transition.tokens.prompt, transition.tokens.response, transition.tokens.logprobs
+    at = _temperature(transition)
     checks = (
         (reasons.NO_PROMPT, not prompt),
         (reasons.NO_RESPONSE, not response),
         (reasons.BAD_LOGPROBS, len(logprobs) != len(response) or not all(map(math.isfinite, logprobs))),
-        (reasons.GREEDY, _temperature(transition) <= 0.0),
+        (reasons.GREEDY, at <= 0.0),
+        # The ratio to another temperature's is a sum over the vocabulary, of which one term is known: no correction.
+        (reasons.OTHER_TEMPERATURE, transition.sampling.get("logprobs_temperature", at) != at),
         (reasons.TOO_LONG, max_tokens is not None and len(prompt) + len(response) > max_tokens),
     )
     return next((reason for reason, applies in checks if applies), None)

@@ -132,8 +132,9 @@ class Connection:
             replica.raw_logprobs = await self._leaves_temperature_out(replica, model)
             if replica.raw_logprobs:
                 logger.warning(
-                    "%s gives log-probabilities at temperature 1, whatever the temperature: vLLM's default. Training"
-                    " on answers of another temperature needs it started with --logprobs-mode processed_logprobs.",
+                    "%s gives log-probabilities at temperature 1, whatever the temperature. Answers of another one are"
+                    " not trained on: start vLLM with --logprobs-mode processed_logprobs, or SGLang without"
+                    " SGLANG_RETURN_ORIGINAL_LOGPROB.",
                     replica.url,
                 )
         return replica.raw_logprobs

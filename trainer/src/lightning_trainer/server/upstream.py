@@ -198,7 +198,7 @@ class UpstreamPolicy:
         """Ask one replica. Gives a whole answer, or the chunks that end a stream; those before are sent."""
         dialect = await self._http.dialect(replica)
         body = self._body(dialect, draft, sampling)
-        heated = dialect == "vllm" and body.get("temperature") not in {None, 0, 1}
+        heated = dialect in {"vllm", "sglang"} and body.get("temperature") not in {None, 0, 1}
         if heated and await self._http.gives_raw_logprobs(replica, str(body["model"])):
             sampling["logprobs_temperature"] = 1.0
         path = "/completions" if "prompt" in body else "/chat/completions"
