@@ -510,6 +510,8 @@ def test_runner_without_key_or_agent(folder: Path, args: list[str], words: list[
         (["--upstream", "nonsense"], ["MODEL=URL"]),
         (["--agents", "writer"], ["--upstream"]),
         (["--upstream", "a=http://127.0.0.1:9", "--model", "b"], ["b is none of the upstreams: a"]),
+        (["--upstream", "a=http://127.0.0.1:9", "--tokenizer", "b=x"], ["MODEL=FOLDER", "b=x"]),
+        (["--upstream", "a=http://127.0.0.1:9", "--tokenizer", "a=/nowhere/at/all"], ["/nowhere/at/all", "tokenizer"]),
         (["--unrecorded"], ["--provider"]),
         (["--provider", "nonsense"], ["provider=nonsense"]),
         (["--store", "http://127.0.0.1:9"], ["give a database"]),

@@ -22,8 +22,8 @@ from lightning_trainer.backends.torch import model as loading
 from lightning_trainer.backends.torch.attention import NAME
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.sampling import Draw, draw
-from lightning_trainer.backends.torch.text import TextStream
 from lightning_trainer.engine import Sampled, Sampling
+from lightning_trainer.server.text_stream import TextStream
 
 pytestmark = pytest.mark.torch
 

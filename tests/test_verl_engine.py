@@ -12,7 +12,10 @@ import pytest
 from aiohttp import web
 
 from lightning_trainer.backends.verl.engine import ReplicaError, VllmEngine
+from lightning_trainer.backends.verl.gateway import abilities_of
+from lightning_trainer.config import TrainConfig
 from lightning_trainer.engine import Sampled, Sampling
+from lightning_trainer.server.token_wires import ADJUSTING
 
 PROMPT = [5, 6, 7]
 
@@ -111,6 +114,35 @@ async def test_the_replica_is_asked_for_ids_and_sampling_as_they_are():
     assert body["logprobs"] == 0
     assert body["return_token_ids"] is True
     assert 0 <= body["seed"] < 2**31
+
+
+async def test_what_changes_logits_is_said_to_the_replica():
+    asked = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
+    replica = Replica()
+    async with engine_of(replica) as (engine, _):
+        await drawn(engine, Sampling(max_tokens=1, logit_bias={5: 1.5}, **asked))
+        await drawn(engine, Sampling(max_tokens=1))
+    changed, plain = replica.requests
+    assert {name: changed[name] for name in (*asked, "logit_bias")} == {**asked, "logit_bias": {"5": 1.5}}
+    # said all the same: vLLM would take what is left open from the model's generation_config
+    assert {name: plain[name] for name in asked} == dict(zip(asked, (0.0, 0.0, 0.0, 1.0), strict=True))
+    assert "logit_bias" not in plain
+
+
+@pytest.mark.parametrize(
+    ("options", "does"),
+    [
+        ({}, ADJUSTING),
+        ({"temperature": 1.0}, ADJUSTING),
+        ({"temperature": 0.7}, set()),
+        ({"staleness": 1}, ADJUSTING - {"presence_penalty", "frequency_penalty"}),
+        ({"verl": {"actor_rollout_ref": {"rollout": {"logprobs_mode": "processed_logprobs"}}}}, set()),
+        ({"verl": {"actor_rollout_ref.rollout.logprobs_mode": "processed_logprobs"}}, set()),
+    ],
+)
+def test_what_changes_logits_is_done_only_where_log_probabilities_stay_the_policys_own(options, does):
+    config = TrainConfig(target="app:run", data="tasks.jsonl", model="m", backend="verl", **options)
+    assert abilities_of(config) == does
 
 
 async def test_an_answer_cut_by_new_weights_goes_on_where_it_was():

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import httpx
+import openai
 import pytest
 from fakes import FakeEngine, served
 
 pytest.importorskip("vllm")
 
 import torch
+from test_server_continuation import rows_of
 from tiny import make_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_trainer import account
+from lightning_trainer.backends.verl.engine import VllmEngine
+from lightning_trainer.engine import Sampling
 from lightning_trainer.server.settings import Routing
+from lightning_trainer.server.token_wires import ADJUSTING
 from lightning_trainer.server.upstream import Upstream
 
 pytestmark = pytest.mark.timeout(600)
@@ -46,16 +54,22 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def vllm(model, tmp_path_factory):
     """URL of a vLLM that answers for the tiny model; its log-probabilities are those of the temperature."""
+    with vllm_serving(model, tmp_path_factory.mktemp("vllm"), "processed_logprobs") as url:
+        yield url
+
+
+@contextmanager
+def vllm_serving(model, folder, logprobs_mode):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
         *("--model", str(model), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
-        *("--max-model-len", "2048", "--max-num-seqs", "16", "--logprobs-mode", "processed_logprobs"),
+        *("--max-model-len", "2048", "--max-num-seqs", "16", "--logprobs-mode", logprobs_mode),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     ]
-    log = tmp_path_factory.mktemp("vllm") / "log"
+    log = folder / "log"
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ)
     url = f"http://127.0.0.1:{port}/v1"
@@ -95,10 +109,14 @@ def post(front, request):
     return send
 
 
-def logprobs_of(model, call, temperature):
+def logprobs_of(model, call, temperature, choice=0):
     """What transformers says of the recorded tokens."""
     causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    prompt, drawn = list(call.prompt_token_ids), list(call.choices[0].token_ids)
+    prompt, drawn = list(call.prompt_token_ids), list(call.choices[choice].token_ids)
+    return policys_own(causal, prompt, drawn, temperature)
+
+
+def policys_own(causal, prompt, drawn, temperature=1.0):
     with torch.no_grad():
         logits = causal(torch.tensor([prompt + drawn])).logits[0] / temperature
     found = torch.log_softmax(logits, -1)
@@ -159,3 +177,114 @@ def test_what_vllm_refuses_is_told_and_recorded(post):
     reply = post("/v1/chat/completions", {"messages": USER, "max_tokens": 100_000})
     assert reply.status_code == 400
     assert post.calls()[0].error
+
+
+async def test_verls_log_probabilities_at_temperature_1_are_those_before_penalties_and_biases(model, tmp_path):
+    engine = VllmEngine(AutoTokenizer.from_pretrained(model), 2048, abilities=ADJUSTING)
+    prompt, drawn, logprobs = list(range(40, 60)), [], []
+    strong = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5, "min_p": 0.01}
+    with vllm_serving(model, tmp_path, "raw_logprobs") as url:
+        await engine.serve([url.removeprefix("http://").removesuffix("/v1")], 1)
+        sampling = Sampling(max_tokens=24, seed=3, logit_bias={70: 6.0, 71: 6.0}, **strong)
+        async for piece in engine.generate(prompt, sampling):
+            drawn += piece.token_ids
+            logprobs += piece.logprobs
+        await engine.close()
+    assert {70, 71} & set(drawn)
+    causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert logprobs == pytest.approx(policys_own(causal, prompt, drawn), abs=2e-3)
+
+
+# With the tokenizer named: token ids go to vLLM, and conversations are continued exactly.
+
+
+@pytest.fixture(scope="module")
+def exact(vllm, model, tmp_path_factory):
+    upstream = Upstream("tiny", vllm, tokenizer=AutoTokenizer.from_pretrained(model))
+    with served(
+        tmp_path_factory.mktemp("exact"), FakeEngine(), upstreams=[upstream], routing=Routing(model="tiny", seed=3)
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def asking(exact, request):
+    """Ask, and give the whole message, put together by OpenAI's own client where it is streamed."""
+    client = openai.OpenAI(base_url=f"{exact.url}/v1", api_key=exact.key(request.node.name), max_retries=0)
+
+    def ask(messages, *, stream=False, **body):
+        if stream:
+            with client.chat.completions.stream(model="tiny", messages=messages, **body) as events:
+                return events.get_final_completion()
+        return client.chat.completions.create(model="tiny", messages=messages, **body)
+
+    with client:
+        ask.calls = lambda: exact.calls(request.node.name)
+        ask.rows = lambda: rows_of(exact, request.node.name)
+        yield ask
+
+
+def said(completion, place=0):
+    return completion.choices[place].message.model_dump(exclude={"parsed"})
+
+
+def unbroken(calls):
+    for call, later in itertools.pairwise(calls):
+        before = call.prompt_token_ids + call.choices[0].token_ids
+        assert later.prompt_token_ids[: len(before)] == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_with_tools_is_one_row_of_the_tokens_that_vllm_drew(model, asking, stream):
+    tools = [{"type": "function", "function": {"name": "greet", "parameters": PERSON}}]
+    messages = list(USER)
+    for turn in range(4):
+        forced = {"tool_choice": "required", "max_tokens": 200} if turn == 1 else {"max_tokens": 10}
+        message = said(asking(messages, stream=stream, tools=tools, temperature=0.7, **forced))
+        messages.append(message)
+        calls = message.get("tool_calls") or ()
+        assert bool(calls) is (turn == 1)
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": "19"} for call in calls] or USER
+    calls, (rows, told) = asking.calls(), asking.rows()
+    assert [call.sampling[account.CONTINUATION] for call in calls] == [account.BEGINS, *[account.JOINED] * 3]
+    unbroken(calls)
+    assert [row.transitions for row in rows] == [4]
+    assert (told.joined, told.alone, told.joined_share) == (3, {}, 1.0)
+    for call in (calls[0], *calls[2:]):  # the call under a grammar was drawn from another distribution
+        assert list(call.choices[0].logprobs) == pytest.approx(logprobs_of(model, call, 0.7), abs=2e-3)
+
+
+def test_each_of_n_answers_of_vllm_can_be_continued(model, asking):
+    both = asking(USER, n=2, max_tokens=8)
+    for place in range(2):
+        asking([*USER, said(both, place), *USER], max_tokens=8)
+    first, *others = asking.calls()
+    assert first.choices[0].token_ids != first.choices[1].token_ids
+    for place, other in enumerate(others):
+        before = first.prompt_token_ids + first.choices[place].token_ids
+        assert other.prompt_token_ids[: len(before)] == before
+        logprobs = pytest.approx(logprobs_of(model, first, 1.0, place), abs=2e-3)
+        assert list(first.choices[place].logprobs) == logprobs
+
+
+def test_what_vllm_refuses_of_token_ids_is_told_and_recorded(asking):
+    with pytest.raises(openai.BadRequestError, match="context"):
+        asking(USER, max_tokens=100_000)
+    with pytest.raises(openai.BadRequestError, match="vocab"):
+        asking(USER, max_tokens=2, logit_bias={"100000": 1})
+    assert all(call.error for call in asking.calls())
+
+
+def test_a_schema_is_held_to_by_a_grammar(asking):
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    answer = said(asking(USER, response_format=schema, max_tokens=200))
+    assert 0 <= json.loads(answer["content"])["age"] <= 99
+    assert asking.calls()[0].sampling[account.CONTINUATION] == account.BEGINS
+
+
+def test_what_only_vllm_reads_goes_as_messages_and_says_so(asking):
+    first = said(asking(USER, max_tokens=4, logprobs=True, top_logprobs=2))
+    asking([*USER, first, *USER], max_tokens=4, logprobs=True, top_logprobs=2)
+    why = [call.sampling[account.CONTINUATION] for call in asking.calls()]
+    assert why == [account.BEGINS, account.ONLY_UPSTREAM_READS]
+    assert all(call.choices[0].token_ids for call in asking.calls())

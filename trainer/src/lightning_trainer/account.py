@@ -43,6 +43,13 @@ EDITED: Final = "history edited: messages were changed, left out or put in anoth
 FORGOTTEN: Final = "earlier calls forgotten: the gateway keeps a bounded number"
 UNFAITHFUL: Final = "tokenizer reads the new part otherwise than in its place"
 ONLY_MESSAGES: Final = "upstream was sent messages: only a server whose tokenizer is named is sent token ids"
+# Why an upstream whose tokenizer is named was sent messages all the same.
+UNKNOWN_SERVER: Final = "upstream takes no token ids: it is no vLLM, SGLang or gateway of known context"
+OTHER_TOKENS: Final = "upstream makes other tokens than the tokenizer named, or can't tell: it was sent messages"
+TAKES_THINKING_OUT: Final = "upstream takes thinking out of answers, or can't tell: it was sent messages"
+OTHER_CALLS: Final = "chat template writes tool calls in a form that is not read here: upstream was sent messages"
+ONLY_UPSTREAM_READS: Final = "request has what only the upstream reads, such as images: it was sent messages"
+AFTER_MESSAGES: Final = "earlier call was sent as messages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

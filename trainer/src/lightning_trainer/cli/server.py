@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ from lightning_trainer.cli.serving import tls_options
 
 if TYPE_CHECKING:
     from lightning_trainer.server.settings import Routing
+    from lightning_trainer.server.upstream import Upstream
 
 
 @click.command(name="server")
@@ -32,6 +34,13 @@ if TYPE_CHECKING:
     "--adapters",
     type=click.Path(path_type=Path),
     help="Checkpoint of a run with --policy: vLLM at the one --upstream loads its adapters, each under its name.",
+)
+@click.option(
+    "--tokenizer",
+    "tokenizers",
+    multiple=True,
+    metavar="MODEL=FOLDER",
+    help="The upstream model's folder: conversations go to it as token ids, each continued exactly. May be repeated.",
 )
 @click.option(
     "--upstream-timeout", type=click.FloatRange(0, min_open=True), help="Most seconds of an answer; none by default."
@@ -75,6 +84,7 @@ def command(
     store: str,
     upstreams: Sequence[str],
     adapters: Path | None,
+    tokenizers: Sequence[str],
     upstream_timeout: float | None,
     provider: str | None,
     unrecorded: bool,
@@ -109,6 +119,7 @@ def command(
     key = os.environ.get("LIGHTNING_UPSTREAM_KEY")
     forwarded = [parse_upstream(text, key=key, total_s=upstream_timeout) for text in upstreams]
     forwarded += load_adapters(adapters, forwarded) if adapters else []
+    forwarded = _with_tokenizers(forwarded, tokenizers)
     if unrecorded and provider is None:
         raise ConfigError("--unrecorded is about calls that go to --provider URL, which is not given.")
     elsewhere = parse_provider(provider, key=os.environ.get("LIGHTNING_PROVIDER_KEY")) if provider else None
@@ -139,3 +150,24 @@ def _routing(names: str | None, model: str | None, models: Sequence[str], endpoi
     if model is not None and model not in models:
         raise ConfigError(f"--model {model} is none of the upstreams: {', '.join(models)}.")
     return Routing(agents=agents, model=model or (models[0] if models else "policy"), endpoint=endpoint)
+
+
+def _with_tokenizers(upstreams: Sequence[Upstream], named: Sequence[str]) -> list[Upstream]:
+    """Give upstreams with the tokenizers that are named for them.
+
+    Raises:
+        ConfigError: a name is no upstream's, or a folder has no tokenizer with a chat template.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.backends.tokenizers import load_tokenizer
+
+    folders = {}
+    for text in named:
+        model, _, folder = text.partition("=")
+        if not folder or model not in {upstream.model for upstream in upstreams}:
+            raise ConfigError(f"--tokenizer {text!r}: must be MODEL=FOLDER, with the MODEL of an --upstream.")
+        folders[model] = folder
+    return [
+        replace(each, tokenizer=load_tokenizer(folders[each.model])) if each.model in folders else each
+        for each in upstreams
+    ]

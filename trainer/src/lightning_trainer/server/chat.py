@@ -8,11 +8,13 @@ from typing import Any, Final
 
 import orjson
 
+from lightning_trainer.server.hermes import parse
 from lightning_trainer.server.plain_text import PlainText
-from lightning_trainer.server.refusals import bad_request
+from lightning_trainer.server.refusals import Refusal, bad_request
 
 Message = Mapping[str, Any]
 _PROBE: Final = "lightning_probe_tool"
+_SAID: Final = "lightning_probe_said"
 
 
 class ChatFormat:
@@ -30,6 +32,23 @@ class ChatFormat:
         """Whether the chat template shows tools to the model."""
         tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {}}}
         return _PROBE in self._template([{"role": "user", "content": "hi"}], [tool])
+
+    @functools.cached_property
+    def writes_hermes(self) -> bool:
+        """Whether the chat template writes tool calls as `hermes` reads them, so that models do."""
+        tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {}}}
+        user, call = {"role": "user", "content": _SAID}, {"name": _PROBE, "arguments": {"a": 1}}
+        called = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "type": "function", "function": call}]}
+        try:
+            text = self._template([user, called, {**user, "content": "hi"}], [tool])
+        except Refusal:
+            return False
+        return [call["function"]["name"] for call in parse(text.partition(_SAID)[2]).tool_calls] == [_PROBE]
+
+    @functools.cached_property
+    def thinks(self) -> bool:
+        """Whether the chat template knows of thinking before an answer."""
+        return "</think>" in str(self._tokenizer.chat_template)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
         """Render a conversation, ending where the assistant's answer begins.

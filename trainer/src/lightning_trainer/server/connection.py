@@ -45,7 +45,7 @@ class Connection:
 
     @asynccontextmanager
     async def response(self, replica: Replica, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Post to a replica; give its answer when it is a good one.
+        """Post to a replica, or get where there is no body; give its answer when it is a good one.
 
         Raises:
             Refusal: the upstream's own.
@@ -55,7 +55,8 @@ class Connection:
 
         url = f"{replica.url}{path}"
         try:
-            asking = self._client().post(url, data=orjson.dumps(body), allow_redirects=False)
+            method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+            asking = self._client().request(method, url, data=data, allow_redirects=False)
             with waiting("upstream", self._waits_for):
                 response = await asking
             async with response:
@@ -125,6 +126,16 @@ class Connection:
         except (aiohttp.ClientError, TimeoutError) as error:
             told = failed(f"{replica.url} did not answer: {type(error).__name__}: {error}")
             raise BrokenError(told) from error
+
+    async def page(self, replica: Replica, path: str, body: Any = None) -> bytes:
+        """Give what a replica says on a path; it is asked by POST where there is a body.
+
+        Raises:
+            Refusal: the replica's own.
+            BrokenError: it can't be reached, or is not well.
+        """
+        async with self.response(replica, path, body) as response:
+            return await self.read(response)
 
     async def gives_raw_logprobs(self, replica: Replica, model: str) -> bool:
         """Say whether a replica's log-probabilities leave the temperature out; found out once."""

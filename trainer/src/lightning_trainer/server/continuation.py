@@ -70,6 +70,7 @@ class _Memory:
     turns: dict[bytes, list[_Turn]] = field(default_factory=dict)  # by the conversation that ends with the answer
     but_system: set[bytes] = field(default_factory=set)  # the same conversations without system messages
     answers: set[bytes] = field(default_factory=set)  # the answers by themselves
+    elsewhere: set[bytes] = field(default_factory=set)  # conversations answered without a prompt from here
     size: int = 0
 
 
@@ -168,8 +169,7 @@ class Continuations:
             ids: as sampled, the end of turn included.
             message: as the agent got it.
         """
-        memory = self._memories.setdefault(attempt_id, _Memory())
-        self._memories.move_to_end(attempt_id)
+        memory = self._memory(attempt_id)
         turn = _Turn(
             rendered=len(prompt.text),
             digest=_digest(prompt.text),
@@ -183,8 +183,23 @@ class Continuations:
         memory.turns.setdefault(said.whole, []).append(turn)
         memory.but_system.add(said.but_system)
         memory.answers.add(Conversation().add(answer).whole)
-        memory.size += turn.size
-        self._size += turn.size
+        self._grow(attempt_id, memory, turn.size)
+
+    def pass_by(self, attempt_id: str, messages: Sequence[Message], message: Message) -> None:
+        """Note a call that was answered without a prompt from here, to be able to say so of what goes on from it."""
+        _, conversation = read(messages)
+        memory = self._memory(attempt_id)
+        memory.elsewhere.add(conversation.add({"role": "assistant", **message}).whole)
+        self._grow(attempt_id, memory, 100)
+
+    def _memory(self, attempt_id: str) -> _Memory:
+        memory = self._memories.setdefault(attempt_id, _Memory())
+        self._memories.move_to_end(attempt_id)
+        return memory
+
+    def _grow(self, attempt_id: str, memory: _Memory, size: int) -> None:
+        memory.size += size
+        self._size += size
         if memory.size > self._remembered_bytes // 4:
             self._evict(attempt_id)
         while self._size > self._remembered_bytes:
@@ -206,6 +221,8 @@ class Continuations:
 
 def _why_none(memory: _Memory, answers: Sequence[Message], found: Sequence[Said]) -> str:
     """Say why messages continue none of the attempt's calls, although they may hold some of its answers."""
+    if any(said.whole in memory.elsewhere for said in found):
+        return reasons.AFTER_MESSAGES
     if not any(Conversation().add(answer).whole in memory.answers for answer in answers):
         return reasons.BEGINS  # what assistants say in it are examples, or came from elsewhere
     return reasons.SYSTEM_CHANGED if any(said.but_system in memory.but_system for said in found) else reasons.EDITED

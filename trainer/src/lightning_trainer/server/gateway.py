@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lightning_spans.agents import selects
 from lightning_spans.errors import StoreError
+from lightning_trainer.server.answers import Record
 from lightning_trainer.server.door import Door
 from lightning_trainer.server.draft import Draft, begin
-from lightning_trainer.server.embedded import Record
 from lightning_trainer.server.keys import Grant
 from lightning_trainer.server.metrics import Metrics
 from lightning_trainer.server.outlet import Outlet
@@ -38,6 +38,11 @@ CLIENT_GONE = "client cut the connection"
 
 class Policy(Protocol):
     """What answers calls for one model: the embedded engine or an upstream."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt and answer together; None where only the upstream knows."""
+        ...
 
     async def answer(self, draft: Draft, outlet: Outlet, record: Record, routing: Routing) -> None:
         """Answer one request; see `EmbeddedEngine.answer`."""
@@ -86,7 +91,7 @@ class Gateway:
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
         """Answer ``GET /v1/models``: the names of the policies, as OpenAI's and Anthropic's clients read them."""
         await self._door.admit(scope, "attempt", "runner", "admin")
-        data = [_model(name) for name in self._policies]
+        data = [_model(name, policy) for name, policy in self._policies.items()]
         ends = (
             {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"has_more": False}
         )
@@ -102,7 +107,7 @@ class Gateway:
         name = scope["path"].removeprefix("/v1/models/")
         if name not in self._policies:
             raise _unknown(name, self._policies)
-        await send_json(send, _model(name))
+        await send_json(send, _model(name, self._policies[name]))
 
     def on(self, surface: Surface) -> ASGIApp:
         """Give the ASGI app that answers model calls on a surface."""
@@ -200,7 +205,8 @@ def _unknown(name: str, known: Iterable[str], hint: str = "") -> Refusal:
     return Refusal(404, f"no model {name!r} here. Models: {listed}{hint}", code="model_not_found")
 
 
-def _model(name: str) -> dict[str, Any]:
+def _model(name: str, policy: Policy) -> dict[str, Any]:
+    longest = policy.max_model_len
     return {
         "id": name,
         "object": "model",
@@ -209,6 +215,7 @@ def _model(name: str) -> dict[str, Any]:
         "type": "model",
         "display_name": name,
         "created_at": "1970-01-01T00:00:00Z",
+        **({} if longest is None else {"max_model_len": longest}),  # vLLM's name for it
     }
 
 

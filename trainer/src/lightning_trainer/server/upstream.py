@@ -16,17 +16,19 @@ from urllib.parse import urlsplit
 import orjson
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.account import BEGINS, CONTINUATION
+from lightning_trainer.server.answers import Ready, Record
 from lightning_trainer.server.assemble import Assembly
 from lightning_trainer.server.connection import Connection
 from lightning_trainer.server.dialects import Dialect, as_chat, asking, chunks_of, dialect_of
 from lightning_trainer.server.draft import Draft
-from lightning_trainer.server.embedded import Record
 from lightning_trainer.server.faults import BrokenError, failed, object_of
 from lightning_trainer.server.outlet import Outlet
 from lightning_trainer.server.replicas import Replica, Replicas
 from lightning_trainer.server.seeds import PromptCounter
 from lightning_trainer.server.settings import Routing
 from lightning_trainer.server.sse import events_in
+from lightning_trainer.server.token_path import TokenPath, Way
 from lightning_trainer.server.watched import each_noted
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class Upstream:
         total_s: most seconds of an answer; None: as long as it takes.
         paused_s: most seconds that a call waits while the policy is paused.
         any_model: send the name that the request asks for: for an agent's own provider.
+        tokenizer: the model's, chat template included: conversations are sent as token ids wherever nothing is lost by
+            it. None: as messages.
     """
 
     model: str
@@ -66,6 +70,7 @@ class Upstream:
     total_s: float | None = None
     paused_s: float = 600.0
     any_model: bool = False
+    tokenizer: Any = field(default=None, repr=False, compare=False)
 
 
 def parse_upstream(text: str, *, key: str | None = None, total_s: float | None = None) -> Upstream:
@@ -110,6 +115,15 @@ class UpstreamPolicy:
         self._http = Connection(
             upstream.key, silence_s=upstream.silence_s, total_s=upstream.total_s, waits_for=self._waits_for
         )
+        self._tokens = self._token_path()
+        self.max_model_len: int | None = None  # the servers know
+
+    def _token_path(self) -> TokenPath | None:
+        if self.upstream.tokenizer is None or self.upstream.any_model:
+            return None
+        model, tokenizer = self.upstream.model, self.upstream.tokenizer
+        paused_s, waits_for = self.upstream.paused_s, self._waits_for
+        return TokenPath(Way(model, tokenizer, self._http, self.replicas, paused_s, waits_for, self._unwell))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -121,6 +135,8 @@ class UpstreamPolicy:
         """Let go of an attempt that has ended."""
         self.replicas.forget(attempt_id)
         self._counter.forget(attempt_id)
+        if self._tokens is not None:
+            self._tokens.forget(attempt_id)
 
     def describe(self) -> dict[str, Any]:
         """Say how it is."""
@@ -144,7 +160,26 @@ class UpstreamPolicy:
         Raises:
             Refusal: no replica can be reached, or the one that answered broke off.
         """
+        why = None
+        if self._tokens is not None and draft.request.get("messages"):
+            ready = await self._tokens.ready(draft, lambda: self._stamp(draft, routing))
+            if isinstance(ready, Ready):
+                await self._tokens.draw(ready, draft, outlet, record, routing)
+                return
+            why = ready
+        await self._send_messages(draft, outlet, record, routing, why)
+
+    def _stamp(self, draft: Draft, routing: Routing) -> None:
+        """Say which weights answer now."""
+        draft.policy_version = routing.versions.get(draft.policy, 0) if self.version is None else self.version
+
+    async def _send_messages(
+        self, draft: Draft, outlet: Outlet, record: Record, routing: Routing, why: str | None
+    ) -> None:
+        """Answer one request as it came; `why` says why it is not sent as token ids, where it could be expected."""
         sampling = draft.sampling = self._sampling(draft, routing)
+        if why is not None:
+            sampling[CONTINUATION] = why if _goes_on(draft.request) else BEGINS
         tried: list[Replica] = []
         stale = False
         while True:
@@ -152,7 +187,7 @@ class UpstreamPolicy:
             replica = self.replicas.choose(draft.grant.attempt_id, tried)
             if replica is None:  # a connection that was kept open too long says nothing of the server
                 replica = tried.pop()
-            draft.policy_version = routing.versions.get(draft.policy, 0) if self.version is None else self.version
+            self._stamp(draft, routing)
             assembly = Assembly(draft)
             try:
                 with self.replicas.at_work(replica):
@@ -168,6 +203,8 @@ class UpstreamPolicy:
                 stale = error.stale
             finally:
                 assembly.settle()
+        if self._tokens is not None:
+            self._tokens.pass_by(draft)
         await record(draft)
         if isinstance(last, list):
             await outlet.last(last)
@@ -251,7 +288,7 @@ class UpstreamPolicy:
             for replica in unwell:
                 try:
                     replica.dialect = dialect_of(await self._http.models(replica))  # another program may be there now
-                    replica.raw_logprobs = replica.failure = None
+                    replica.raw_logprobs = replica.tokens = replica.failure = None
                 except BrokenError as error:
                     replica.failure = str(error)
 
@@ -291,6 +328,11 @@ class UpstreamPolicy:
                 self._unwell(replica, error)
                 told = error.refusal
         raise told
+
+
+def _goes_on(request: Mapping[str, Any]) -> bool:
+    messages = request.get("messages")
+    return isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
 
 
 def taken(assembly: Assembly, data: bytes) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from lightning_trainer.backends.torch.model import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.backends.torch.packing import PackedLinears, can_pack
 from lightning_trainer.backends.torch.request import Request
-from lightning_trainer.backends.torch.text import TextStream
 from lightning_trainer.engine import Sampled, Sampling
 from lightning_trainer.policies import BASE
+from lightning_trainer.server.text_stream import TextStream
 
 ABILITIES: Final = frozenset(
     {

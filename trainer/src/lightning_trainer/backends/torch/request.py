@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from lightning_trainer.backends.torch.adjusting import Adjuster
 from lightning_trainer.backends.torch.sampling import Draw
-from lightning_trainer.backends.torch.text import TextStream
 from lightning_trainer.engine import FinishReason, Sampled, Sampling
+from lightning_trainer.server.text_stream import TextStream
 
 
 @dataclass(slots=True, eq=False)

@@ -10,20 +10,22 @@ Everything here belongs to one event loop, the server's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from lightning_spans.errors import LightningError
-from lightning_trainer.engine import FinishReason, Sampled, Sampling
+from lightning_trainer.engine import Sampled, Sampling
 from lightning_trainer.server.sse import events_in
+from lightning_trainer.server.token_wires import CompletionsReader, CompletionsWire, WireError
 
 if TYPE_CHECKING:
     import aiohttp
 
-_FINISHED: Final[Mapping[str, FinishReason]] = {"stop": "stop", "length": "length"}
+_WIRE: Final = CompletionsWire(grammars=True)
 _QUIET_S: Final = 300.0  # longest silence of a replica within an answer
 
 
@@ -38,10 +40,14 @@ class VllmEngine:
         tokenizer: of the model.
         max_model_len: most tokens of prompt and answer together.
         model: name under which the policy is served.
+        abilities: what the replicas do exactly; see `lightning_trainer.engine.abilities`.
     """
 
-    def __init__(self, tokenizer: Any, max_model_len: int, *, model: str = "policy") -> None:
+    def __init__(
+        self, tokenizer: Any, max_model_len: int, *, model: str = "policy", abilities: frozenset[str] = frozenset()
+    ) -> None:
         self.model = model
+        self.abilities = abilities
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.version = 0
@@ -110,12 +116,15 @@ class VllmEngine:
             if response.status != 200:
                 raise ReplicaError(f"vLLM at {address} answered {response.status}: {(await response.text())[:500]}")
             self._streams.add(response)
+            reader = CompletionsReader()
             async for data in events_in(response.content.iter_any()):
                 if data == b"[DONE]" or not self._serving.is_set():
                     return
-                piece = _piece(orjson.loads(data), address)
+                piece = reader.read(orjson.loads(data))
                 if piece is not None:
                     yield piece
+        except WireError as error:
+            raise ReplicaError(f"vLLM at {address} {error}") from None
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             if self._serving.is_set():
                 raise ReplicaError(f"vLLM at {address} broke off: {type(error).__name__}: {error}") from error
@@ -127,20 +136,10 @@ class VllmEngine:
                 response.close()
 
     def _body(self, address: str, ids: list[int], left: int, sampling: Sampling) -> dict[str, Any]:
-        body = {
-            "model": self._names[address],
-            "prompt": ids,
-            "max_tokens": left,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k or -1,
-            "stop": list(sampling.stop),
-            "logprobs": 0,  # those of the tokens drawn, and no others
-            "return_token_ids": True,
-            "stream": True,
-        }
-        # Another seed for each continuation: the same one would draw the same tokens again.
-        return body if sampling.seed is None else {**body, "seed": (sampling.seed + len(ids)) % 2**31}
+        if sampling.seed is not None:
+            # Another seed for each continuation: the same one would draw the same tokens again.
+            sampling = replace(sampling, seed=sampling.seed + len(ids))
+        return _WIRE.body(self._names[address], ids, left, sampling, stream=True)
 
     def _connection(self) -> aiohttp.ClientSession:
         import aiohttp
@@ -158,23 +157,3 @@ class VllmEngine:
         async with self._connection().get(f"http://{address}/v1/models") as response:
             models = orjson.loads(await response.read())["data"]
         return str(models[0]["id"])
-
-
-def _piece(chunk: Mapping[str, Any], address: str) -> Sampled | None:
-    """Read one chunk of a completion; None for one without a choice, such as the usage at the end."""
-    if "error" in chunk:
-        raise ReplicaError(f"vLLM at {address} failed: {chunk['error']}")
-    if not chunk.get("choices"):
-        return None
-    choice = chunk["choices"][0]
-    ids = tuple(choice.get("token_ids") or ())
-    logprobs = tuple((choice.get("logprobs") or {}).get("token_logprobs") or ())
-    if len(ids) != len(logprobs):
-        raise ReplicaError(f"vLLM at {address} gave {len(ids)} tokens and {len(logprobs)} log-probabilities")
-    return Sampled(ids, logprobs, choice.get("text") or "", _finish(choice.get("finish_reason")))
-
-
-def _finish(reason: str | None) -> FinishReason | None:
-    with suppress(KeyError):
-        return _FINISHED[reason or ""]
-    return None  # "abort": what vLLM says of a request that a pause cut; the stream ends, and is taken up again

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from lightning_spans.errors import ConfigError
 from lightning_spans.store import Store
-from lightning_trainer.backends.verl.overrides import DEFAULT_CONTEXT, Place
+from lightning_trainer.backends.tokenizers import load_tokenizer
+from lightning_trainer.backends.verl.overrides import DEFAULT_CONTEXT, Place, flatten
+from lightning_trainer.backends.verl.profiles import LOGPROBS_MODE, logprobs_mode
 from lightning_trainer.backends.verl.report import Reporter
 from lightning_trainer.backends.verl.shape import read_shape
 from lightning_trainer.config import TrainConfig
 from lightning_trainer.runner import Runner
+from lightning_trainer.server.token_wires import ADJUSTING
 
 KEY_NAME: Final = "admin.key"
 RUNNER_KEY_NAME: Final = "runner.key"  # for runners on other machines; it can claim and end rollouts, and no more
@@ -33,7 +34,7 @@ def serving(config: TrainConfig, place: Place, store: Store, runner: Runner, rep
 
     shape = read_shape(config.model)
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
-    engine = VllmEngine(tokenizer_of(config), context)
+    engine = VllmEngine(load_tokenizer(config.model, config.chat_template), context, abilities=abilities_of(config))
     routing = Routing(
         agents=config.agents if config.agents is not None else ("*",),
         model=engine.model,
@@ -64,6 +65,17 @@ def serving(config: TrainConfig, place: Place, store: Store, runner: Runner, rep
             (place.folder / name).unlink(missing_ok=True)
 
 
+def abilities_of(config: TrainConfig) -> frozenset[str]:
+    """Name what vLLM does with log-probabilities on record that are the policy's own, as the trainer computes them.
+
+    They are where they are taken before penalties and biases. Grammars are left out: vLLM takes log-probabilities after
+    a grammar's mask whatever its mode. An answer that goes on with new weights forgets which tokens it has already.
+    """
+    if dict(flatten(config.verl)).get(LOGPROBS_MODE, logprobs_mode(config)) != "raw_logprobs":
+        return frozenset()
+    return ADJUSTING if config.staleness == 0 else ADJUSTING - {"presence_penalty", "frequency_penalty"}
+
+
 def _host(config: TrainConfig) -> str:
     """Loopback on one machine; the address that other nodes reach, on several."""
     if config.nodes == 1:
@@ -71,29 +83,3 @@ def _host(config: TrainConfig) -> str:
     import ray.util
 
     return str(ray.util.get_node_ip_address())
-
-
-def tokenizer_of(config: TrainConfig) -> Any:
-    """Load the model's tokenizer, with the chat template that the run names.
-
-    Raises:
-        ConfigError: the model has no tokenizer or no template, or the template can't be read.
-    """
-    from importlib.resources import files
-
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {config.model}: its tokenizer can't be loaded: {error}") from None
-    if config.chat_template == "hermes":
-        tokenizer.chat_template = (files("lightning_trainer") / "templates" / "hermes.jinja").read_text("utf-8")
-    elif config.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(config.chat_template).read_text("utf-8")
-        except OSError as error:
-            raise ConfigError(f"chat template {config.chat_template}: {error.strerror}.") from None
-    if not tokenizer.chat_template:
-        raise ConfigError(f"{config.model} has no chat template. Name a Jinja file for it, or `hermes` for ours.")
-    return tokenizer

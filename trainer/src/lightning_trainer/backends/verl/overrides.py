@@ -71,7 +71,7 @@ def overrides(config: TrainConfig, place: Place, shape: Shape | None, *, flash_a
     values = defaults(config, shape, context, flash_attention=flash_attention)
     if config.device == "cpu":
         values |= on_cpu(config, context)
-    passed = dict(_flatten(config.verl))
+    passed = dict(flatten(config.verl))
     _refuse(passed, derived, connecting)
     known = {key.lstrip("+"): key for key in values}
     for key, value in passed.items():
@@ -246,10 +246,11 @@ def _rollout_dtype(config: TrainConfig) -> str:
     return "float32" if config.device == "cpu" else "bfloat16"
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Give a table's options by dotted key."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -14,6 +14,15 @@ Values = dict[str, Any]
 TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
 _ROWS_OF_TOKENS: Final = 16384  # tokens of one accelerator's micro-batch, verl's own default
 _ROWS_OF_TOKENS_CPU: Final = 1024  # logits over a vocabulary of 50,000: 0.2 GiB, several times over
+LOGPROBS_MODE: Final = "actor_rollout_ref.rollout.logprobs_mode"
+
+
+def logprobs_mode(config: TrainConfig) -> str:
+    """Give vLLM's mode: before penalties, top-p and top-k, over the whole vocabulary, as the trainer computes them.
+
+    At another temperature than 1 only those after all of them have the temperature in.
+    """
+    return "raw_logprobs" if config.temperature in {None, 1.0} else "processed_logprobs"
 
 
 def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_attention: bool) -> Values:
@@ -36,8 +45,7 @@ def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_at
         f"{rollout}.gpu_memory_utilization": 0.5,
         f"{rollout}.enable_chunked_prefill": True,
         f"{rollout}.load_format": "dummy",  # the trainer's weights come before the first call
-        # Log-probabilities before top-p and top-k, over the whole vocabulary, as the trainer computes them.
-        f"{rollout}.logprobs_mode": "raw_logprobs" if config.temperature in {None, 1.0} else "processed_logprobs",
+        LOGPROBS_MODE: logprobs_mode(config),
         "data.dataloader_num_workers": 0,
         "reward.num_workers": 0,  # rewards come with the rollouts
         f"{rollout}.agent.num_workers": 1,

@@ -1,0 +1,35 @@
+"""Tokenizers for those who render conversations and load no weights."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lightning_spans.errors import ConfigError
+
+
+def load_tokenizer(model: str | Path, chat_template: str | Path | None = None) -> Any:
+    """Load a model's tokenizer, with another chat template where one is named: a Jinja file, or ``hermes`` for ours.
+
+    Raises:
+        ConfigError: transformers is not installed, the model has no tokenizer or no template, or one can't be read.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ConfigError("a tokenizer needs transformers: pip install 'lightning-trainer[torch]'") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {model}: its tokenizer can't be loaded: {error}") from None
+    if chat_template == "hermes":
+        tokenizer.chat_template = (files("lightning_trainer") / "templates" / "hermes.jinja").read_text("utf-8")
+    elif chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
+        except OSError as error:
+            raise ConfigError(f"chat template {chat_template}: {error.strerror}.") from None
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{model} has no chat template. Name a Jinja file for it, or `hermes` for ours.")
+    return tokenizer

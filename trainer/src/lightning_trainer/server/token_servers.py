@@ -1,0 +1,118 @@
+"""Whether an upstream can be sent token ids in place of messages, found out once for each replica.
+
+It is sent them only where nothing is lost by it: where the server makes the same tokens of the same messages as the
+tokenizer that was named for it, and would have read the answer as it is read here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from lightning_trainer import account as reasons
+from lightning_trainer.server.chat import ChatFormat
+from lightning_trainer.server.connection import Connection
+from lightning_trainer.server.refusals import Refusal
+from lightning_trainer.server.replicas import Replica
+from lightning_trainer.server.token_wires import CompletionsWire, SglangWire, Wire
+
+logger = logging.getLogger(__name__)
+_TALK: Final = (
+    {"role": "user", "content": "Na\u00efve \u03a9 <b>12 + 7</b>?\n\n  1234567"},
+    {"role": "assistant", "content": "19, I'd say."},
+    {"role": "user", "content": "Are you sure?"},
+)
+_THOUGHT: Final = "<think>\nhm\n</think>\n\n19"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenServer:
+    """How a replica is sent token ids, and most tokens of prompt and answer together."""
+
+    wire: Wire
+    context: int
+
+
+async def token_server(
+    http: Connection, replica: Replica, model: str, chat: ChatFormat, tokenizer: Any
+) -> TokenServer | str:
+    """Find out how a replica is sent token ids; or why it is sent messages, as the account says it.
+
+    Raises:
+        BrokenError: it can't be reached.
+    """
+    dialect = await http.dialect(replica)
+    cards = _cards(await http.models(replica))
+    context = max((card["max_model_len"] for card in cards if isinstance(card.get("max_model_len"), int)), default=None)
+    if dialect == "plain" or context is None:
+        return _told(replica, reasons.UNKNOWN_SERVER)
+    if dialect == "lightning":
+        return TokenServer(CompletionsWire(grammars=False), context)
+    if await _tokens_of(http, replica, model, chat) != chat.encode(chat.render(_TALK, ())):
+        return _told(replica, reasons.OTHER_TOKENS)
+    if await _takes_thinking_out(http, replica, model, chat):
+        return _told(replica, reasons.TAKES_THINKING_OUT)
+    if dialect == "vllm":
+        return TokenServer(CompletionsWire(grammars=True), context)
+    adapters = {card["id"] for card in cards if card.get("parent") is not None}
+    adapter = model if model in adapters else model.partition(":")[2] or None
+    return TokenServer(SglangWire(tokenizer, adapter), context)
+
+
+def _told(replica: Replica, why: str) -> str:
+    logger.warning("%s is sent messages although its tokenizer is named. %s.", replica.url, why)
+    return why
+
+
+def _cards(listed: bytes) -> list[dict[str, Any]]:
+    """Give the models that a server lists; its kind is known, so the list has its form unless it lies."""
+    try:
+        data = orjson.loads(listed).get("data")
+    except (orjson.JSONDecodeError, AttributeError):
+        return []
+    return [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
+
+
+async def _tokens_of(http: Connection, replica: Replica, model: str, chat: ChatFormat) -> Any:
+    """Ask a server for the tokens of a conversation; SGLang's path takes a text, so it gets the rendered one."""
+    if replica.dialect == "vllm":
+        asked: dict[str, Any] = {"model": model, "messages": list(_TALK), "add_generation_prompt": True}
+    else:
+        asked = {"model": model, "prompt": chat.render(_TALK, ()), "add_special_tokens": False}
+    told = await _told_by(http, replica, "/../tokenize", asked)
+    return None if told is None else told.get("tokens")
+
+
+async def _takes_thinking_out(http: Connection, replica: Replica, model: str, chat: ChatFormat) -> bool:
+    """Whether a server would make a field of its own of an answer's thinking, or may, which is as much."""
+    if replica.dialect == "sglang":
+        for path in ("/../server_info", "/../get_server_info"):  # the newer name first
+            told = await _told_by(http, replica, path)
+            if told is not None and "reasoning_parser" in told:
+                return told["reasoning_parser"] is not None
+        return chat.thinks
+    request = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+    drawn = {"choices": [{"index": 0, "token_ids": chat.encode(_THOUGHT)}]}
+    asked = {"model": model, "generate_response": drawn, "chat_request": request}
+    told = await _told_by(http, replica, "/chat/completions/derender", asked)  # vLLM since 0.27
+    try:
+        return chat.thinks if told is None else told["choices"][0]["message"].get("reasoning") is not None
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return chat.thinks
+
+
+async def _told_by(http: Connection, replica: Replica, path: str, asked: Any = None) -> Mapping[str, Any] | None:
+    """Give what a server says on a path; None where it has no such path, or says no."""
+    try:
+        told = await http.page(replica, path, asked)
+    except Refusal:
+        return None
+    try:
+        data = orjson.loads(told)
+    except orjson.JSONDecodeError:
+        return None
+    return data if isinstance(data, dict) else None
