@@ -215,7 +215,7 @@ def test_calls_are_rerouted_only_for_agents_that_both_sides_name(sink):
 
 
 def test_the_environment_of_a_runner_is_an_attempt(monkeypatch):
-    attempt = Attempt("r", "a", endpoint="http://127.0.0.1:1", key="k", agents=("a b", "c*"), model="m")
+    attempt = Attempt("r", "a", endpoint="http://127.0.0.1:1", key="k", agents=("a b", "c*", "d, e%2C"), model="m")
     for name, value in attempt.environment().items():
         monkeypatch.setenv(name, value)
     assert from_environment() == attempt

@@ -623,15 +623,44 @@ def test_a_model_that_wraps_another_is_one_span(spans_of, wired):
     assert len(spans_of(program).chats) == 2
 
 
-def test_an_answer_from_langchains_cache_is_no_call(spans_of):
+class Router(Wrapped):
+    """One class for many providers, as LiteLLM's: some of its calls pass the wire."""
+
+    elsewhere: Any
+
+    def _generate(self, messages, stop=None, run_manager=None, **kwargs):
+        if messages[-1].content == "here":
+            return super()._generate(messages, stop, run_manager, **kwargs)
+        return self.elsewhere._generate(messages, stop, None, **kwargs)
+
+
+def test_a_model_is_one_span_wherever_each_of_its_calls_goes(tmp_path):
+    def program(url):
+        router = Router(inner=model(url), elsewhere=FakeListChatModel(responses=["there"]))
+        return [router.invoke(where).content for where in ("here", "elsewhere", "here", "elsewhere")]
+
+    found = record(program, tmp_path, framework="langchain", tracer="embedded")
+    assert len(found.requests) == 2
+    assert [span.attributes[names.FRAMEWORK] for span in found.chats] == ["openai", "langchain"] * 2
+    assert '"content":"elsewhere"' in found.chats[-1].attributes[names.REQUEST]
+
+
+@pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+@pytest.mark.parametrize("wired", [True, False])
+def test_an_answer_from_langchains_cache_is_no_call(spans_of, wired, way):
     from langchain_core.caches import InMemoryCache
 
+    async def ask(llm):
+        return [(await llm.ainvoke("hello")).content for _ in range(2)]
+
     def program(url):
-        llm = model(url, cache=InMemoryCache())
-        return [llm.invoke("hello").content for _ in range(2)]
+        cache = InMemoryCache()
+        llm = model(url, cache=cache) if wired else FakeListChatModel(responses=["one", "two"], cache=cache)
+        return asyncio.run(ask(llm)) if way == "ainvoke" else [llm.invoke("hello").content for _ in range(2)]
 
     found = spans_of(program)
-    assert len(found.chats) == len(found.requests) == 1
+    assert len(found.chats) == 1
+    assert len(found.requests) == int(wired)
 
 
 # Attach and detach

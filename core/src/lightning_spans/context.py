@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import unquote
 
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
@@ -55,7 +56,7 @@ class Attempt:
             "LIGHTNING_ATTEMPT_ID": self.attempt_id,
             "LIGHTNING_ENDPOINT": self.endpoint or "",
             "LIGHTNING_KEY": self.key or "",
-            "LIGHTNING_AGENTS": ",".join(self.agents),
+            "LIGHTNING_AGENTS": ",".join(name.replace("%", "%25").replace(",", "%2C") for name in self.agents),
             "LIGHTNING_MODEL": self.model,
         }
         return {name: value for name, value in values.items() if value}
@@ -71,7 +72,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Attempt | None
         attempt_id=env["LIGHTNING_ATTEMPT_ID"],
         endpoint=env.get("LIGHTNING_ENDPOINT") or None,
         key=env.get("LIGHTNING_KEY") or None,
-        agents=tuple(name for name in env.get("LIGHTNING_AGENTS", "").split(",") if name),
+        agents=tuple(unquote(name) for name in env.get("LIGHTNING_AGENTS", "").split(",") if name),
         model=env.get("LIGHTNING_MODEL", "policy"),
     )
 

@@ -17,7 +17,9 @@ from lightning_spans.errors import LightningError
 State: TypeAlias = Literal["ok", "broken", "absent"]
 
 OURS: Final = ("lightning-spans", "lightning-trainer")
-FRAMEWORKS: Final = ("openai", "langchain", "langgraph", "openai-agents", "autogen-agentchat", "crewai")
+FRAMEWORKS: Final = (
+    "openai", "langchain", "langgraph", "openai-agents", "autogen-agentchat", "crewai", "pydantic-ai-slim",
+)  # fmt: skip
 ELSEWHERE: Final = ("anthropic", "google-genai", "ollama", "litellm", "boto3")  # clients that are not openai's
 TRAINING: Final = ("torch", "transformers", "peft", "safetensors")
 
@@ -120,8 +122,8 @@ def _elsewhere() -> Iterator[Finding]:
             yield Finding(
                 f"client {name}",
                 "ok",
-                f"{found}; calls made with it are recorded without tokens and can't be trained: an agent that is to be "
-                "trained needs an OpenAI-compatible client",
+                f"{found}; calls that a framework makes with it are recorded without tokens, those of plain code not "
+                "at all. None can be trained: an agent that is to be trained needs an OpenAI-compatible client",
             )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
+from langchain_core.caches import BaseCache
 
 from lightning_langchain.words import request_text, response_body
 from lightning_openai.elsewhere import record_elsewhere
+from lightning_openai.watch import current_watch
+from lightning_spans.patches import Undo, replace_in_subclasses
 
 if TYPE_CHECKING:
     from langchain_core.messages import BaseMessage
@@ -20,12 +24,41 @@ if TYPE_CHECKING:
 _WIRED: Final = frozenset({"openai-chat", "azure-openai-chat"})  # known beforehand to use the openai client
 
 
+def follow_caches() -> Callable[[], None]:
+    """Note the answers that LangChain's caches give, until the callable that is given back is called."""
+    undo = Undo()
+    undo.add(replace_in_subclasses(BaseCache, "lookup", _wrap_lookup))
+    undo.add(replace_in_subclasses(BaseCache, "alookup", _wrap_alookup))
+    return undo
+
+
+def _wrap_lookup(original: Callable[..., Any]) -> Callable[..., Any]:
+    def lookup(cache: Any, *args: Any, **kwargs: Any) -> Any:
+        return _noted(original(cache, *args, **kwargs))
+
+    return lookup
+
+
+def _wrap_alookup(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def alookup(cache: Any, *args: Any, **kwargs: Any) -> Any:
+        return _noted(await original(cache, *args, **kwargs))
+
+    return alookup
+
+
+def _noted(found: Any) -> Any:
+    run: Any = current_watch()
+    if isinstance(found, list) and getattr(run, "kind", None) == "chat":  # what LangChain takes for an answer
+        run.cached = True
+    return found
+
+
 class Elsewhere:
     """Makes the chat span of a call that the wire did not see by the call's end, so that one call is one span."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._wired: set[str] = set()  # classes of models whose calls the wire saw: nothing is kept for those
+        self._wired: set[str] = set()  # classes of models of which the wire saw calls; of LiteLLM's only some
 
     def begin(
         self,
@@ -34,27 +67,35 @@ class Elsewhere:
         asked: Sequence[BaseMessage] | str,
         params: Mapping[str, Any],
     ) -> None:
-        """Keep what is asked, at once: the messages are the agent's, and may change."""
+        """Keep what is asked, at once: the messages are the agent's, and may change.
+
+        Of a class that the wire has seen only references are kept: it will hardly be needed, and text costs time.
+        """
+        if params.get("_type") in _WIRED:
+            return
         run.model = ".".join((serialized or {}).get("id") or [run.name])
-        if params.get("_type") not in _WIRED and run.model not in self._wired:
-            model = run.metadata.get("ls_model_name") or run.name
-            run.request = request_text(asked, {"model": model, **params})
+        model = run.metadata.get("ls_model_name") or run.name
+        write = functools.partial(
+            request_text, asked if isinstance(asked, str) else list(asked), {"model": model, **params}
+        )
+        run.request = write if run.model in self._wired else write()
 
     def end(self, run: Run, response: LLMResult | None, error: BaseException | None) -> None:
-        """Make the span, unless the wire made one.
+        """Make the span, unless the wire made one, or a cache answered.
 
-        A model of the wire that made no call answered from LangChain's cache, or failed before it called.
+        A model that is known to be the wire's and made no call failed before it called.
         """
         if run.seen:
             self._wired.add(run.model)
             return
-        if run.request is None:
+        if run.request is None or run.cached:
             return
+        request = run.request if isinstance(run.request, str) else run.request()
         run.called()  # a model that wraps this one made no call of its own
         record_elsewhere(
             self._recorder,
             "langchain",
-            orjson.loads(run.request),
+            orjson.loads(request),
             response_body(response) if response is not None else None,
             provider=run.metadata.get("ls_provider"),
             error=error,

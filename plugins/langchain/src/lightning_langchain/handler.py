@@ -14,7 +14,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import _configure_hooks, register_configure_hook
 
 from lightning_langchain.asked import remember, who_asked
-from lightning_langchain.elsewhere import Elsewhere
+from lightning_langchain.elsewhere import Elsewhere, follow_caches
 from lightning_langchain.runs import Runs
 from lightning_langchain.words import tool_result
 from lightning_openai.elsewhere import to_json
@@ -39,10 +39,12 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     before = len(_configure_hooks)
     register_configure_hook(variable, inheritable=True)
     hook = _configure_hooks[before]
+    undo_caches = follow_caches()
 
     def undo() -> None:
         if hook in _configure_hooks:
             _configure_hooks.remove(hook)
+        undo_caches()
         handler.stop()
 
     return undo
