@@ -258,7 +258,7 @@ def frameworks(session: nox.Session) -> None:
 @nox.session(requires=["trl", "litellm", "agentlightning", "frameworks"])
 def bench(session: nox.Session) -> None:
     """Measure what we promise beside what others do, print a table and write bench.json. `-- capture` runs one."""
-    install(session, "pytest", *POSTGRES, trainer=True)
+    install(session, "pytest", "granian", *POSTGRES, trainer=True)
     pythons = {
         f"BENCH_{name.upper()}_PYTHON": str(Path(session.virtualenv.location).with_name(name) / "bin" / "python")
         for name in ("trl", "litellm", "agentlightning", "frameworks")

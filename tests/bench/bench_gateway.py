@@ -1,8 +1,10 @@
 """CPU that the gateway spends on a request, beside a bare relay with the same server and the same client.
 
 Three processes: a scripted model server, the one measured, and a client. Where BENCH_LITELLM_PYTHON names an
-environment with litellm's proxy, that is measured after them. The replies are 10 KB and 51 KB of JSON with
-the message's tokens and their log-probabilities, as vLLM sends them when asked; each call is on disk before its reply.
+environment with litellm's proxy, that is measured after them. The replies are 10 KB and 51 KB, whole and as streams,
+with the message's tokens and their log-probabilities, as vLLM sends them when asked; each call is on disk before its
+reply ends. The model thinks for a while, so that as many are under way at once as the client says, and a stream comes
+token by token.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,25 @@ PROXY = "litellm's proxy of PyPI in its own environment, which records nothing"
 REQUESTS = 300
 ROUNDS = 3
 AT_ONCE = int(os.environ.get("BENCH_AT_ONCE", "64"))
-SIZES = {"10 KB": (67, 0.5), "51 KB": (390, 1.0)}  # tokens in a reply, and the goal in ms
+THINKS_S = 0.1  # the model, before it answers
+TOKEN_S = 0.02  # and between two tokens of a stream
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is asked: tokens in a reply, so many bytes of it, and the goal in ms."""
+
+    size: str
+    tokens: int
+    goal: float
+    stream: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.size} stream" if self.stream else self.size
+
+
+CASES = [Case("10 KB", 67, 0.5), Case("51 KB", 390, 1.0), Case("10 KB", 28, 0.5, True), Case("51 KB", 146, 1.0, True)]
 OTHERS = {
     "10 KB": "2.1-3.6 ms (agent-lightning 1.0); 3.0-4.3 ms (rLLM)",
     "51 KB": "4.7-5.3 ms (agent-lightning 1.0); 4.0-7.9 ms (rLLM)",
@@ -36,52 +58,51 @@ OTHERS = {
 
 
 def measure() -> list[Figure]:
-    figures = []
-    for size, (tokens, goal) in SIZES.items():
-        with (
-            _Process("upstream", str(tokens)) as upstream,
-            _Process("relay", upstream.url) as relay,
-            _Process("gateway", upstream.url) as gateway,
-        ):
-            _client(relay, 50)
-            _client(gateway, 50)
-            rounds = [(_cpu_ms(relay), _cpu_ms(gateway))]
-            start_mib = gateway.usage()["rss_mib"]  # by now caches and buffers have their size
-            rounds += [(_cpu_ms(relay), _cpu_ms(gateway)) for _ in range(ROUNDS - 1)]  # in turns: noise hits both
-            grown_mib = gateway.usage()["rss_mib"] - start_mib
-            theirs = _beside(upstream) if LITELLM else None
-        bare, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
-        kb = len(reply(tokens)) / 1000
-        how = (
-            f"{ROUNDS} x {REQUESTS} calls, {AT_ONCE} at once, {kb:.0f} KB from upstream, each on disk before its reply"
-        )
-        grown = f"over the last {(ROUNDS - 1) * REQUESTS} calls"
-        figures += [
-            Figure(what=f"gateway, {size}", value=whole, unit="ms", others=OTHERS[size], note=how),
-            Figure(what=f"bare relay, {size}", value=bare, unit="ms", note="uvicorn and aiohttp, nothing read or kept"),
-            *([] if theirs is None else [Figure(what=f"litellm's proxy, {size}", value=theirs, unit="ms", note=PROXY)]),
-            Figure(what=f"above the relay, {size}", value=whole - bare, unit="ms", goal=goal, others=OTHERS[size]),
-            Figure(
-                what=f"memory grown, {size}",
-                value=grown_mib,
-                unit="MiB",
-                note=grown,
-            ),
-        ]
-    return figures
+    return [figure for case in CASES for figure in _measured(case)]
 
 
-def _beside(upstream: _Process) -> float:
+def _measured(case: Case) -> list[Figure]:
+    with (
+        _Process("upstream", str(case.tokens)) as upstream,
+        _Process("relay", upstream.url) as relay,
+        _Process("gateway", upstream.url) as gateway,
+    ):
+        _client(relay, AT_ONCE, case)
+        _client(gateway, AT_ONCE, case)
+        rounds = [(_cpu_ms(relay, case), _cpu_ms(gateway, case))]
+        start_mib = gateway.usage()["rss_mib"]  # by now caches and buffers have their size
+        rounds += [(_cpu_ms(relay, case), _cpu_ms(gateway, case)) for _ in range(ROUNDS - 1)]  # noise hits both
+        grown_mib = gateway.usage()["rss_mib"] - start_mib
+        theirs = _beside(upstream, case) if LITELLM and not case.stream else None
+    bare, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
+    above = statistics.median(ours - theirs for theirs, ours in rounds)
+    sent = len(reply(case.tokens)) if not case.stream else sum(map(len, events(case.tokens)))
+    how = f"{ROUNDS} x {REQUESTS} calls, {AT_ONCE} at once, {sent / 1000:.0f} KB from upstream"
+    others = OTHERS[case.size] if not case.stream else ""
+    beside = Figure(what=f"litellm's proxy, {case.name}", value=theirs, unit="ms", note=PROXY) if theirs else None
+    grown = f"over the last {(ROUNDS - 1) * REQUESTS} calls"
+    return [
+        Figure(what=f"gateway, {case.name}", value=whole, unit="ms", others=others, note=f"{how}, each on disk"),
+        Figure(
+            what=f"bare relay, {case.name}", value=bare, unit="ms", note="uvicorn and aiohttp, nothing read or kept"
+        ),
+        *([beside] if beside else []),
+        Figure(what=f"above the relay, {case.name}", value=above, unit="ms", goal=case.goal, others=others),
+        Figure(what=f"memory grown, {case.name}", value=grown_mib, unit="MiB", note=grown),
+    ]
+
+
+def _beside(upstream: _Process, case: Case) -> float:
     """Give the milliseconds of CPU that litellm's proxy spends on a request."""
     with _LiteLlm(upstream.url) as proxy:
-        _client(proxy, 50)
-        return statistics.median(_cpu_ms(proxy, REQUESTS // 3) for _ in range(2))
+        _client(proxy, AT_ONCE, case)
+        return statistics.median(_cpu_ms(proxy, case, REQUESTS // 3) for _ in range(2))
 
 
-def _cpu_ms(server: _Process, number: int = REQUESTS) -> float:
+def _cpu_ms(server: _Process, case: Case, number: int = REQUESTS) -> float:
     """Give the milliseconds of CPU that a server spends on a request."""
     before = server.usage()["cpu_s"]
-    _client(server, number)
+    _client(server, number, case)
     return (server.usage()["cpu_s"] - before) / number * 1000
 
 
@@ -100,6 +121,25 @@ def reply(tokens: int) -> bytes:
     return json.dumps({**head, "choices": [choice], "prompt_token_ids": list(range(200))}).encode()
 
 
+def events(tokens: int) -> list[bytes]:
+    """The same as a stream, a token an event."""
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    found = [{**head, "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}]
+    found[0]["prompt_token_ids"] = list(range(200))
+    for number in range(tokens):
+        word = f" word{number:03d}"
+        shown = {
+            "token": word,
+            "logprob": -0.123456789 * (number % 9),
+            "bytes": list(word.encode()),
+            "top_logprobs": [],
+        }
+        choice = {"index": 0, "delta": {"content": word}, "logprobs": {"content": [shown]}, "finish_reason": None}
+        found.append({**head, "choices": [{**choice, "token_ids": [1000 + number]}]})
+    found[-1]["choices"][0]["finish_reason"] = "stop"
+    return [*(b"data: " + json.dumps(event).encode() + b"\n\n" for event in found), b"data: [DONE]\n\n"]
+
+
 REQUEST = {
     "model": "m",
     "messages": [
@@ -110,17 +150,20 @@ REQUEST = {
 }
 
 
-def _client(server: _Process, number: int) -> None:
-    command = [sys.executable, __file__, "client", server.url, server.key, str(number)]
+def _client(server: _Process, number: int, case: Case) -> None:
+    how = "stream" if case.stream else "whole"
+    command = [sys.executable, __file__, "client", server.url, server.key, str(number), how]
     subprocess.run(command, check=True, capture_output=True)
 
 
 class _Process:
-    """A server of this file in a process of its own."""
+    """A server of a file in a process of its own."""
+
+    file = __file__
 
     def __init__(self, kind: str, argument: str) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        command = [sys.executable, __file__, kind, argument, self._folder.name]
+        command = [sys.executable, self.file, kind, argument, self._folder.name]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         told = self._ask(None)
         self.url, self.key = told["url"], told["key"]
@@ -196,41 +239,70 @@ def serve(kind: str, argument: str, folder: str) -> None:
 
     key = "none"
     if kind == "upstream":
-        app: Any = scripted(reply(int(argument)))
+        app: Any = scripted(int(argument))
     elif kind == "relay":
         app = relay(argument)
     else:
         app, key = gateway(argument, Path(folder))
     with_thread = ServerThread(app)
-    print(json.dumps({"url": with_thread.start(), "key": key}), flush=True)
+    tell(with_thread.start(), key)
+    with_thread.stop()
+
+
+def tell(url: str, key: str) -> None:
+    """Say where this process serves, and for each line read what it has used, until the input ends."""
+    print(json.dumps({"url": url, "key": key}), flush=True)
     for _ in sys.stdin:
         used = resource.getrusage(resource.RUSAGE_SELF)
         rss_kib = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1024
         print(json.dumps({"cpu_s": used.ru_utime + used.ru_stime, "rss_mib": rss_kib / 1024}), flush=True)
-    with_thread.stop()
 
 
-def scripted(body: bytes) -> Any:
+def scripted(tokens: int) -> Any:
     models = b'{"object": "list", "data": [{"id": "m", "owned_by": "vllm"}]}'
-    return _asgi(lambda scope, sent: body if scope["method"] == "POST" else models)
+    body, pieces = reply(tokens), events(tokens)
+
+    async def answer(scope: Any, sent: bytes) -> AsyncIterator[bytes]:
+        if scope["method"] != "POST":
+            yield models
+            return
+        await asyncio.sleep(THINKS_S)
+        if not json.loads(sent).get("stream"):
+            yield body
+            return
+        for piece in pieces:
+            yield piece
+            await asyncio.sleep(TOKEN_S)
+
+    return _asgi(answer)
 
 
 def relay(upstream: str) -> Any:
+    return _asgi(*forwarding(upstream))
+
+
+def forwarding(upstream: str) -> tuple[Any, Any]:
+    """What a relay does with a request, and how it lets go of its connections."""
     import aiohttp
 
     session: list[aiohttp.ClientSession] = []
 
-    async def forward(scope: Any, sent: bytes) -> bytes:
+    async def forward(scope: Any, sent: bytes) -> AsyncIterator[bytes]:
         if not session:
-            session.append(aiohttp.ClientSession(headers={"content-type": "application/json"}))
+            connector = aiohttp.TCPConnector(limit=0)
+            session.append(aiohttp.ClientSession(connector=connector, headers={"content-type": "application/json"}))
         async with session[0].post(f"{upstream}/v1/chat/completions", data=sent) as response:
-            return await response.read()
+            if b'"stream"' not in sent:
+                yield await response.read()
+                return
+            async for part in response.content.iter_any():
+                yield part
 
     async def close() -> None:
         for one in session:
             await one.close()
 
-    return _asgi(forward, close)
+    return forward, close
 
 
 def gateway(upstream: str, folder: Path) -> tuple[Any, str]:
@@ -258,8 +330,11 @@ def _asgi(answer: Any, close: Any = None) -> Any:
         sent = b""
         while (message := await receive()).get("more_body"):
             sent += message["body"]
-        body = answer(scope, sent + message["body"])
-        body = await body if asyncio.iscoroutine(body) else body
+        sent += message["body"]
+        if b'"stream"' in sent:
+            await _send_stream(answer(scope, sent), send)
+            return
+        body = b"".join([part async for part in answer(scope, sent)])
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -267,19 +342,30 @@ def _asgi(answer: Any, close: Any = None) -> Any:
     return app
 
 
-def ask(url: str, key: str, number: int) -> None:
+async def _send_stream(parts: AsyncIterator[bytes], send: Any) -> None:
+    headers = [(b"content-type", b"text/event-stream")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async for part in parts:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def ask(url: str, key: str, number: int, *, stream: bool) -> None:
     """The client's part: so many requests, some at once."""
-    import httpx
+    import aiohttp
+
+    headers = {"authorization": f"Bearer {key}", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    body = {**REQUEST, "stream": True} if stream else REQUEST
 
     async def main() -> None:
-        limits = httpx.Limits(max_connections=AT_ONCE)
-        headers = {"authorization": f"Bearer {key}", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
-        async with httpx.AsyncClient(headers=headers, limits=limits, trust_env=False, timeout=60) as client:
-            gate = asyncio.Semaphore(AT_ONCE)
+        connector = aiohttp.TCPConnector(limit=AT_ONCE)
+        async with aiohttp.ClientSession(headers=headers, connector=connector) as client:
 
             async def one() -> None:
-                async with gate:
-                    (await client.post(f"{url}/v1/chat/completions", json=REQUEST)).raise_for_status()
+                async with client.post(f"{url}/v1/chat/completions", json=body) as response:
+                    answer = await response.read()
+                if response.status != 200 or (stream and b"[DONE]" not in answer):
+                    raise RuntimeError(f"{response.status}: {answer[-300:]!r}")
 
             await asyncio.gather(*(one() for _ in range(number)))
 
@@ -289,7 +375,7 @@ def ask(url: str, key: str, number: int) -> None:
 if __name__ == "__main__":
     kind = sys.argv[1] if len(sys.argv) > 1 else ""
     if kind == "client":
-        ask(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+        ask(sys.argv[2], sys.argv[3], int(sys.argv[4]), stream=sys.argv[5] == "stream")
     elif kind in {"upstream", "relay", "gateway"}:
         serve(*sys.argv[1:4])
     else:

@@ -189,9 +189,10 @@ def test_the_agents_key_and_headers_never_reach_it(tmp_path):
         return JSONResponse(completion())
 
     with rogue(tmp_path, answer) as front:
-        headers = {"authorization": f"Bearer {front.key('a')}", "cookie": "session=1", "x-api-key": front.key("a")}
+        key = front.key("a")
+        headers = {"authorization": f"Bearer {key}", "cookie": "session=1", "x-api-key": key}
         httpx.post(f"{front.url}/v1/chat/completions", json=SURFACES["/v1/chat/completions"]("hi"), headers=headers)
-        assert all(front.key("a")[:20] not in str(each) for each in seen)
+        assert all(key[:20] not in str(each) for each in seen)
     assert {each.get("authorization") for each in seen} == {"Bearer the upstream's own key"}
     assert not any("cookie" in each for each in seen)
 
@@ -246,3 +247,25 @@ def test_a_claim_under_a_strange_host_gives_agents_no_strange_endpoint(tmp_path)
         headers = {**headers, "host": "localhost", "x-forwarded-host": "evil.example", "x-forwarded-proto": "https"}
         (attempt,) = httpx.post(f"{running.url}/api/claims", json={"worker": "w"}, headers=headers).json()["attempts"]
         assert "evil" not in attempt["context"]["endpoint"]
+
+
+def test_a_cookie_that_it_sets_goes_out_with_no_other_attempts_call(tmp_path):
+    seen = []
+
+    def answer(request):
+        seen.append(request.headers.get("cookie"))
+        return JSONResponse(completion(), headers={"set-cookie": "attempt=a; Path=/"})
+
+    with rogue(tmp_path, answer) as front:
+        for attempt in ("a", "b"):
+            headers = {"authorization": f"Bearer {front.key(attempt)}"}
+            body = SURFACES["/v1/chat/completions"]("hi")
+            assert httpx.post(f"{front.url}/v1/chat/completions", json=body, headers=headers).is_success
+    assert seen == [None, None]
+
+
+@pytest.mark.parametrize("reason", [{}, [1], 7, True])
+def test_a_finish_reason_that_is_no_text_is_its_error(tmp_path, reason):
+    with rogue(tmp_path, lambda _: JSONResponse(completion(finish_reason=reason or {"a": 1}))) as front:
+        assert ask(front).status_code == 502
+        assert is_well(front)

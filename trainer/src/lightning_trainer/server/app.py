@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
@@ -40,6 +41,8 @@ from lightning_trainer.server.watched import WatchedEngine, watched_store
 from lightning_trainer.server.wire import ClientGoneError, send_refusal
 from lightning_trainer.server.writer import Writer
 
+logger = logging.getLogger(__name__)
+
 
 class App(FastAPI):
     """FastAPI, with the hot paths answered before it: its layers cost more than an answer does."""
@@ -66,10 +69,19 @@ class App(FastAPI):
                 await super().__call__(scope, _limited(scope, receive, self.limits.body_bytes), counted)
         except ClientGoneError:
             return  # nobody is there to be answered
-        except (Refusal, StoreError) as error:
+        except Exception as error:
             if counted.started:  # too late for another answer: the connection breaks off, which the client sees
                 raise
-            await send_refusal(counted, error if isinstance(error, Refusal) else store_down(error))
+            await send_refusal(counted, _refusal(error), path)
+
+
+def _refusal(error: Exception) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, StoreError):
+        return store_down(error)
+    logger.exception("a request failed", exc_info=error)
+    return Refusal(500, f"the server failed: {type(error).__name__}", "server_error")
 
 
 def _not_served(method: str, path: str, hot: Mapping[tuple[str, str], ASGIApp]) -> Refusal:

@@ -223,7 +223,7 @@ def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 def _check_message(message: Any, where: str) -> None:
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in {"system", "developer", "user", "assistant", "tool"}:
+    if role not in ("system", "developer", "user", "assistant", "tool"):
         raise wrong(f"{where}.role", role, "system, developer, user, assistant or tool")
     content = message.get("content")
     if isinstance(content, list):

@@ -17,6 +17,7 @@ class Assembly:
         self._shows_ids = draft.request.get("return_token_ids") is True
         self._choices: dict[int, ChoiceDraft] = {}
         self._messages: dict[int, Message] = {}
+        self._ended: set[int] = set()
         number = draft.request.get("n")
         self._number = number if isinstance(number, int) else 1
 
@@ -28,7 +29,7 @@ class Assembly:
     @property
     def ended(self) -> bool:
         """Whether every choice has its finish reason."""
-        return sum(choice.finish_reason is not None for choice in self._choices.values()) >= self._number
+        return len(self._ended) >= self._number
 
     def add(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Take a whole reply or a chunk; give what the agent gets of it, which is the same object changed."""
@@ -52,10 +53,15 @@ class Assembly:
         if type(index) is not int or not 0 <= index < max(self._number, 1):
             raise ValueError(f"choice {index!r} of {self._number}")
         self._take_prompt(choice)
-        draft = self._choices.setdefault(index, ChoiceDraft(index))
-        message = self._messages.setdefault(index, Message())
-        message.add(choice.get("message") or choice.get("delta") or {})
-        draft.finish_reason = choice.get("finish_reason") or draft.finish_reason
+        draft = self._choices.get(index)
+        if draft is None:
+            draft, self._messages[index] = self._choices.setdefault(index, ChoiceDraft(index)), Message()
+        self._messages[index].add(choice.get("message") or choice.get("delta") or {})
+        if reason := choice.get("finish_reason"):
+            if not isinstance(reason, str):
+                raise TypeError("a finish reason must be a text")
+            draft.finish_reason = reason
+            self._ended.add(index)
         ids, logprobs = _ids(choice.get("token_ids")), _logprobs(choice.get("logprobs"))
         if ids and logprobs is not None and len(ids) == len(logprobs):
             draft.add(ids, logprobs)

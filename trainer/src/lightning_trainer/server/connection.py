@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,7 +82,7 @@ class Connection:
         with waiting("upstream", self._waits_for):
             return b"".join([part async for part in self.parts(response)])
 
-    async def parts(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async def parts(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
         """Give a body as it comes.
 
         Raises:
@@ -171,6 +171,7 @@ class Connection:
             headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),  # the upstream queues, we don't
+                cookie_jar=aiohttp.DummyCookieJar(),  # an answer to one attempt must not set what another's call sends
                 timeout=aiohttp.ClientTimeout(total=self._total_s, sock_connect=10.0, sock_read=self._silence_s),
                 # Not compressed: a small body must not become a large one here.
                 headers={**headers, "content-type": "application/json", "accept-encoding": "identity"},

@@ -36,7 +36,7 @@ _RENAMED: Final = {  # in every operation
     SpanAttributes.LLM_PROVIDER: names.PROVIDER,
     SpanAttributes.LLM_MODEL_NAME: names.REQUEST_MODEL,
 }
-_LOOP: Final = frozenset({"model", "agent", "tools"})  # nodes of LangChain's own loop: no names of agents
+_LOOP: Final = ("model", "agent", "tools")  # nodes of LangChain's own loop: no names of agents
 _NO_ID: Final = "__fake_id__"  # the Agents SDK's, where a stream of chat completions has none
 _TOOL: Final = {
     SpanAttributes.TOOL_NAME: names.TOOL_NAME,
@@ -88,7 +88,7 @@ def _chat(given: Mapping[str, Json]) -> dict[str, Json]:
     request = _body(given.get(SpanAttributes.INPUT_VALUE), "messages", holding="role") or _request(given)
     told = given.get(SpanAttributes.OUTPUT_VALUE)
     response = _body(told, "choices") or _body(told, "output") or _response(given)
-    if response.get("id") in {None, _NO_ID}:
+    if response.get("id") in (None, _NO_ID):
         response = {**response, "id": _langchains_id(told)}
     added = {names.REQUEST: dumps(request).decode(), names.RESPONSE: dumps(response).decode()}
     if isinstance(response.get("id"), str):

@@ -47,7 +47,7 @@ class Guard:
             return
         refusal = self._refusal(scope)
         if refusal is not None:
-            await send_refusal(send, refusal)
+            await send_refusal(send, refusal, scope["path"])
             return
         body = _Body(receive, send, self._body_s)
         try:
@@ -56,7 +56,8 @@ class Guard:
             if not body.late:
                 raise
         if body.late and not body.answered:
-            await send_refusal(send, Refusal(408, f"the body did not come within {self._body_s:g} s"))
+            late = Refusal(408, f"the body did not come within {self._body_s:g} s")
+            await send_refusal(send, late, scope["path"])
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         seen: set[bytes] = set()

@@ -36,7 +36,11 @@ class Outlet:
 
     async def chunk(self, chunk: dict[str, Any]) -> None:
         """Send a chunk of a stream."""
-        if data := self._exchange.chunk(self._draft, chunk):
+        await self.chunks([chunk])
+
+    async def chunks(self, chunks: Sequence[dict[str, Any]]) -> None:
+        """Send the chunks of a stream that came together."""
+        if data := b"".join([self._exchange.chunk(self._draft, chunk) for chunk in chunks]):
             await self._events(data)
 
     async def last(self, chunks: Sequence[dict[str, Any]]) -> None:

@@ -1,12 +1,24 @@
-"""The one shape of every error the server sends: OpenAI's, so that their clients raise the right exception."""
+"""The shape of every error the server sends: that of who asks, OpenAI's or Anthropic's, so that clients raise well."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from lightning_spans.errors import RefusedError
 from lightning_spans.records import dumps
+from lightning_spans.spans import Json
+
+_ANTHROPIC: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 @dataclass(eq=False)
@@ -33,6 +45,16 @@ class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure 
     def body(self) -> bytes:
         """Give the JSON body, which is also the data of an error event in a stream."""
         return dumps({"error": {"message": self.message, "type": self.kind, "code": self.code, "param": None}})
+
+    def anthropic(self) -> dict[str, Json]:
+        """Give the body as Anthropic's clients read it."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}}
+
+    def body_for(self, path: str) -> bytes:
+        """Give the JSON body in the shape of the surface that was asked."""
+        anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+        return dumps(self.anthropic()) if anthropic else self.body()
 
 
 def bad_request(message: str, code: str | None = None) -> Refusal:

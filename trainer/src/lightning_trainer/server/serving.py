@@ -92,6 +92,9 @@ class ServerThread:
             timeout_keep_alive=75,  # longer than clients keep idle connections, so that they close them, not we
             ws="none",
             http=PatientProtocol,
+            proxy_headers=False,  # nothing here asks who the client says it is
+            server_header=False,
+            date_header=False,
             ssl_certfile=self._tls.certificate if self._tls else None,
             ssl_keyfile=self._tls.key if self._tls else None,
         )

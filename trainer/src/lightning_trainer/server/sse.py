@@ -16,18 +16,34 @@ def event(data: Any) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
-async def events_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """Cut a stream of bytes into the data of its events; comments and other fields are left out.
+class Events:
+    """Cuts a stream of bytes into the data of its events; comments and other fields are left out."""
 
-    Raises:
-        ValueError: an event is larger than any that a model server sends.
-    """
-    rest = b""
-    async for chunk in chunks:
-        *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
-        for one in whole:
-            lines = [line[5:].removeprefix(b" ") for line in one.split(b"\n") if line.startswith(b"data:")]
-            if lines:
-                yield b"\n".join(lines)
-        if len(rest) > MOST_BYTES:
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Take what came; give the data of the events that are whole now.
+
+        Raises:
+            ValueError: an event is larger than any that a model server sends.
+        """
+        *whole, self._rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > MOST_BYTES:
             raise ValueError(f"an event of more than {MOST_BYTES} bytes")
+        return [data for one in whole if (data := _data(one)) is not None]
+
+
+async def events_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """Cut a stream into the data of its events; see `Events`."""
+    events = Events()
+    async for chunk in chunks:
+        for data in events.feed(chunk):
+            yield data
+
+
+def _data(event: bytes) -> bytes | None:
+    if event.startswith(b"data: ") and b"\n" not in event:  # as nearly all are
+        return event[6:]
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None

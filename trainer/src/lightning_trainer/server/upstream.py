@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.watch import waiting
 from lightning_trainer.account import BEGINS, CONTINUATION
 from lightning_trainer.server.answers import Ready, Record
 from lightning_trainer.server.assemble import Assembly
@@ -27,9 +28,8 @@ from lightning_trainer.server.outlet import Outlet
 from lightning_trainer.server.replicas import Replica, Replicas
 from lightning_trainer.server.seeds import PromptCounter
 from lightning_trainer.server.settings import Routing
-from lightning_trainer.server.sse import events_in
+from lightning_trainer.server.sse import Events
 from lightning_trainer.server.token_path import TokenPath, Way
-from lightning_trainer.server.watched import each_noted
 
 if TYPE_CHECKING:
     import aiohttp
@@ -235,7 +235,7 @@ class UpstreamPolicy:
         """Ask one replica. Gives a whole answer, or the chunks that end a stream; those before are sent."""
         dialect = await self._http.dialect(replica)
         body = self._body(dialect, draft, sampling)
-        heated = dialect in {"vllm", "sglang"} and body.get("temperature") not in {None, 0, 1}
+        heated = dialect in {"vllm", "sglang"} and body.get("temperature") not in (None, 0, 1)
         if heated and await self._http.gives_raw_logprobs(replica, str(body["model"])):
             sampling["logprobs_temperature"] = 1.0
         path = "/completions" if "prompt" in body else "/chat/completions"
@@ -262,16 +262,16 @@ class UpstreamPolicy:
     ) -> list[dict[str, Any]]:
         """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
         held: list[dict[str, Any]] = []
-        pieces = each_noted(self._http.parts(response), "upstream", self._waits_for)
-        async with aclosing(events_in(pieces)) as found:
-            async for data in found:
-                if data == b"[DONE]":
-                    break
-                chunk = taken(assembly, data)
-                if assembly.ended:
-                    held.append(chunk)
-                else:
-                    await outlet.chunk(chunk)
+        events = Events()
+        with waiting("upstream", self._waits_for) as wait:
+            async with aclosing(self._http.parts(response)) as pieces:
+                async for piece in pieces:
+                    found = events.feed(piece)
+                    done = b"[DONE]" in found
+                    await _pass_on(found[: found.index(b"[DONE]")] if done else found, assembly, outlet, held)
+                    if done:
+                        break
+                    wait.moved()
         if not assembly.ended:
             raise BrokenError(failed(f"{replica.url} ended its stream before the answer was whole"))
         return held
@@ -333,6 +333,18 @@ class UpstreamPolicy:
 def _goes_on(request: Mapping[str, Any]) -> bool:
     messages = request.get("messages")
     return isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
+
+
+async def _pass_on(found: list[bytes], assembly: Assembly, outlet: Outlet, held: list[dict[str, Any]]) -> None:
+    """Send the chunks that came together, up to one that is broken; keep those after the last choice's end."""
+    news: list[dict[str, Any]] = []
+    try:
+        for data in found:
+            chunk = taken(assembly, data)
+            (held if assembly.ended else news).append(chunk)
+    finally:
+        if news:
+            await outlet.chunks(news)
 
 
 def taken(assembly: Assembly, data: bytes) -> dict[str, Any]:

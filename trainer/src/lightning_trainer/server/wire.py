@@ -63,13 +63,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 async def _soon(receive: Receive, size: int) -> Message:
-    """Give the next part of a body, within a time limit: a client that stops sending holds no request for ever."""
-    try:
-        with waiting("request body", f"a client to go on after {size} bytes"):
-            async with asyncio.timeout(BODY_S):
-                return await receive()
-    except TimeoutError:
-        raise Refusal(408, f"no more of the body came for {BODY_S:g} s, after {size} bytes") from None
+    """Give the next part of a body. `Guard` sees to it that it does not take for ever."""
+    with waiting("request body", lambda: f"a client to go on after {size} bytes"):
+        return await receive()
 
 
 def _unpacked(body: bytes, encoding: bytes, limit: int) -> bytes:
@@ -133,9 +129,9 @@ async def send_json(send: Send, data: Any, *, status: int = 200) -> None:
     await send_bytes(send, orjson.dumps(data), status=status)
 
 
-async def send_refusal(send: Send, refusal: Refusal) -> None:
-    """Send a refusal in OpenAI's shape."""
-    await send_bytes(send, refusal.body(), status=refusal.status, extra=refusal.headers)
+async def send_refusal(send: Send, refusal: Refusal, path: str) -> None:
+    """Send a refusal in the shape of the surface that was asked."""
+    await send_bytes(send, refusal.body_for(path), status=refusal.status, extra=refusal.headers)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -144,22 +140,29 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientGoneError: the client closed the connection before the work was done.
     """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_gone(receive))
+    worker = asyncio.current_task()
+    if worker is None:
+        raise RuntimeError("there is no task that could be cancelled")
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        await _gone(receive)
+        left = True
+        worker.cancel()
+
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        task.cancel()
-        await asyncio.wait({task})
-        if task.cancelled():
-            raise ClientGoneError
-        return task.result()  # it was finished, or failed, in the same moment
+        result = await work
+    except asyncio.CancelledError:
+        if left and worker.uncancel() == 0:  # more than 0: the server stops too
+            raise ClientGoneError from None
+        raise
     finally:
-        watch.cancel()
-        if not task.done():  # the server itself stops: what was drawn must be in the record before it is written
-            task.cancel()
-            await asyncio.wait({task})
+        watcher.cancel()
+    if left:
+        worker.uncancel()  # the work ended all the same
+    return result
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,4 +1,8 @@
-"""Group commit: many requests wait, one thread writes what all of them brought in one transaction."""
+"""Group commit: many requests wait, one thread writes what all of them brought in one transaction.
+
+Requests gather on the event loop, and the thread is woken once for all of them: woken for each, it would take the
+interpreter from the loop each time.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -17,7 +20,9 @@ from lightning_spans.store import Call, Store
 
 logger = logging.getLogger(__name__)
 _MOST_AT_ONCE: Final = 2000  # records in one transaction; SQLite's best rate is reached at about 1,000
-_GATHER_S: Final = 0.005  # of an answer that took a model a hundred times as long
+_GATHER_S: Final = 0.005  # at least, where others are expected
+_MOST_GATHER_S: Final = 0.025  # of answers that take a model a hundred times as long
+_GATHER_EACH_S: Final = 0.0003  # for each call that is being answered: the more there are, the more come in that time
 
 Write: TypeAlias = Callable[[Sequence[Any]], int]
 
@@ -42,7 +47,11 @@ class Writer:
         self._store = store
         self._max_waiting_spans = max_waiting_spans
         self._waiting_spans = 0
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[_Item] | None] = queue.SimpleQueue()
+        self._gathered: list[_Item] = []
+        self._timed: set[asyncio.AbstractEventLoop] = set()  # that will hand over what gathers
+        self._handed_over = 0  # times
+        self._company = 1  # how many came together last time
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -81,48 +90,64 @@ class Writer:
         await waiter
 
     def _put(self, item: _Item) -> None:
+        """Let it wait for company: for as many as came last time, or as are being answered now.
+
+        Their senders were just answered, or will be soon; one call alone is written at once. A transaction costs about
+        1 ms of CPU and 0.07 ms more for each call in it, so company is worth a short wait.
+        """
         with self._lock:
             if self._closed:
                 raise StoreError("the server is stopping")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="lightning-writer", daemon=True)
                 self._thread.start()
-            self._queue.put(item)
+            self._gathered.append(item)
+            expected = self.expected()
+            many = sum(len(each.records) for each in self._gathered) >= _MOST_AT_ONCE
+            if item.loop is None or many or len(self._gathered) >= max(self._company, expected):
+                self._hand_over()
+            elif item.loop not in self._timed:
+                self._timed.add(item.loop)
+                wait_s = min(max(_GATHER_S, _GATHER_EACH_S * expected), _MOST_GATHER_S)
+                item.loop.call_later(wait_s, self._time_is_up, self._handed_over)
+
+    def _time_is_up(self, handed_over: int) -> None:
+        with self._lock:
+            if handed_over == self._handed_over:  # else those whose time this was have gone
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._gathered:
+            self._company = len(self._gathered)
+            self._queue.put(self._gathered)
+            self._gathered = []
+        self._handed_over += 1
+        self._timed.clear()
 
     def close(self) -> None:
         """Write what waits, and stop. Later writes are refused."""
         with self._lock:
             self._closed = True
             thread = self._thread
+            self._hand_over()
             self._queue.put(None)
         if thread is not None:
             thread.join()
 
     def _run(self) -> None:
-        company, going = 1, True
-        while going:
-            items = self._gather(max(company, self.expected()))
-            going = items[-1] is not None
-            waiting = [item for item in items if item is not None]
-            company = len(waiting)
-            self._commit(waiting)
-
-    def _gather(self, company: int) -> list[_Item | None]:
-        """Take what waits, and wait a little for as many as came last time, or as are being answered now.
-
-        Their senders were just answered, or will be soon; one call alone is written at once.
-        A transaction costs about 0.8 ms of CPU and 0.15 ms more for each call in it, so company is worth a short wait.
-        """
-        items = [self._queue.get()]
-        size, until = 0, time.monotonic() + _GATHER_S
-        while items[-1] is not None and size < _MOST_AT_ONCE:
-            size += len(items[-1].records)
-            left_s = until - time.monotonic() if len(items) < company else 0.0
-            try:
-                items.append(self._queue.get(timeout=left_s) if left_s > 0 else self._queue.get_nowait())
-            except queue.Empty:
-                break
-        return items
+        while (items := self._queue.get()) is not None:
+            size = sum(len(item.records) for item in items)
+            while size < _MOST_AT_ONCE:  # what came while the last transaction was written
+                try:
+                    more = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+                if more is None:
+                    self._queue.put(None)  # stop after these
+                    break
+                items = [*items, *more]
+                size += sum(len(item.records) for item in more)
+            self._commit(items)
 
     def _commit(self, items: list[_Item]) -> None:
         for write in (self._store.add_calls, self._store.add_spans):

@@ -14,15 +14,6 @@ from lightning_trainer.server.surfaces.parts import Part, Parts, Step
 from lightning_trainer.server.surfaces.surface import named_event
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-_KINDS: Final = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 
 
 class MessagesSurface:
@@ -37,7 +28,7 @@ class MessagesSurface:
 
     def refusal(self, refusal: Refusal) -> bytes:
         """Give an error as Anthropic gives it."""
-        return orjson.dumps(_error(refusal))
+        return orjson.dumps(refusal.anthropic())
 
 
 class MessagesExchange:
@@ -74,7 +65,7 @@ class MessagesExchange:
 
     def failed(self, draft: Draft, refusal: Refusal) -> bytes:  # noqa: ARG002
         """See `Exchange`."""
-        return named_event("error", _error(refusal))
+        return named_event("error", refusal.anthropic())
 
     def _first(self, draft: Draft) -> Iterator[bytes]:
         if not self._begun:
@@ -140,8 +131,3 @@ def _delta(part: Part, text: str) -> dict[str, Any]:
     if part.kind == "reasoning":
         return {"type": "thinking_delta", "thinking": text}
     return {"type": "text_delta", "text": text}
-
-
-def _error(refusal: Refusal) -> dict[str, Any]:
-    kind = _KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": refusal.message, "code": refusal.code}}

@@ -74,7 +74,7 @@ def _messages(value: Any) -> Iterator[dict[str, Any]]:
         if role == "system":
             yield from _system(message.get("content"))
             continue
-        if role not in {"user", "assistant"}:
+        if role not in ("user", "assistant"):
             raise wrong(f"{where}.role", role, "user or assistant")
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _list(f"{where}.content", content)
@@ -150,7 +150,7 @@ def _image(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") not in {None, "custom"}:
+    if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
         kind = tool.get("type") if isinstance(tool, dict) else tool
         raise bad_request(f"tool {kind!r} runs at Anthropic only. Give tools of your own.", "unsupported_tool")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}

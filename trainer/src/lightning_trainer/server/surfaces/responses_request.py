@@ -31,7 +31,7 @@ def chat_of_response(body: Mapping[str, Any], before: list[dict[str, Any]]) -> d
     for name in _REFUSED:
         if body.get(name):
             raise bad_request(f"{name} is not done here. Leave it out.", "unsupported_parameter")
-    if body.get("truncation") not in {None, "disabled"}:
+    if body.get("truncation") not in (None, "disabled"):
         raise bad_request("truncation is not done here: a context too long is an error.", "unsupported_parameter")
     chat = {name: value for name, value in body.items() if name not in _TRANSLATED}
     instructions = body.get("instructions")
@@ -51,7 +51,7 @@ def chat_of_response(body: Mapping[str, Any], before: list[dict[str, Any]]) -> d
 def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     included = body.get("include") or []
     for name in _list("include", included):
-        if name not in _INCLUDED:
+        if name not in tuple(_INCLUDED):
             raise bad_request(f"include {name!r} is not done here. There is: {', '.join(sorted(_INCLUDED))}.")
     chat: dict[str, Any] = {"logprobs": True} if _LOGPROBS in included else {}
     return chat | ({"top_logprobs": body["top_logprobs"]} if body.get("top_logprobs") else {})
@@ -109,7 +109,7 @@ def messages_of_input(value: Any) -> list[dict[str, Any]]:
         where = f"input[{at}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "reasoning":
-            thought = "".join(_thoughts(item))
+            thought = "".join(_thoughts(item, where))
         elif kind == "message":
             messages.append(_message(item, where))
         elif kind == "function_call":
@@ -136,8 +136,8 @@ def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], thought: 
     messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _thoughts(item: Mapping[str, Any]) -> Iterator[str]:
-    for part in item.get("content") or item.get("summary") or ():
+def _thoughts(item: Mapping[str, Any], where: str) -> Iterator[str]:
+    for part in _list(f"{where}: content or summary", item.get("content") or item.get("summary") or []):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             yield part["text"]
 
@@ -155,7 +155,7 @@ def _content(value: Any, where: str) -> Any:
 
 def _part(part: Any, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in {"input_text", "output_text", "text"} and isinstance(part.get("text"), str):
+    if kind in ("input_text", "output_text", "text") and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind == "refusal":
         return {"type": "refusal", "refusal": part.get("refusal")}
