@@ -451,3 +451,36 @@ async def test_what_an_idle_slot_lost_keeps_nobody_waiting(tiny_model):
         assert (await asyncio.wait_for(again, 30)).token_ids
     finally:
         engine.close()
+
+
+async def test_prompt_that_begins_as_one_that_was_answered_by_a_single_token(tiny_model):
+    """After such an answer the cache keeps no room for tails, and a short common beginning goes into one."""
+    engine = make_engine(tiny_model)
+    try:
+        first, other = ids(engine, "You are an agent. " + "a" * 200), ids(engine, "You are an agent. " + "b" * 200)
+        await collect(engine, first, max_tokens=1)
+        found = await asyncio.wait_for(collect(engine, other, max_tokens=3, temperature=0), 60)
+        assert engine.counts()["reused_tokens"] >= 10
+        assert found.logprobs == pytest.approx(plain_logprobs(engine._model, other, found.token_ids), abs=1e-5)
+    finally:
+        engine.close()
+
+
+async def test_request_that_finds_no_place_is_told_and_those_behind_it_go_on(tiny_model, monkeypatch):
+    engine = make_engine(tiny_model)
+    begin, met = engine._batcher._cache.begin, []
+
+    def broken(*given, **named):
+        met.append(given)
+        if len(met) == 1:
+            raise MemoryError("no room")
+        return begin(*given, **named)
+
+    try:
+        monkeypatch.setattr(engine._batcher._cache, "begin", broken)
+        asked = (collect(engine, ids(engine, f"prompt {n}"), max_tokens=2, temperature=0) for n in range(3))
+        answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        assert [isinstance(answer, MemoryError) for answer in answers] == [True, False, False]
+        assert all(len(answer.token_ids) == 2 for answer in answers[1:])
+    finally:
+        engine.close()

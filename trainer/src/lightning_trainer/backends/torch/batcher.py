@@ -164,11 +164,18 @@ class Batcher:
             if self._held:
                 return
             kept: deque[Request] = deque()
-            while self._waiting and len(self._running) < self._cache.slots:
-                request = self._waiting.popleft()
-                if not self._place(request):
-                    kept.append(request)
-            self._waiting.extendleft(reversed(kept))
+            try:
+                while self._waiting and len(self._running) < self._cache.slots:
+                    request = self._waiting.popleft()
+                    try:
+                        placed = self._place(request)
+                    except Exception as error:
+                        _deliver([(request, error)])  # it is in no slot yet, so nobody else would tell it
+                        raise
+                    if not placed:
+                        kept.append(request)
+            finally:
+                self._waiting.extendleft(reversed(kept))
 
     def _place(self, request: Request) -> bool:
         """Put a request into a slot; False when it should wait."""

@@ -110,6 +110,7 @@ class SlotCache:
         else:
             prefix = self.prefixes[source]
             self.prefixes[slot] = None
+            self.make_room(shared)
             if prefix is not None:
                 self.keys[:, slot, :, :shared] = prefix.keys[:, :, :shared]
                 self.values[:, slot, :, :shared] = prefix.values[:, :, :shared]
