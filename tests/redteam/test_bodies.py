@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import socket
 import zlib
 
 import pytest
+from flood import flood
 from surfaces import SURFACES
 
 from lightning_trainer.server.app import create_app
@@ -200,3 +202,20 @@ def test_floods_of_broken_requests_leave_the_server_well(ask, server):
     assert ask("GET", "/healthz").status_code == 200
     body = json.dumps(SURFACES["/v1/chat/completions"]("hi"))
     assert ask("POST", "/v1/chat/completions", server.key("after"), content=body).is_success
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_values_of_the_wrong_type_anywhere_are_refused_in_the_surfaces_own_shape(server, seed):
+    """Never a 500, a lost connection, or a stream without an end."""
+    statuses, wrong = asyncio.run(flood(server.url, server.keys.issue("admin"), requests=320, seed=seed))
+    assert wrong == []
+    assert sum(statuses.values()) == 320
+
+
+def test_errors_before_a_surface_is_reached_have_its_shape_too(ask, server):
+    """A wrong method, a key that is not there, a host that is not ours, a header that is there twice."""
+    assert ask("GET", "/v1/messages", server.keys.issue("admin")).json()["type"] == "error"
+    assert ask("POST", "/v1/messages").json()["error"]["type"] == "authentication_error"
+    head = "POST /v1/messages HTTP/1.1\r\nconnection: close\r\n"
+    for lines in ("host: evil\r\n", "host: localhost\r\nx-api-key: a\r\nx-api-key: b\r\n"):
+        assert b'{"type":"error"' in raw(server.url, f"{head}{lines}\r\n".encode())

@@ -229,18 +229,25 @@ def _decode_json(body: bytes, complaints: list[str]) -> Iterator[Span]:
 
 
 def _json_span(span: Mapping[str, Json]) -> Span:
-    status = span.get("status", {})
+    status = span.get("status") or {}  # null stands for a field's default in the JSON form of protobuf
     return _span(
         trace_id=span["traceId"].lower(),
         span_id=span["spanId"].lower(),
-        parent_id=span.get("parentSpanId", "").lower(),
-        name=span.get("name", ""),
+        parent_id=(span.get("parentSpanId") or "").lower(),
+        name=_json_text(span, "name"),
         start_ns=int(span["startTimeUnixNano"]),
         end_ns=int(span["endTimeUnixNano"]),
         code=_status_code(status.get("code", 0)),
-        message=status.get("message", ""),
-        attributes={p["key"]: _read_json(p.get("value", {})) for p in span.get("attributes", [])},
+        message=_json_text(status, "message"),
+        attributes={_json_text(p, "key"): _read_json(p.get("value") or {}) for p in span.get("attributes") or []},
     )
+
+
+def _json_text(holder: Mapping[str, Json], name: str) -> str:
+    value = holder.get(name)
+    if not isinstance(value, str | None):
+        raise ValueError(f"a span's {name} must be a text, not {value!r:.100}")
+    return value or ""
 
 
 def _status_code(code: int | str) -> int:
@@ -249,9 +256,10 @@ def _status_code(code: int | str) -> int:
 
 def _read_json(value: Mapping[str, Json]) -> Json:
     if "arrayValue" in value:
-        return [_read_json(item) for item in value["arrayValue"].get("values", [])]
+        return [_read_json(item) for item in value["arrayValue"].get("values") or []]
     if "kvlistValue" in value:
-        return {pair["key"]: _read_json(pair.get("value", {})) for pair in value["kvlistValue"].get("values", [])}
+        pairs = value["kvlistValue"].get("values") or []
+        return {_json_text(pair, "key"): _read_json(pair.get("value") or {}) for pair in pairs}
     if "intValue" in value:
         return int(value["intValue"])  # proto3 JSON writes 64-bit integers as strings
     if "doubleValue" in value:

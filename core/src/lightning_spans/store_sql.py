@@ -269,6 +269,8 @@ class SqlStore:
             try:
                 with self._engine.connect() as connection:
                     return read(connection)
+            except UnicodeEncodeError as error:  # half a character, which no database holds
+                raise RefusedError(f"store {self.name} can't look for this: {error}") from None
             except SQLAlchemyError as error:
                 if self._database.transient(error) and (pause_s := next(pauses, None)) is not None:
                     time.sleep(pause_s)

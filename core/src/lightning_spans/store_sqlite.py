@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import sqlite3
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -70,7 +71,17 @@ def _path(url: URL, *, create: bool) -> Path:
         raise StoreError(f"store {path}: the folder {path.parent} does not exist. Make it first.")
     if not create and not path.exists():
         raise StoreError(f"there is no store at {path}. Is the path right?")
+    _make(path)
     return path
+
+
+def _make(path: Path) -> None:
+    """Make a new file for its owner alone: it holds what agents saw. One that is there keeps its mode.
+
+    SQLite gives the files that it puts beside it the same mode.
+    """
+    with suppress(OSError):  # it is there, or can't be made, which SQLite says better
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _on_connect(connection: Any, _record: object) -> None:
@@ -108,10 +119,11 @@ class Turnstile:
     SQLite's lock goes to whoever asks at the right moment: a process that writes without a pause asks again right after
     its commit, while the others sleep; of three that wrote all the time, one waited for more than a second. Here it
     meets the turnstile, held by the one whose turn it is. That only makes turns fair: after `_BUSY_S`, and where files
-    can't be locked, writers go on without it.
+    can't be opened or locked, writers go on without it.
     """
 
     def __init__(self, path: Path) -> None:
+        self._store = path
         self._path = path.with_name(f"{path.name}-turn")
         self._file: int | None = None
 
@@ -119,7 +131,9 @@ class Turnstile:
         if sys.platform == "win32":
             return
         if self._file is None:
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = self._opened()
+        if self._file is None:
+            return
         until = time.monotonic() + _BUSY_S
         while time.monotonic() < until:
             try:
@@ -130,6 +144,20 @@ class Turnstile:
                 time.sleep(random.uniform(0.0005, 0.002))
             else:
                 return
+
+    def _opened(self) -> int | None:
+        """Open the file, made with the store's own mode, so that who may write the store may take turns."""
+        try:
+            return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            pass
+        except PermissionError:
+            return None
+        mode = stat.S_IMODE(self._store.stat().st_mode)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+        with suppress(OSError):  # another made it first, and it is theirs
+            os.fchmod(file, mode)
+        return file
 
     def __exit__(self, *exc: object) -> None:
         if sys.platform != "win32" and self._file is not None:

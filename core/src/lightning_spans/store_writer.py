@@ -20,7 +20,7 @@ logger = logging.getLogger("lightning_spans")
 T = TypeVar("T")
 
 _MOST: Final = 256  # writes in one transaction
-_BAD_RECORD: Final = (DataError, IntegrityError, InterfaceError, ProgrammingError, OverflowError)
+_BAD_RECORD: Final = (DataError, IntegrityError, InterfaceError, ProgrammingError, OverflowError, UnicodeEncodeError)
 _GATHER_S: Final = 0.002  # at most this long for those who were there last time
 
 

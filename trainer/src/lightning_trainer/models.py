@@ -60,6 +60,17 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} has no tokenizer (tokenizer.json). Save it there with tokenizer.save_pretrained.")
     if not any(folder.glob("*.safetensors")) and not (folder / ADAPTERS_NAME).is_file():
         raise ConfigError(f"{folder} has no weights (*.safetensors). Save them there with model.save_pretrained.")
+    check_adapter(folder)
+
+
+def check_adapter(folder: Path) -> None:
+    """Make sure that a folder of an adapter, if it is one, has its weights where peft reads them without pickle.
+
+    Raises:
+        ConfigError: it has an adapter's configuration without ``adapter_model.safetensors``.
+    """
+    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{folder} is an adapter without adapter_model.safetensors, and no pickle is read.")
 
 
 def cache_folder() -> Path:

@@ -181,7 +181,8 @@ class WorkerProcess:
 def _open_log(path: Path) -> IO[bytes]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab")
+        # Its owner's alone: agents print what they see.
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
     except OSError as error:
         raise ConfigError(f"the worker's log {path} can't be written: {error.strerror}.") from None
 

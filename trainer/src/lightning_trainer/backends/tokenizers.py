@@ -20,7 +20,7 @@ def load_tokenizer(model: str | Path, chat_template: str | Path | None = None) -
     except ImportError:
         raise ConfigError("a tokenizer needs transformers: pip install 'lightning-trainer[torch]'") from None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {model}: its tokenizer can't be loaded: {error}") from None
     if chat_template == "hermes":

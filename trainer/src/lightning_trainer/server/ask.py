@@ -210,6 +210,8 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise wrong("tools", tool, 'function tools: {"type": "function", "function": {"name": ...}}')
+        if not isinstance(function.get("parameters"), dict | None):
+            raise wrong("tools", tool, "tools whose parameters are a JSON schema")
     return tuple(tools)
 
 

@@ -104,6 +104,9 @@ def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
         source, names = Path(index["base"]), tuple(str(name) for name in index["adapters"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
+    for name in names or ("",):
+        if name in ("", "..") or Path(name).name != name or (folder / name).is_symlink():
+            raise ConfigError(f"{path} names an adapter {name!r}, which is no folder in {folder}.")
     if not source.is_dir():
         raise ConfigError(
             f"{folder} holds adapters of {source}, which is not there. Write its place as base in {path}."
@@ -133,9 +136,12 @@ def restore(
             policy.set_state(load_file((folder if adapter is None else folder / adapter) / TENSORS))
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}: {TENSORS} does not fit this model or is damaged: {error}") from error
-    kind, numbers, gauss = state["random"]
-    engine.random.setstate((kind, tuple(numbers), gauss))
-    return int(state["version"]), {name: int(version) for name, version in state.get("versions", {}).items()}
+    try:
+        kind, numbers, gauss = state["random"]
+        engine.random.setstate((kind, tuple(numbers), gauss))
+        return int(state["version"]), {name: int(version) for name, version in state.get("versions", {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / STATE} is damaged: {error}. Give another checkpoint.") from error
 
 
 def _state(folder: Path) -> dict[str, Any]:
@@ -145,8 +151,12 @@ def _state(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} is no checkpoint: it has no {STATE}. Give a folder that training wrote.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / STATE} can't be read: {error}") from error
+    if not isinstance(state, dict):
+        raise ConfigError(f"{folder / STATE} is damaged. Give another checkpoint.")
     if state.get("format") != _FORMAT:
         raise ConfigError(f"{folder} is a checkpoint of format {state.get('format')}; this version reads {_FORMAT}.")
+    if not state.keys() >= {"base", "source", "version", "trained", "random"}:
+        raise ConfigError(f"{folder / STATE} is damaged. Give another checkpoint.")
     return state
 
 

@@ -66,14 +66,15 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
     check_folder(options.model)
     attention.register()
     device = _device(options.device)
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder or options.model)
+    tokenizer = _read(tokenizer_folder or options.model, AutoTokenizer)
     _set_template(tokenizer, options)
-    try:
-        causal: Any = AutoModelForCausalLM.from_pretrained(
-            options.model, dtype=_DTYPES.get(options.dtype, "auto"), attn_implementation=attention.NAME
-        )
-    except ValueError as error:
-        raise ConfigError(f"{options.model}: transformers can't load it: {error}") from error
+    causal: Any = _read(
+        options.model,
+        AutoModelForCausalLM,
+        dtype=_DTYPES.get(options.dtype, "auto"),
+        attn_implementation=attention.NAME,
+        use_safetensors=True,  # without it a folder's pytorch_model.bin would be unpickled
+    )
     if options.dtype == "auto" and causal.dtype not in _DTYPES.values():
         causal = causal.to(dtype=torch.bfloat16)
     causal = causal.to(device=device).eval()
@@ -88,6 +89,19 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
     )
     _prove(loaded)
     return loaded
+
+
+def _read(folder: Path, kind: Any, **how: Any) -> Any:
+    """Read a part of a model folder; code that the folder brings is not run, nor asked about.
+
+    Raises:
+        ConfigError: transformers can't load it.
+    """
+    try:
+        return kind.from_pretrained(folder, trust_remote_code=False, **how)
+    except Exception as error:  # a malformed folder makes transformers raise almost anything
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{folder}: transformers can't load it: {type(error).__name__}: {reason}") from error
 
 
 def _device(name: str) -> torch.device:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.model import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.backends.torch.value import ValueHead
+from lightning_trainer.models import check_adapter
 
 ADAPTER = "default"
 
@@ -72,10 +74,11 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
     """
     if options.kl_coef > 0 and folder.name not in options.fixed:
         raise ConfigError(f"{folder} is trained, and kl_coef would compare it with the model without. Leave it out.")
+    check_adapter(folder)
     try:
         with _several():
-            model.causal.load_adapter(str(folder), adapter_name=folder.name)
-    except (OSError, ValueError, RuntimeError) as error:
+            model.causal.load_adapter(str(folder), adapter_name=folder.name, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise ConfigError(f"the adapter {folder} can't be loaded: {error}") from error
     rank = model.causal.peft_config[folder.name].r
     if rank != options.lora_rank:
