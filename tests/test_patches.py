@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from lightning_spans.patches import Undo, replace, replace_in_subclasses
+from lightning_spans.patches import Undo, clear, put_back, replace, replace_in_subclasses
 
 
 def louder(original):
@@ -71,6 +71,64 @@ def test_a_later_patch_of_somebody_else_survives_the_undo():
     child.say = lambda self: ours(self) + "?"
     undo()
     assert child().say() == "child!?"
+
+
+class Proxy:
+    """What wrapt puts around a function: it passes as the function, and calls it through `__wrapped__`."""
+
+    __wrapped__ = None
+
+    def __init__(self, wrapped):
+        self.__wrapped__ = wrapped
+
+    def __call__(self, *args):
+        return self.__wrapped__(*args) + "?"
+
+    def __get__(self, instance, owner):
+        return types.MethodType(self, instance)
+
+    def __eq__(self, other):
+        return self.__wrapped__ == other
+
+    def __hash__(self):
+        return hash(self.__wrapped__)
+
+
+def test_where_somebody_took_our_patch_out_it_is_put_back():
+    base, child = a_family()
+    before = child.say
+    undo = replace_in_subclasses(base, "say", louder)
+    child.say = Proxy(child.say)
+    assert not put_back(base, "say", louder)  # ours is under his
+    child.say = before
+    undo.add(again := put_back(base, "say", louder))
+    assert again
+    assert child().say() == "child!"
+    undo()
+    assert child.say is before
+
+
+@pytest.mark.parametrize("found", ["in its own place", "in a subclass's", "under a proxy"])
+def test_a_patch_that_is_undone_is_taken_out_where_somebody_kept_it(found):
+    base, child = a_family()
+
+    class Grandchild(child):
+        pass
+
+    before = child.say
+    undo = replace(child, "say", louder)
+    kept = child.say
+    if found == "under a proxy":
+        Grandchild.say = Proxy(kept)
+    undo()
+    if found == "in its own place":
+        child.say = kept
+    if found == "in a subclass's":
+        Grandchild.say = kept
+    clear(base, "say")
+    assert child.say is before
+    assert Grandchild().say() == ("child?" if found == "under a proxy" else "child")
+    assert ("say" in vars(Grandchild)) is (found == "under a proxy")
 
 
 def test_a_wrap_may_leave_a_function_alone():

@@ -6,17 +6,13 @@ over one, and nothing is made here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from autogen_core.models import ChatCompletionClient, CreateResult
-from opentelemetry import context as otel_context
 
 from lightning_autogen.agents import FRAMEWORK, PLUGIN, place
-from lightning_openai.elsewhere import record_elsewhere
-from lightning_openai.watch import Stay, watched
-from lightning_spans.context import entered, entered_steps
+from lightning_openai.elsewhere import NOT_ASKED, OtherCall
 from lightning_spans.patches import Undo, replace_in_subclasses
 
 if TYPE_CHECKING:
@@ -54,17 +50,10 @@ class Models:
             return original
 
         async def create(client: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(client, messages, *args, **kwargs)
             if not self._live:
-                return await original(client, messages, *args, **kwargs)
-            stay, start_ns = Stay(), time.time_ns()
-            try:
-                with entered(watched(stay)):
-                    result = await original(client, messages, *args, **kwargs)
-            except BaseException as error:
-                self._record(stay, client, messages, kwargs, start_ns, error=error)
-                raise
-            self._record(stay, client, messages, kwargs, start_ns, result=result)
-            return result
+                return await work
+            return await self._call(client, messages, kwargs).asked(work, _answer)
 
         return create
 
@@ -82,49 +71,18 @@ class Models:
     async def _steps(
         self, items: AsyncGenerator[Any, None], client: Any, messages: Any, options: Mapping[str, Any]
     ) -> AsyncIterator[Any]:
-        stay, start_ns, last = Stay(), time.time_ns(), None
-        steps = entered_steps(watched(stay, otel_context.get_current()), items)
-        failed: BaseException | None = None
+        steps = self._call(client, messages, options, streamed=True).steps(items, _answer)
         try:
             async for item in steps:
-                last = item
                 yield item
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            failed = error
-            raise
         finally:
             await steps.aclose()
-            self._record(stay, client, messages, options, start_ns, result=last, error=failed, streamed=True)
 
-    def _record(
-        self,
-        stay: Stay,
-        client: Any,
-        messages: Any,
-        options: Mapping[str, Any],
-        start_ns: int,
-        *,
-        result: Any = None,
-        error: BaseException | None = None,
-        streamed: bool = False,
-    ) -> None:
-        answered = isinstance(result, CreateResult)
-        if stay.seen or not self._live or (answered and result.cached):
-            return
-        with self._recorder.guard(PLUGIN):
-            record_elsewhere(
-                self._recorder,
-                FRAMEWORK,
-                _request(client, messages, options),
-                _response(result) if answered else None,
-                streamed=streamed,
-                error=error,
-                context=place(),
-                start_ns=start_ns,
-            )
-            stay.called()  # a client around this one made no call of its own
+    def _call(self, client: Any, messages: Any, options: Mapping[str, Any], *, streamed: bool = False) -> OtherCall:
+        def ask() -> dict[str, Json]:
+            return _request(client, messages, options)
+
+        return OtherCall(self._recorder, PLUGIN, FRAMEWORK, ask, streamed=streamed, place=place)
 
 
 def _request(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Json]:
@@ -158,8 +116,12 @@ def _assistant(content: Any) -> dict[str, Json]:
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
-def _response(result: CreateResult) -> dict[str, Json]:
-    """Give what was answered as a chat completion."""
+def _answer(result: Any) -> Mapping[str, Json] | None:
+    """Give what was answered as a chat completion; None for the pieces of a stream that was left."""
+    if not isinstance(result, CreateResult):
+        return None
+    if result.cached:
+        return NOT_ASKED
     reason = "tool_calls" if result.finish_reason == "function_calls" else result.finish_reason
     return {
         "object": "chat.completion",

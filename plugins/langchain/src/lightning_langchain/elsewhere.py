@@ -10,7 +10,7 @@ import orjson
 from langchain_core.caches import BaseCache
 
 from lightning_langchain.words import request_text, response_body
-from lightning_openai.elsewhere import record_elsewhere
+from lightning_openai.elsewhere import OtherCall
 from lightning_openai.watch import current_watch
 from lightning_spans.patches import Undo, replace_in_subclasses
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
     from lightning_langchain.runs import Run
     from lightning_spans.recorder import Recorder
+    from lightning_spans.spans import Json
 
+PLUGIN: Final = "lightning_langchain"
 _WIRED: Final = frozenset({"openai-chat", "azure-openai-chat"})  # known beforehand to use the openai client
 
 
@@ -74,11 +76,20 @@ class Elsewhere:
         if params.get("_type") in _WIRED:
             return
         run.model = ".".join((serialized or {}).get("id") or [run.name])
-        model = run.metadata.get("ls_model_name") or run.name
-        write = functools.partial(
-            request_text, asked if isinstance(asked, str) else list(asked), {"model": model, **params}
+        OtherCall(
+            self._recorder,
+            PLUGIN,
+            "langchain",
+            functools.partial(
+                _ask,
+                asked if isinstance(asked, str) else list(asked),
+                {"model": run.metadata.get("ls_model_name") or run.name, **params},
+            ),
+            at_once=run.model not in self._wired,
+            provider=run.metadata.get("ls_provider"),
+            place=lambda: run.context,
+            stay=run,
         )
-        run.request = write if run.model in self._wired else write()
 
     def end(self, run: Run, response: LLMResult | None, error: BaseException | None) -> None:
         """Make the span, unless the wire made one, or a cache answered.
@@ -87,18 +98,10 @@ class Elsewhere:
         """
         if run.seen:
             self._wired.add(run.model)
-            return
-        if run.request is None or run.cached:
-            return
-        request = run.request if isinstance(run.request, str) else run.request()
-        run.called()  # a model that wraps this one made no call of its own
-        record_elsewhere(
-            self._recorder,
-            "langchain",
-            orjson.loads(request),
-            response_body(response) if response is not None else None,
-            provider=run.metadata.get("ls_provider"),
-            error=error,
-            context=run.context,
-            start_ns=run.start_ns,
-        )
+        if run.call is not None and not run.cached:
+            run.call.end(None if response is None else functools.partial(response_body, response), error=error)
+
+
+def _ask(asked: Sequence[BaseMessage] | str, params: Mapping[str, Any]) -> dict[str, Json]:
+    request: dict[str, Json] = orjson.loads(request_text(asked, params))
+    return request

@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import _configure_hooks, register_configure_hook
 
 from lightning_langchain.asked import remember, who_asked
-from lightning_langchain.elsewhere import Elsewhere, follow_caches
+from lightning_langchain.elsewhere import PLUGIN, Elsewhere, follow_caches
 from lightning_langchain.runs import Runs
 from lightning_langchain.words import tool_result
 from lightning_openai.elsewhere import to_json
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from langchain_core.outputs import LLMResult
 
     from lightning_spans.recorder import Recorder
-
-PLUGIN: Final = "lightning_langchain"
 
 
 def bind(recorder: Recorder) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry import context as otel_context
@@ -38,7 +38,7 @@ class Run(Stay):
 
     __slots__ = (
         "agent", "asked", "cached", "context", "graph", "inner", "kind", "lc_agent", "metadata", "model", "name",
-        "namespace", "parent", "request", "root", "span", "start_ns",
+        "namespace", "parent", "root", "span", "start_ns",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
@@ -58,8 +58,6 @@ class Run(Stay):
         self.graph = False
         self.span: OpenSpan | None = None
         self.model = ""  # of a chat run: the class of its model
-        # Of a chat run: what was asked, or what writes it out, where the wire may not see it.
-        self.request: str | Callable[[], str] | None = None
         self.cached = False  # of a chat run: a cache answered
 
 

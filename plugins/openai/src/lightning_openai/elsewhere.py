@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
+from opentelemetry import context as otel_context
 
 from lightning_openai.facts import request_facts, response_facts
+from lightning_openai.gateway import agent_header
+from lightning_openai.watch import Stay, current_watch, watched
 from lightning_spans import spans as names
+from lightning_spans.context import current_attempt, entered, entered_steps
+from lightning_spans.spans import Json
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
     from lightning_spans.recorder import OpenSpan, Recorder
-    from lightning_spans.spans import Json
 
 logger = logging.getLogger("lightning_spans")
+T = TypeVar("T")
+NOT_ASKED: Final[Mapping[str, Json]] = {}  # in place of an answer: it came from a cache
 _told: Final[set[str]] = set()
 
 
@@ -54,19 +61,39 @@ def record_elsewhere(
     Returns:
         The span, which has ended.
     """
+    known: dict[str, Json] = {names.FRAMEWORK: framework, names.PROVIDER: provider, names.STREAMED: streamed}
+    span = _begin(recorder, request, known, context, start_ns)
+    _tell(recorder, span, framework)
+    _end(span, endpoint, request, response, error)
+    return span
+
+
+def _begin(
+    recorder: Recorder,
+    request: Mapping[str, Json],
+    known: Mapping[str, Json],
+    context: Context | None,
+    start_ns: int | None,
+) -> OpenSpan:
     facts = request_facts(request)
-    attributes = {
-        names.FRAMEWORK: framework,
-        names.PROVIDER: provider,
-        names.ENDPOINT: endpoint,
-        names.STREAMED: streamed,
-        names.REQUEST: to_json(request),
-        names.RESPONSE: to_json(response) if response is not None else None,
-        **facts,
-        **(response_facts(endpoint, response) if response is not None else {}),
-    }
     name = facts.get(names.REQUEST_MODEL, "chat")
-    span = recorder.start(names.CHAT, name, context=context, start_ns=start_ns, attributes=attributes)
+    return recorder.start(names.CHAT, name, context=context, start_ns=start_ns, attributes={**known, **facts})
+
+
+def _end(
+    span: OpenSpan,
+    endpoint: str,
+    request: Mapping[str, Json],
+    response: Mapping[str, Json] | None,
+    error: BaseException | str | None,
+) -> None:
+    bodies = {names.REQUEST: to_json(request), names.RESPONSE: None if response is None else to_json(response)}
+    facts = {} if response is None else response_facts(endpoint, response)
+    span.end(error=error, attributes={names.ENDPOINT: endpoint, **bodies, **facts})
+
+
+def _tell(recorder: Recorder, span: OpenSpan, framework: str) -> None:
+    """Say that an agent which is to be trained can't be."""
     if span.agent is not None and recorder.reroutes(span) and span.agent not in _told:
         _told.add(span.agent)
         logger.warning(
@@ -74,10 +101,143 @@ def record_elsewhere(
             "so its calls go where they went and have no tokens. Give the agent an OpenAI-compatible client over HTTP.",
             span.agent,
             framework,
-            name,
+            span.name,
         )
-    span.end(error=error)
-    return span
+
+
+class OtherCall:
+    """A call of a model by whatever client: its chat span, unless the wire makes one meanwhile.
+
+    A request that it sends to the gateway names the span (`mark`), so that the gateway's tokens join it.
+
+    Args:
+        recorder: takes the span.
+        plugin: the package that follows, for what is logged.
+        framework: what reports the call.
+        ask: gives what is asked as the body of a chat completion.
+        at_once: ask now, since messages may change; else when the span is made.
+        provider: who serves the model, where known.
+        streamed: whether the answer is streamed.
+        place: gives the context for the span; called where the call begins.
+        stay: what the plugin enters while the call lasts; one of its own by default.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        plugin: str,
+        framework: str,
+        ask: Callable[[], Mapping[str, Json]],
+        *,
+        at_once: bool = True,
+        provider: str | None = None,
+        streamed: bool = False,
+        place: Callable[[], Context] = otel_context.get_current,
+        stay: Stay | None = None,
+    ) -> None:
+        self.stay = Stay() if stay is None else stay
+        self.stay.call = self
+        self._recorder = recorder
+        self._plugin = plugin
+        self._framework = framework
+        self._known = {names.FRAMEWORK: framework, names.PROVIDER: provider, names.STREAMED: streamed}
+        self._place = place
+        self._outer = otel_context.get_current()
+        self._start_ns = time.time_ns()
+        self._span: OpenSpan | None = None  # begun before the end where a request names it
+        self._ask = ask
+        self._request: Mapping[str, Json] | None = None
+        if at_once:
+            with recorder.guard(plugin):
+                self._request = {}  # where it fails
+                self._request = ask()
+
+    async def asked(self, work: Awaitable[T], body: Callable[[T], Mapping[str, Json] | None]) -> T:
+        """Await the answer; `body` gives it as a chat completion, None where it is none, or `NOT_ASKED`."""
+        try:
+            with entered(watched(self.stay)):
+                answer = await work
+        except BaseException as error:
+            self.end(error=error)
+            raise
+        self.end(lambda: body(answer))
+        return answer
+
+    async def steps(
+        self, items: AsyncGenerator[T, None], body: Callable[[T], Mapping[str, Json] | None]
+    ) -> AsyncGenerator[T, None]:
+        """Give the items of an answer that is streamed; `body`, as of `asked`, gets the last."""
+        last: list[T] = []
+        failed: BaseException | None = None
+        steps = entered_steps(watched(self.stay, otel_context.get_current()), items)
+        try:
+            async for item in steps:
+                last = [item]
+                yield item
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            await steps.aclose()
+            self.end((lambda: body(last[0])) if last and failed is None else None, error=failed)
+
+    def end(
+        self, answer: Callable[[], Mapping[str, Json] | None] | None = None, *, error: BaseException | None = None
+    ) -> None:
+        """Make the span, unless the wire or a call inside of this one did.
+
+        Args:
+            answer: as `body` of `asked`; None: there was no answer.
+            error: what went wrong.
+        """
+        if self.stay.seen and self._span is None:
+            return
+        with self._recorder.guard(self._plugin, self._span):
+            response = None if answer is None else answer()
+            if response is NOT_ASKED and self._span is None:
+                return
+            self.stay.called()  # what is around this one made no call of its own
+            span = self._span
+            if span is None:
+                span = self._begin()
+                _tell(self._recorder, span, self._framework)
+            _end(span, "/chat/completions", self._asks(), response, error)
+
+    def _begin(self) -> OpenSpan:
+        with entered(self._outer):
+            context = self._place()
+        return _begin(self._recorder, self._asks(), self._known, context, self._start_ns)
+
+    def _asks(self) -> Mapping[str, Json]:
+        if self._request is None:
+            self._request = self._ask()
+        return self._request
+
+    def name(self, request: Any) -> None:
+        """Name the span in a request to the gateway of its attempt; any other is left as it is."""
+        with self._recorder.guard(self._plugin, self._span):
+            attempt = current_attempt(self._outer)
+            if attempt is None or not attempt.endpoint or not str(request.url).startswith(f"{attempt.endpoint}/"):
+                return
+            if self.stay.seen or "traceparent" in request.headers:  # the wire's
+                return
+            if self._span is None:
+                self._span = self._begin()
+            request.headers["traceparent"] = self._span.traceparent
+            request.headers.update(agent_header(self._span.agent))
+
+
+def mark(request: Any) -> None:
+    """Have the call that this HTTP request is part of name its span in it, if it goes to the gateway."""
+    watch = current_watch()
+    while watch is not None:
+        call = getattr(watch, "call", None)
+        if call is not None:
+            call.name(request)
+            return
+        watch = getattr(watch, "outer", None)
 
 
 def to_json(value: object) -> str:

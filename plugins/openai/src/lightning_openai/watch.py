@@ -6,13 +6,16 @@ the end, the model was reached in another way, and the plugin makes the chat spa
 
 from __future__ import annotations
 
-from typing import Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from lightning_spans.context import overlaid
 from lightning_spans.recorder import current_span
+
+if TYPE_CHECKING:
+    from lightning_openai.elsewhere import OtherCall
 
 _WATCH: Final = "lightning-watch"
 
@@ -48,7 +51,7 @@ class Stay:
     context than its start, and a copy of its context may outlive it; both then find their way out.
     """
 
-    __slots__ = ("closed", "entered", "outer", "previous", "seen")
+    __slots__ = ("call", "closed", "entered", "outer", "previous", "seen")
 
     def __init__(self) -> None:
         self.outer = current_watch()
@@ -56,6 +59,7 @@ class Stay:
         self.entered: Context | None = None
         self.closed = False
         self.seen = False
+        self.call: OtherCall | None = None  # told of the HTTP requests in here
 
     def enter(self, context: Context) -> None:
         """Make what follows in this execution context part of the work."""

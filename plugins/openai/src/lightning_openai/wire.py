@@ -8,23 +8,29 @@ made before are patched too, since these are methods of the base classes.
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from openai._base_client import AsyncAPIClient, SyncAPIClient
 from openai._streaming import AsyncStream, Stream
+from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
 from lightning_openai import gateway
 from lightning_openai.call import PLUGIN, Call, endpoint_of
+from lightning_openai.elsewhere import mark
 from lightning_openai.leftovers import leftovers
-from lightning_spans.patches import Undo, replace, replace_in_subclasses
+from lightning_spans.patches import Undo, clear, put_back, replace, replace_in_subclasses
 
 if TYPE_CHECKING:
     from lightning_spans.recorder import Recorder
 
+logger = logging.getLogger("lightning_spans")
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
 _undo_patches = Undo()
@@ -40,9 +46,11 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     """
     with _lock:
         if not _recorders:
-            for owner, name, wrap in _PATCHES:
+            _clear()
+            for owner, name, wrap in (*_PATCHES, *_sends()):
                 put = replace_in_subclasses if name == "request" else replace
                 _undo_patches.add(put(owner, name, wrap))
+            _undo_patches.add(replace(BaseInstrumentor, "uninstrument", _wrap_uninstrument))
             leftovers.start()
             atexit.register(_end_unfinished)
         _recorders.append(recorder)
@@ -57,10 +65,38 @@ def _unbind(recorder: Recorder) -> None:
         _recorders.remove(recorder)
         if not _recorders:
             _undo_patches()
+            _clear()
             leftovers.stop()
             _end_unfinished()
             atexit.unregister(_end_unfinished)
             gateway.forget()
+
+
+def _clear() -> None:
+    for owner, name, _ in _PATCHES:
+        if name == "request":
+            clear(owner, name)
+
+
+def _put_back() -> bool:
+    """Patch again where somebody took our patch out; gives whether he had."""
+    with _lock:
+        again = [put_back(owner, name, wrap) for owner, name, wrap in _PATCHES if name == "request" and _recorders]
+        for undo in again:
+            _undo_patches.add(undo)
+    return any(again)
+
+
+def _wrap_uninstrument(original: Callable[..., Any]) -> Callable[..., Any]:
+    """See to our patches after an instrumentor has put back what was there before it, and so perhaps before us."""
+
+    def uninstrument(instrumentor: Any, **options: Any) -> Any:
+        try:
+            return original(instrumentor, **options)
+        finally:
+            _put_back()
+
+    return uninstrument
 
 
 def _end_unfinished() -> None:
@@ -72,7 +108,12 @@ def _begin(client: Any, options: Any, streamed: object) -> Call | None:
     """Begin the span of a model call; None for any other request, and while nothing is attached."""
     recorder = _recorders[-1] if _recorders else None
     endpoint = endpoint_of(options.method, str(options.url))
-    if recorder is None or endpoint is None:
+    if recorder is None:
+        with _lock:
+            if not _recorders:  # somebody put back a wrapper of ours that he had found: see `patches.clear`
+                _clear()
+        return None
+    if endpoint is None:
         return None
     with recorder.guard(PLUGIN):
         return Call(recorder, client, options, endpoint, streamed=bool(streamed))
@@ -137,6 +178,8 @@ def _wrap_process_response(original: Callable[..., Any]) -> Callable[..., Any]:
             call.responded(response)
             if call.pending:
                 _unfinished.add(call)
+        elif _recorders and endpoint_of(kwargs["options"].method, str(kwargs["options"].url)) and _put_back():
+            logger.warning("lightning: somebody took our patch out of %s; a call is not recorded", type(self).__name__)
         return original(self, response=response, **kwargs)
 
     return process_response
@@ -198,6 +241,33 @@ async def _awatched(items: Any, call: Call) -> AsyncIterator[Any]:
     finally:
         call.reading = False
         call.closed()
+
+
+def _wrap_send(original: Callable[..., Any]) -> Callable[..., Any]:
+    def send(client: Any, request: Any, *args: Any, **options: Any) -> Any:
+        if _recorders:
+            mark(request)
+        return original(client, request, *args, **options)
+
+    return send
+
+
+def _wrap_async_send(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def send(client: Any, request: Any, *args: Any, **options: Any) -> Any:
+        if _recorders:
+            mark(request)
+        return await original(client, request, *args, **options)
+
+    return send
+
+
+def _sends() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Give what else sends a request: the clients of both libraries that providers' packages use."""
+    for library in ("httpx", "httpx2"):
+        if find_spec(library) is not None:
+            module = import_module(library)
+            yield module.Client, "send", _wrap_send
+            yield module.AsyncClient, "send", _wrap_async_send
 
 
 _PATCHES: Final = (

@@ -6,7 +6,7 @@ nothing is made here.
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 from opentelemetry import context as otel_context
 from pydantic_ai.models import Model
 
-from lightning_openai.elsewhere import record_elsewhere, to_json
-from lightning_openai.watch import Stay, watched
+from lightning_openai.elsewhere import OtherCall, to_json
+from lightning_openai.watch import watched
 from lightning_pydantic_ai.at_work import FRAMEWORK, PLUGIN
-from lightning_spans.context import entered, overlaid
+from lightning_spans.context import overlaid
 from lightning_spans.patches import Undo, replace_in_subclasses
 
 if TYPE_CHECKING:
@@ -55,17 +55,8 @@ class Models:
             return original
 
         async def request(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._live:
-                return await original(model, messages, *args, **kwargs)
-            call = _Call(self._recorder, model, messages, args, streamed=False)
-            try:
-                with entered(watched(call.stay)):
-                    answer = await original(model, messages, *args, **kwargs)
-            except BaseException as error:
-                call.record(None, error)
-                raise
-            call.record(answer, None)
-            return answer
+            work = original(model, messages, *args, **kwargs)
+            return await (self._call(model, messages, args).asked(work, response_body) if self._live else work)
 
         return request
 
@@ -76,54 +67,29 @@ class Models:
 
         def request_stream(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
             stream = original(model, messages, *args, **kwargs)
-            if not self._live:
-                return stream
-            return _streaming(stream, _Call(self._recorder, model, messages, args, streamed=True))
+            return _streaming(stream, self._call(model, messages, args, streamed=True)) if self._live else stream
 
         return request_stream
 
+    def _call(self, model: Any, messages: Any, args: Sequence[Any], *, streamed: bool = False) -> OtherCall:
+        def ask() -> dict[str, Json]:
+            return request_body(model, messages, *args[:2])
 
-class _Call:
-    """A call of a model, until it is known whether the wire saw it."""
-
-    def __init__(self, recorder: Recorder, model: Any, messages: Any, args: Sequence[Any], *, streamed: bool) -> None:
-        self.stay = Stay()
-        self._recorder = recorder
-        self._model = model
-        self._streamed = streamed
-        self._start_ns = time.time_ns()
-        self._request: dict[str, Json] = {}
-        with recorder.guard(PLUGIN):
-            self._request = request_body(model, messages, *args[:2])
-
-    def record(self, answer: Any, error: BaseException | None) -> None:
-        """Make the span, unless there is one."""
-        if self.stay.seen:
-            return
-        self.stay.called()  # a model around this one made no call of its own
-        with self._recorder.guard(PLUGIN):
-            record_elsewhere(
-                self._recorder,
-                FRAMEWORK,
-                self._request,
-                None if answer is None else response_body(answer),
-                provider=getattr(self._model, "system", None),
-                streamed=self._streamed,
-                error=error,
-                start_ns=self._start_ns,
-            )
+        provider = getattr(model, "system", None)
+        return OtherCall(self._recorder, PLUGIN, FRAMEWORK, ask, provider=provider, streamed=streamed)
 
 
 @asynccontextmanager
-async def _streaming(stream: AbstractAsyncContextManager[Any], call: _Call) -> AsyncIterator[Any]:
+async def _streaming(stream: AbstractAsyncContextManager[Any], call: OtherCall) -> AsyncIterator[Any]:
     outer = otel_context.get_current()
     otel_context.attach(watched(call.stay))
-    answer, failed = None, None
+    answer: Callable[[], dict[str, Json]] | None = None
+    failed: BaseException | None = None
     try:
         async with stream as opened:
             otel_context.attach(overlaid(outer))  # the reader's calls are no part of it
             yield opened
-            answer = opened.get()
+            answer = functools.partial(_read, opened)
     except GeneratorExit:
         raise
     except BaseException as error:
@@ -131,7 +97,11 @@ async def _streaming(stream: AbstractAsyncContextManager[Any], call: _Call) -> A
         raise
     finally:
         otel_context.attach(overlaid(outer))
-        call.record(answer, failed)
+        call.end(answer, error=failed)
+
+
+def _read(opened: Any) -> dict[str, Json]:
+    return response_body(opened.get())
 
 
 def request_body(model: Any, messages: Sequence[Any], settings: Any = None, parameters: Any = None) -> dict[str, Json]:
