@@ -111,7 +111,7 @@ class _Nowhere:
         """Nothing waits."""
         return True
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 0.0) -> None:
         """Nothing is open."""
 
 
