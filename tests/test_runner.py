@@ -188,6 +188,15 @@ def test_attempts_of_one_worker_run_at_once_and_each_knows_its_own(store: Store,
     assert {path.name for path in (folder / "party").iterdir()} == {each[0].attempt_id for each in attempts}
 
 
+def test_runner_without_workers_leaves_rollouts_to_those_elsewhere(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"x": 1.0}])
+    with running(store, Job(target="agents:sync_run"), folder, workers=0) as here:
+        with running(store, Job(target="agents:sync_run"), folder):
+            (attempts,) = results(store, ids)
+        here.check()
+    assert [attempt.status for attempt in attempts] == ["succeeded"]
+
+
 def test_what_agents_print_goes_to_the_log(store: Store, folder: Path) -> None:
     [[attempt]] = run(store, folder, "prints", {})
     assert attempt.status == "succeeded"

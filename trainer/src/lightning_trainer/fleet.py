@@ -70,7 +70,7 @@ class Fleet:
 
     Args:
         start: starts a worker.
-        workers: number of them.
+        workers: number of them; with 0, runners elsewhere do the work.
         concurrency: attempts at once in each.
         on_end: told once of each attempt placed, unless it was forgotten by `cancel`.
         grace_s: seconds that a cancelled attempt gets to end.
@@ -110,6 +110,8 @@ class Fleet:
         Raises:
             LightningError: the agent can't be imported or called.
         """
+        if self._size == 0:
+            return
         await self._spawn()
         if self._wait_for_all:
             await asyncio.gather(*(self._spawn() for _ in range(self._size - 1)))
