@@ -28,7 +28,7 @@ MODELS = {"data": [{"id": "policy", "owned_by": "vllm"}]}
 
 
 @contextmanager
-def rogue(tmp_path, answer, **options):
+def rogue(tmp_path, answer, *, host="127.0.0.1", **options):
     """A gateway before an upstream that answers so; gives its url, a key, and the calls that were recorded."""
 
     async def models(_):
@@ -40,7 +40,8 @@ def rogue(tmp_path, answer, **options):
 
     routes = [Route("/v1/models", models), Route("/{path:path}", anything, methods=["POST", "GET"])]
     behind = ServerThread(Starlette(routes=routes))
-    upstream = Upstream("policy", f"{behind.start()}/v1", key="the upstream's own key", **options)
+    url = behind.start().replace("127.0.0.1", host)
+    upstream = Upstream("policy", f"{url}/v1", key="the upstream's own key", **options)
     try:
         with served(tmp_path, FakeEngine(model="other"), upstreams=[upstream]) as front:
             yield front
@@ -256,7 +257,7 @@ def test_a_cookie_that_it_sets_goes_out_with_no_other_attempts_call(tmp_path):
         seen.append(request.headers.get("cookie"))
         return JSONResponse(completion(), headers={"set-cookie": "attempt=a; Path=/"})
 
-    with rogue(tmp_path, answer) as front:
+    with rogue(tmp_path, answer, host="localhost") as front:  # of a bare address no client keeps cookies
         for attempt in ("a", "b"):
             headers = {"authorization": f"Bearer {front.key(attempt)}"}
             body = SURFACES["/v1/chat/completions"]("hi")
@@ -269,3 +270,47 @@ def test_a_finish_reason_that_is_no_text_is_its_error(tmp_path, reason):
     with rogue(tmp_path, lambda _: JSONResponse(completion(finish_reason=reason or {"a": 1}))) as front:
         assert ask(front).status_code == 502
         assert is_well(front)
+
+
+def fetching(url: str) -> dict[str, list[dict]]:
+    """Requests that name an address, wherever one may stand, by the surface that is asked."""
+    image = {"type": "image_url", "image_url": {"url": url}}
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"$ref": url}}}
+    chat = [{"messages": [{"role": "user", "content": [image]}]}, {**SURFACES["/v1/chat/completions"]("hi")}]
+    chat[1]["response_format"] = schema
+    source = {"type": "url", "url": url}
+    part = {"type": "input_image", "image_url": url}
+    return {
+        "/v1/chat/completions": chat,
+        "/v1/responses": [{"input": [{"role": "user", "content": [part]}]}, {"input": "hi", "prompt": {"id": url}}],
+        "/v1/messages": [
+            {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]},
+            {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "mcp_servers": [source]},
+        ],
+        "/v1/embeddings": [{"input": url}, {"input": [url], "encoding_format": url}],
+    }
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "2130706433", "[::ffff:127.0.0.1]"])
+def test_no_address_in_a_request_is_ever_fetched(tmp_path, host):
+    """By any name of it: images, schemas and connectors go to the model's server as they are, or are refused."""
+    inside = []
+
+    async def secret(_):
+        inside.append(1)
+        return JSONResponse({})
+
+    internal = ServerThread(Starlette(routes=[Route("/{path:path}", secret, methods=["POST", "GET"])]))
+    url = f"http://{host}:{internal.start().rpartition(':')[2]}/latest/meta-data"
+    try:
+        with rogue(tmp_path, lambda _: JSONResponse(completion())) as front:
+            headers = {"authorization": f"Bearer {front.key('a')}"}
+            for model in ("policy", "other"):
+                for path, bodies in fetching(url).items():
+                    for body in bodies:
+                        sent = {"model": model, **body}
+                        reply = httpx.post(f"{front.url}{path}", json=sent, headers=headers, timeout=30)
+                        assert reply.status_code < 500
+    finally:
+        internal.stop()
+    assert inside == []

@@ -43,7 +43,9 @@ class Assembly:
 
     def _take_prompt(self, holder: dict[str, Any]) -> None:
         """Take the prompt's tokens from a reply (vLLM's chat) or a choice (completions, SGLang)."""
-        if ids := _ids(holder.get("prompt_token_ids")):
+        if "prompt_token_ids" not in holder:
+            return
+        if ids := _ids(holder["prompt_token_ids"]):
             self._draft.prompt_token_ids = tuple(ids)
         if not self._shows_ids:
             holder.pop("prompt_token_ids", None)
@@ -132,7 +134,11 @@ class _ToolCall:
 
 def _ids(value: Any) -> Sequence[int]:
     """Read token ids; what no tokenizer can have is not taken, so that the call counts as one without tokens."""
-    if not isinstance(value, list) or set(map(type, value)) != {int}:  # a true is an int to isinstance; this is quicker
+    if not isinstance(value, list):
+        return ()
+    if len(value) == 1:  # as in nearly every chunk
+        return value if type(value[0]) is int and 0 <= value[0] < 2**31 else ()
+    if set(map(type, value)) != {int}:  # a true is an int to isinstance; this is quicker
         return ()
     return value if min(value) >= 0 and max(value) < 2**31 else ()
 
@@ -141,5 +147,8 @@ def _logprobs(value: Any) -> list[float] | None:
     content = value.get("content") if isinstance(value, dict) else None
     if not isinstance(content, list):
         return None
+    if len(content) == 1:
+        only = content[0]["logprob"]
+        return [only] if type(only) in (float, int) else None
     found = [token["logprob"] for token in content]
     return found if set(map(type, found)) <= {int, float} else None

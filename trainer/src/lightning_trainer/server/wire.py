@@ -82,6 +82,8 @@ def _unpacked(body: bytes, encoding: bytes, limit: int) -> bytes:
         raise too_large(limit)
     if not unpacker.eof:
         raise bad_request("the gzip body is cut off")
+    if unpacker.unused_data:  # another member, which some read on and others don't
+        raise bad_request("something stands behind the gzip body")
     return out
 
 
