@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_spans.context import Attempt
+from lightning_spans.sinks import Ended
 from lightning_spans.spans import Span
 
 
@@ -14,8 +15,8 @@ class ListSink:
     def spans(self) -> list[Span]:
         return [span for span, _ in self.taken]
 
-    def put(self, span: Span, attempt: Attempt | None) -> None:
-        self.taken.append((span, attempt))
+    def put(self, span: Span | Ended, attempt: Attempt | None) -> None:
+        self.taken.append((span if isinstance(span, Span) else span.record(), attempt))
 
     def flush(self, timeout_s: float) -> bool:
         return True

@@ -18,15 +18,19 @@ from typing import Any
 
 import httpx
 import pytest
+from fake_sink import ListSink
 from fakes import FakeEngine, served
 
-from lightning_spans import watch
+from lightning_spans import hookimpl, plugins, watch
 from lightning_spans.context import Attempt
 from lightning_spans.errors import ConfigError
+from lightning_spans.listeners import Listeners
+from lightning_spans.recorder import Recorder
 from lightning_spans.sinks import BatchSink, Destination
 from lightning_spans.spool import Spool
 from lightning_spans.store import Rollout, open_store
 from lightning_spans.testing.samples import a_span
+from lightning_spans.tracers import make_tracer
 from lightning_trainer.rollouts import wait
 from lightning_trainer.runner import Runner
 from lightning_trainer.server.serving import ServerThread
@@ -218,6 +222,22 @@ def spool_write(scene: Scene) -> None:
     sink(scene, refuse, spool)
 
 
+def span_listener(scene: Scene) -> None:
+    class Held:
+        @hookimpl
+        def lightning_span_ended(self, span: object) -> None:
+            scene.held()
+
+    plugins.register(Held(), "held")
+    scene.stack.callback(plugins.unregister, "held")
+    listeners = Listeners()
+    scene.stack.callback(listeners.close)
+    scene.stack.callback(scene.lever.set)
+    recorder = Recorder(make_tracer("embedded", ListSink()), on_end=listeners.tell)
+    recorder.start("chat", "m", agent="writer").end()
+    scene.aside(lambda: listeners.flush(20.0))
+
+
 class HeldStore:
     """A store of which one method does not come back."""
 
@@ -372,6 +392,7 @@ STALLS = [
     (shutdown, "shutdown", "the server"),
     (sink_delivery, "sink delivery", "http://server/v1/traces to take 1 spans"),
     (spool_write, "spool write", "spool"),
+    (span_listener, "span listener", "lightning_span_ended of held"),
     (runner_claim, "runner claim", "from the store http://far"),
     (runner_result, "runner result", "to take the end of r.1"),
     (runner_heartbeat, "runner heartbeat", "http://far to renew 1 leases"),

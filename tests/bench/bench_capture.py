@@ -8,7 +8,7 @@ sent, as OTLP, to a server in another process that throws it away. Beside it sta
 The frameworks live together in an environment of their own: BENCH_FRAMEWORKS_PYTHON names its Python (`nox -s bench`
 sets it). Without it, those that are installed here are measured.
 
-    python tests/bench/bench_capture.py FRAMEWORK    # one framework in this process; prints JSON
+    python tests/bench/bench_capture.py [FRAMEWORK ...]    # prints the whole table
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from typing import Any
@@ -38,25 +38,97 @@ CALLS = 40  # of one turn
 WARM_UP = 20  # calls before: patching a class empties the interpreter's caches for it
 CASES = ("bare", "otel", "embedded", "openinference")
 KINDS = {"a call": False, "a stream of 20 events": True}
+MOST, SHARE = 150, 0.5  # what a call may cost: µs, and of what OpenInference costs
+Recorder = tuple[Callable[[], object], Callable[[], int]]  # what waits until all is sent; and how many spans were
 PACKAGES = {"openai": "openai", "langchain": "langchain", "openai-agents": "agents", "autogen": "autogen_agentchat"}
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What one case costs.
+
+    Attributes:
+        framework: which.
+        kind: a key of `KINDS`.
+        case: one of `CASES`.
+        process: µs of CPU of the whole process for a model call: of a bare one, or more than a bare one.
+        thread: the same of the agent's own thread.
+        spans: recorded for a model call.
+        of_theirs: `process` over that of OpenInference.
+    """
+
+    framework: str
+    kind: str
+    case: str
+    process: float
+    thread: float
+    spans: float
+    of_theirs: float
+
+
 def measure() -> list[Figure]:
+    return [figure for cost in costs_of(frameworks()) for figure in figures_of(cost)]
+
+
+def frameworks() -> list[str]:
+    """Name those that can be measured."""
     from capture_programs import PROGRAMS
 
-    python = os.environ.get("BENCH_FRAMEWORKS_PYTHON")
-    here = [name for name in PROGRAMS if find_spec(PACKAGES.get(name, name)) is not None]
-    figures = []
-    for framework in PROGRAMS if python else here:
-        command = [python or sys.executable, __file__, framework]
+    everywhere = "BENCH_FRAMEWORKS_PYTHON" in os.environ
+    return [name for name in PROGRAMS if everywhere or find_spec(PACKAGES.get(name, name)) is not None]
+
+
+def costs_of(wanted: Sequence[str]) -> list[Cost]:
+    """Measure each framework in a process of its own."""
+    found = []
+    for framework in wanted:
+        command = [os.environ.get("BENCH_FRAMEWORKS_PYTHON", sys.executable), __file__, "--json", framework]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{framework}: {done.stderr}")
-        figures += [Figure(**data) for data in json.loads(done.stdout.splitlines()[-1])]
-    return figures
+        found += [Cost(**data) for data in json.loads(done.stdout.splitlines()[-1])]
+    return found
 
 
-def measure_here(framework: str) -> list[Figure]:
+def figures_of(cost: Cost) -> list[Figure]:
+    """Give the two bars of one of our tracers."""
+    if cost.case not in {"otel", "embedded"}:
+        return []
+    what = f"{cost.framework}, {cost.kind}, {cost.case}"
+    theirs = f"OpenInference {cost.process / cost.of_theirs:.0f} µs"
+    note = f"{cost.thread:.0f} µs of it in the agent's thread; {cost.spans:.0f} spans"
+    return [
+        Figure(what=what, value=cost.process, unit="µs CPU", goal=MOST, others=theirs, note=note),
+        Figure(what=f"{what}, beside OpenInference", value=cost.of_theirs, unit="times", goal=SHARE),
+    ]
+
+
+def table(costs: Sequence[Cost]) -> str:
+    """Show all that was measured: µs of CPU for a model call, above a bare one, whose own cost is in brackets."""
+    head = ("framework", "kind", "case", "process", "thread", "spans", "a span", "of theirs", "<=150", "<=half")
+    rows = [head, *(_row(cost) for cost in costs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if at < 3 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def _row(cost: Cost) -> tuple[str, ...]:
+    where = (cost.framework, cost.kind, cost.case)
+    if cost.case == "bare":
+        return (*where, f"({cost.process:.0f})", f"({cost.thread:.0f})", *[""] * 5)
+    took = (f"{cost.process:.0f}", f"{cost.thread:.0f}", f"{cost.spans:.1f}", f"{cost.process / cost.spans:.0f}")
+    if cost.case == "openinference":
+        return (*where, *took, *[""] * 3)
+    bars = ("pass" if cost.process <= MOST else "MISS", "pass" if cost.of_theirs <= SHARE else "MISS")
+    return (*where, *took, f"{cost.of_theirs:.2f}", *bars)
+
+
+def measure_here(framework: str) -> list[Cost]:
     """Measure one framework in this process."""
     import capture_programs
 
@@ -65,49 +137,35 @@ def measure_here(framework: str) -> list[Figure]:
         os.chdir(folder)
         capture_programs.answer_here()
         return [
-            figure
+            cost
             for kind, stream in KINDS.items()
-            for figure in compared(
-                f"{framework}, {kind}", framework, capture_programs.PROGRAMS[framework](stream=stream), url
-            )
+            for cost in compared(framework, kind, capture_programs.PROGRAMS[framework](stream=stream), url)
         ]
 
 
-def compared(what: str, framework: str, call: Callable[[], object], url: str) -> list[Figure]:
+def compared(framework: str, kind: str, call: Callable[[], object], url: str) -> list[Cost]:
     """Run all cases in turns, and give what each adds to a bare call."""
     recorders = {
-        "bare": lambda: contextlib.nullcontext(lambda: None),
+        "bare": lambda: contextlib.nullcontext((lambda: None, lambda: 0)),
         "otel": lambda: ours(framework, "otel", url),
         "embedded": lambda: ours(framework, "embedded", url),
         "openinference": lambda: openinference(framework, url),
     }
-    process: dict[str, list[float]] = {case: [] for case in CASES}
-    thread: dict[str, list[float]] = {case: [] for case in CASES}
+    turns: dict[str, list[tuple[float, float, float]]] = {case: [] for case in CASES}
     for turn in range(TURNS + 1):
         for case in random.sample(CASES, len(CASES)):
-            whole, own = one_turn(recorders[case], call)
+            took = one_turn(recorders[case], call)
             if turn:  # the first one warms up
-                process[case].append(whole)
-                thread[case].append(own)
-    bare = _quiet(process["bare"])
-    added = {case: _added(process, case) for case in CASES[1:]}
-    theirs = added["openinference"]
-    figures = []
-    for tracer in ("otel", "embedded"):
-        note = f"a bare call costs {bare:.0f} µs; {_added(thread, tracer):.0f} µs of it in the agent's thread"
-        beside = f"OpenInference {theirs:.0f} µs, {_added(thread, 'openinference'):.0f} in the agent's thread"
-        figures += [
-            Figure(what=f"{what}, {tracer}", value=added[tracer], unit="µs CPU", goal=150, others=beside, note=note),
-            Figure(
-                what=f"{what}, {tracer}, beside OpenInference", value=added[tracer] / theirs, unit="times", goal=0.5
-            ),
-        ]
-    return figures
-
-
-def _added(times: dict[str, list[float]], case: str) -> float:
-    """Give what a case costs more than a bare call, in µs."""
-    return _quiet(times[case]) - _quiet(times["bare"])
+                turns[case].append(took)
+    process, thread = ({case: _quiet([turn[at] for turn in turns[case]]) for case in CASES} for at in (0, 1))
+    theirs = process["openinference"] - process["bare"]
+    costs = []
+    for case in CASES:
+        least = (process["bare"], thread["bare"]) if case != "bare" else (0.0, 0.0)
+        more = process[case] - least[0]
+        spans = statistics.median(turn[2] for turn in turns[case])
+        costs.append(Cost(framework, kind, case, more, thread[case] - least[1], spans, more / theirs))
+    return costs
 
 
 def _quiet(times: list[float]) -> float:
@@ -115,47 +173,58 @@ def _quiet(times: list[float]) -> float:
     return statistics.mean(sorted(times)[: len(times) // 4])
 
 
-def one_turn(recorder: Callable[[], Any], call: Callable[[], object]) -> tuple[float, float]:
-    """CPU time of one call in µs: of the process until all is sent, and of this thread until the call returns."""
-    with recorder() as flush:
+def one_turn(recorder: Callable[[], Any], call: Callable[[], object]) -> tuple[float, float, float]:
+    """Give µs of CPU of a call, of the process until all is sent and of this thread until it returns; and its spans."""
+    with recorder() as (flush, count):
         for _ in range(WARM_UP):
             call()
         flush()
         gc.collect()
         gc.freeze()  # else some turns also pay for a collection of everything that was ever imported
+        before = count()
         thread, process = time.thread_time(), time.process_time()
         for _ in range(CALLS):
             call()
         own = time.thread_time() - thread
         flush()
-        return 1e6 * (time.process_time() - process) / CALLS, 1e6 * own / CALLS
+        whole = time.process_time() - process
+        return 1e6 * whole / CALLS, 1e6 * own / CALLS, (count() - before) / CALLS
 
 
 @contextlib.contextmanager
-def ours(framework: str, tracer: str, url: str) -> Iterator[Callable[[], object]]:
+def ours(framework: str, tracer: str, url: str) -> Iterator[Recorder]:
     from lightning_spans import Attempt, attach, use_attempt
+    from lightning_spans.attach import live_delivery
 
     attachment = attach(framework, tracer=tracer)
     with attachment, use_attempt(Attempt("r", "a", endpoint=url, key="key")):
-        yield attachment.flush
+        about = live_delivery().about  # "...;delivered=80;..."
+        yield attachment.flush, lambda: int(about().partition("delivered=")[2].partition(";")[0])
 
 
 @contextlib.contextmanager
-def openinference(framework: str, url: str) -> Iterator[Callable[[], object]]:
+def openinference(framework: str, url: str) -> Iterator[Recorder]:
     from capture_programs import OPENINFERENCE
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    sent: list[int] = []
+
+    class Exporter(OTLPSpanExporter):
+        def export(self, spans: Any) -> Any:
+            sent.append(len(spans))
+            return super().export(spans)
+
     provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{url}/v1/traces")))
+    provider.add_span_processor(BatchSpanProcessor(Exporter(f"{url}/v1/traces")))
     instrumentors = []
     for name in OPENINFERENCE[framework]:
         module, kind = name.split(".")
         instrumentors.append(getattr(importlib.import_module(f"openinference.instrumentation.{module}"), kind)())
     for instrumentor in instrumentors:
         instrumentor.instrument(tracer_provider=provider, skip_dep_check=True)
-    yield provider.force_flush
+    yield provider.force_flush, lambda: sum(sent)
     for instrumentor in reversed(instrumentors):
         instrumentor.uninstrument()
     provider.shutdown()
@@ -193,9 +262,11 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--sink":
+    if sys.argv[1:] == ["--sink"]:
         serve()
-    else:
+    elif sys.argv[1:2] == ["--json"]:
         with contextlib.redirect_stdout(sys.stderr):
-            found = measure_here(sys.argv[1])
-        print(json.dumps([asdict(figure) for figure in found]))
+            costs = measure_here(sys.argv[2])
+        print(json.dumps([asdict(cost) for cost in costs]))
+    else:
+        print(table(costs_of(sys.argv[1:] or frameworks())))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from listening import Listener
 
 pytest.importorskip("autogen_agentchat")
 
@@ -48,7 +49,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel
 
 import lightning_autogen
-from lightning_spans import Attempt, hookimpl, open_store, plugins, use_attempt
+from lightning_spans import Attempt, open_store, plugins, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
 from lightning_spans.testing import ScriptedServer
@@ -208,35 +209,6 @@ class TestConformance(PluginConformance):
             return seen
 
         return run(work())
-
-
-class Listener:
-    def __init__(self):
-        self.spans = []
-
-    @hookimpl
-    def lightning_span_ended(self, span):
-        self.spans.append(span)
-
-    def of(self, operation):
-        return [span for span in self.spans if span.operation == operation]
-
-    @property
-    def chats(self):
-        return self.of(names.CHAT)
-
-    @property
-    def tools(self):
-        return self.of(names.EXECUTE_TOOL)
-
-    def above(self, span):
-        """Operation and name of what is around a span, innermost first."""
-        by_id = {known.span_id: known for known in self.spans}
-        found = []
-        while span.parent_id is not None:
-            span = by_id[span.parent_id]
-            found.append((span.operation, span.name))
-        return found
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
+from listening import Listener
 
 # Before CrewAI is imported: it makes what it sends home with when it is. And it asks nobody whether it may.
 os.environ |= {f"CREWAI_{name}": "true" for name in ("DISABLE_TELEMETRY", "DISABLE_TRACKING", "TESTING")}
@@ -31,7 +32,7 @@ from crewai.tools import tool
 import lightning_crewai
 from lightning_crewai.following import entries
 from lightning_openai import elsewhere
-from lightning_spans import Attempt, hookimpl, open_store, plugins, use_attempt
+from lightning_spans import Attempt, open_store, plugins, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance
@@ -190,35 +191,6 @@ class TestConformance(PluginConformance):
             output = crew(given, task_callback=lambda done: seen.append(done.raw)).kickoff()
             crewai_event_bus.flush()
         return output.raw, sorted(map(str, seen))
-
-
-class Listener:
-    def __init__(self):
-        self.spans = []
-
-    @hookimpl
-    def lightning_span_ended(self, span):
-        self.spans.append(span)
-
-    def of(self, operation):
-        return [span for span in self.spans if span.operation == operation]
-
-    @property
-    def chats(self):
-        return self.of(names.CHAT)
-
-    @property
-    def tools(self):
-        return self.of(names.EXECUTE_TOOL)
-
-    def above(self, span):
-        """Operation and name of what is around a span, innermost first."""
-        by_id = {known.span_id: known for known in self.spans}
-        found = []
-        while span.parent_id is not None:
-            span = by_id[span.parent_id]
-            found.append((span.operation, span.name))
-        return found
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from listening import Listener
 
 agents = pytest.importorskip("agents")
 
@@ -36,7 +37,7 @@ from agents.tracing import traces as sdk_traces
 
 import lightning_openai_agents
 from lightning_openai import elsewhere
-from lightning_spans import Attempt, hookimpl, open_store, plugins, use_attempt
+from lightning_spans import Attempt, open_store, plugins, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
@@ -237,35 +238,6 @@ class Processor(TracingProcessor):
 
     def force_flush(self):
         pass
-
-
-class Listener:
-    def __init__(self):
-        self.spans = []
-
-    @hookimpl
-    def lightning_span_ended(self, span):
-        self.spans.append(span)
-
-    def of(self, operation):
-        return [span for span in self.spans if span.operation == operation]
-
-    @property
-    def chats(self):
-        return self.of(names.CHAT)
-
-    @property
-    def tools(self):
-        return self.of(names.EXECUTE_TOOL)
-
-    def above(self, span):
-        """Operation and name of what is around a span, innermost first."""
-        by_id = {known.span_id: known for known in self.spans}
-        found = []
-        while span.parent_id is not None:
-            span = by_id[span.parent_id]
-            found.append((span.operation, span.name))
-        return found
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,9 +15,9 @@ from lightning_spans.context import Attempt
 from lightning_spans.errors import AttachError
 
 if TYPE_CHECKING:
-    from lightning_spans.recorder import OpenSpan, Recorder
+    from lightning_spans.listeners import Listeners, Naming
+    from lightning_spans.recorder import Recorder
     from lightning_spans.sinks import Delivery, Destination
-    from lightning_spans.spans import Span
     from lightning_spans.store import Store
 
 logger = logging.getLogger("lightning_spans")
@@ -45,6 +46,8 @@ class _Pipeline:
     options: Options
     recorder: Recorder
     delivery: Delivery
+    listeners: Listeners
+    naming: Naming
     undo_threading: Callable[[], None]
 
     def close(self) -> None:
@@ -52,6 +55,8 @@ class _Pipeline:
 
         self.undo_threading()
         self.recorder.tracer.close(sinks.DETACH_S)
+        self.naming.close()
+        self.listeners.close()
 
 
 _pipeline: _Pipeline | None = None
@@ -71,16 +76,23 @@ class Attachment:
         return _attached.get(self.framework) is self
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until every span so far is delivered, spooled or dropped; False when the time ran out."""
-        recorder = live_recorder()
-        return recorder is None or recorder.tracer.flush(timeout_s)
+        """Wait until every span so far is delivered, spooled or dropped, and listeners were told of it.
+
+        Gives False when the time ran out.
+        """
+        pipeline = _pipeline
+        if pipeline is None:
+            return True
+        until = time.monotonic() + timeout_s
+        delivered = pipeline.recorder.tracer.flush(timeout_s)
+        return pipeline.listeners.flush(max(0.0, until - time.monotonic())) and delivered
 
     def detach(self) -> None:
         """Stop recording and restore what was changed; the second call changes nothing.
 
         What was recorded is delivered first, but a destination that does not answer is waited for at most two seconds
         (`sinks.DETACH_S`). What it has not taken by then is spooled; how much that is, and what was lost, is logged.
-        Nothing is raised.
+        A listener that does not come back is waited for as long. Nothing is raised.
         """
         with _lock:
             if not self.live:
@@ -176,6 +188,11 @@ def live_recorder() -> Recorder | None:
     return _pipeline.recorder if _pipeline is not None else None
 
 
+def live_listeners() -> Listeners | None:
+    """Give what tells listeners of this process's spans while something is attached, else None."""
+    return _pipeline.listeners if _pipeline is not None else None
+
+
 def live_delivery() -> Delivery | None:
     """Give what writes to this process's own store while something is attached, else None."""
     return _pipeline.delivery if _pipeline is not None else None
@@ -190,6 +207,7 @@ def _open_pipeline(options: Options) -> _Pipeline:
     global _pipeline  # noqa: PLW0603 - patches of a framework are process-wide, so what they report to is too
     if _pipeline is not None:
         return _pipeline
+    from lightning_spans.listeners import Listeners, Naming
     from lightning_spans.live import Live, read_live
     from lightning_spans.recorder import Recorder
     from lightning_spans.sinks import BatchSink, Delivery, default_spool
@@ -208,8 +226,9 @@ def _open_pipeline(options: Options) -> _Pipeline:
     )
     delivery.about = sink.about
     tracer = make_tracer(options.tracer, sink)
-    recorder = Recorder(tracer, on_end=_notify, name_agent=_name_agent, agents=options.agents)
-    _pipeline = _Pipeline(options, recorder, delivery, _instrument_threads())
+    listeners, naming = Listeners(), Naming()
+    recorder = Recorder(tracer, on_end=listeners.tell, name_agent=naming, agents=options.agents)
+    _pipeline = _Pipeline(options, recorder, delivery, listeners, naming, _instrument_threads())
     return _pipeline
 
 
@@ -241,19 +260,6 @@ def _route(options: Options) -> Callable[[Attempt | None], list[Destination]]:
         return [own, *extra]
 
     return route
-
-
-def _notify(span: Span) -> None:
-    from lightning_spans import plugins
-
-    plugins.notify("lightning_span_ended", span=span)
-
-
-def _name_agent(span: OpenSpan) -> str | None:
-    from lightning_spans import plugins
-
-    name = plugins.manager().hook.lightning_agent_name(span=span)
-    return name if isinstance(name, str) else None
 
 
 def _instrument_threads() -> Callable[[], None]:

@@ -10,7 +10,7 @@ import os
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from opentelemetry import context as otel_context
@@ -23,6 +23,7 @@ _AGENT = "lightning-agent"
 _ATTEMPT = "lightning-attempt"
 
 T = TypeVar("T")
+_current: Final = otel_context.get_current
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,33 +123,52 @@ def overlaid(ours: Context, onto: Context | None = None) -> Context:
     return Context({**theirs, **{key: value for key, value in ours.items() if key.startswith(_PREFIX)}})
 
 
-class _Steps:
-    """The context of a generator and that of its reader, changed at each step; others may change theirs meanwhile."""
+class Steps:
+    """The context of a generator and that of its reader, changed at each step; others may change theirs meanwhile.
 
-    def __init__(self, inner: Context) -> None:
+    A generator shares its reader's execution context: what it entered itself would leak out at each ``yield``. What
+    others put into the OTel Context inside (the user's tracing) still does.
+
+    Args:
+        inner: the generator's context; None: that of its reader.
+    """
+
+    __slots__ = ("_entered", "_inner", "_outer")
+
+    def __init__(self, inner: Context | None) -> None:
         self._inner = inner
         self._entered: Context | None = None
         self._outer = inner
 
     def enter(self) -> None:
-        outer = otel_context.get_current()
+        """Make the generator's context the current one."""
+        if self._inner is None:
+            return
+        outer = _current()
         if self._entered is None or outer is not self._outer or self._inner is not self._entered:
             self._entered, self._outer = overlaid(self._inner, outer), outer
         otel_context.attach(self._entered)
 
     def leave(self) -> None:
-        self._inner = otel_context.get_current()
+        """Give the reader its own back."""
+        if self._inner is None or self._outer is None:
+            return
+        self._inner = inner = _current()
         # No token: the last step may come in another execution context.
-        otel_context.attach(self._outer if self._inner is self._entered else overlaid(self._outer, self._inner))
+        otel_context.attach(self._outer if inner is self._entered else overlaid(self._outer, inner))
+
+    async def close(self, items: AsyncGenerator[Any, None]) -> None:
+        """Close the generator in its context."""
+        self.enter()
+        try:
+            await items.aclose()
+        finally:
+            self.leave()
 
 
 async def entered_steps(context: Context, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """Run an async generator inside `context`, but what its reader does between two items outside of it.
-
-    A generator shares its reader's execution context: what it entered itself would leak out at each ``yield``. What
-    others put into the OTel Context inside (the user's tracing) still does.
-    """
-    steps = _Steps(context)
+    """Run an async generator inside `context`, but what its reader does between two items outside of it."""
+    steps = Steps(context)
     try:
         while True:
             steps.enter()
@@ -160,11 +180,7 @@ async def entered_steps(context: Context, items: AsyncGenerator[T, None]) -> Asy
                 steps.leave()
             yield item
     finally:
-        steps.enter()
-        try:
-            await items.aclose()
-        finally:
-            steps.leave()
+        await steps.close(items)
 
 
 @contextmanager

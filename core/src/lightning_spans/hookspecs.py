@@ -39,15 +39,22 @@ def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] |
 
 @hookspec(firstresult=True)
 def lightning_agent_name(span: OpenSpan) -> str | None:
-    """Whose: name the agent of a span that is about to end, in the agent's process; it is stored on the span.
+    """Whose: name the agent of a span that has ended, in the agent's process; it is stored on the span.
 
-    Called only for spans that have no agent yet.
+    Called only for spans that have no agent, before they are delivered, in a thread of its own: what was current when
+    the span began is in `span.context`. An answer that takes longer than 5 s is not waited for; until it comes, spans
+    go without.
     """
 
 
 @hookspec
 def lightning_span_ended(span: Span) -> None:
-    """It happened: a span ended and was handed to the sink. In the agent's process, on the agent's thread: be quick."""
+    """It happened: a span ended and was handed to the sink. In the agent's process, in a thread of its own.
+
+    Spans come one at a time, in the order in which they ended. A listener that is slow or hangs delays neither the
+    agent nor the delivery of spans: up to 16,384 spans wait for it, of more it is not told. One that raises is logged,
+    and the others are called. `Attachment.flush` waits for listeners, `detach` for 2 s at most.
+    """
 
 
 @hookspec(firstresult=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lightning_spans.context import Attempt
 from lightning_spans.errors import ConfigError
 from lightning_spans.redaction import NOTHING, Redaction, read_rules
 from lightning_spans.spans import TRAINING, Span
+
+if TYPE_CHECKING:
+    from lightning_spans.sinks import Ended
 
 _HALF: Final = 1 << 64
 
@@ -29,7 +32,7 @@ class Live:
     rate: float = 1.0
     redaction: Redaction = NOTHING
 
-    def keeps(self, span: Span, attempt: Attempt | None) -> bool:
+    def keeps(self, span: Span | Ended, attempt: Attempt | None) -> bool:
         """Whether the span is recorded."""
         return attempt is not None or sampled(span.trace_id, self.rate)
 

@@ -96,6 +96,12 @@ def load_all() -> list[str]:
     return failed
 
 
+def listens(hook: str) -> str:
+    """Name the plugins that implement a hook, in words; empty when none does."""
+    implementations = getattr(manager().hook, hook).get_hookimpls()
+    return ", ".join(known.plugin_name for known in implementations) if implementations else ""
+
+
 def notify(hook: str, **arguments: Any) -> list[Any]:
     """Call every implementation of a hook, each guarded on its own, and give the answers that are not None.
 

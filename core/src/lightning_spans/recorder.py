@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
@@ -22,6 +24,16 @@ logger = logging.getLogger("lightning_spans")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _DEFAULT: Any = object()
+_finishing = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _finishing  # noqa: PLW0603 - one that another thread held does not come free in a forked child
+    _finishing = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Tracer(Protocol):
@@ -31,8 +43,8 @@ class Tracer(Protocol):
         """Give the new span its `trace_id` and `span_id`: its parent's trace, or a new one."""
         ...
 
-    def end(self, span: OpenSpan, record: Span) -> None:
-        """Deliver what an ended span amounts to."""
+    def end(self, span: OpenSpan) -> None:
+        """Deliver the record of an ended span, which is best made by who delivers: off the agent's thread."""
         ...
 
     def flush(self, timeout_s: float) -> bool:
@@ -48,14 +60,23 @@ class OpenSpan:
     """A span that has begun. `end` it once; later ends change nothing."""
 
     __slots__ = (
-        "_recorder", "agent", "attempt", "attributes", "context", "end_ns", "handle", "name", "operation", "parent",
-        "span_id", "start_ns", "status", "status_message", "trace_id",
+        "_begun_in", "_context", "_later", "_record", "_recorder", "agent", "attempt", "attributes", "end_ns", "handle",
+        "name", "operation", "parent", "span_id", "start_ns", "status", "status_message", "trace_id",
     )  # fmt: skip
 
     def __init__(
-        self, recorder: Recorder, operation: str, name: str, agent: str | None, attributes: dict[str, Json]
+        self,
+        recorder: Recorder,
+        operation: str,
+        name: str,
+        agent: str | None,
+        attributes: dict[str, Json],
     ) -> None:
         self._recorder = recorder
+        self._begun_in: Context
+        self._context: Context | None = None
+        self._later: Later | None = None
+        self._record: Span | None = None
         self.operation = operation
         self.name = name
         self.agent = agent
@@ -64,12 +85,19 @@ class OpenSpan:
         self.attempt: Attempt | None = None
         self.trace_id = ""  # 32 hex digits
         self.span_id = ""  # 16 hex digits
-        self.context: Context
         self.handle: Any = None  # the tracer's own
         self.start_ns = 0
         self.end_ns: int | None = None
         self.status: Status = "unset"
         self.status_message = ""
+
+    @property
+    def context(self) -> Context:
+        """The context with the span as current one and its agent at work. Made when asked for: few are entered."""
+        if self._context is None:
+            # Not OTel's own current span: the user's traces would get a parent that is in no backend of his.
+            self._context = at_work(self.agent, self.attempt, {**self._begun_in, _SPAN: self})
+        return self._context
 
     @property
     def parent_id(self) -> str | None:
@@ -83,7 +111,7 @@ class OpenSpan:
 
     def set(self, **attributes: Json) -> None:
         """Add attributes, given as `set(**{names.TOOL_NAME: "sum"})`; None values are left out."""
-        self.attributes.update({name: value for name, value in attributes.items() if value is not None})
+        self.attributes.update(_known(attributes))
 
     def end(
         self,
@@ -91,6 +119,7 @@ class OpenSpan:
         error: BaseException | str | None = None,
         attributes: Mapping[str, Json] | None = None,
         end_ns: int | None = None,
+        later: Later | None = None,
     ) -> None:
         """End the span and hand it to the sink.
 
@@ -98,11 +127,16 @@ class OpenSpan:
             error: what went wrong; None when all went well.
             attributes: added before it is delivered.
             end_ns: Unix time in nanoseconds; now by default.
+            later: called when the span is delivered, in the thread that does, to `set` more. What it reads must be
+                beyond the agent's reach by now.
         """
-        self._recorder.end(self, error=error, attributes=attributes, end_ns=end_ns)
+        self._recorder.end(self, error=error, attributes=attributes, end_ns=end_ns, later=later)
 
     def record(self) -> Span:
-        """Give the finished record."""
+        """Give the record of the span, which has ended; made when it is first asked for."""
+        return self._record or self._recorder.finish(self)
+
+    def _made(self) -> Span:
         return Span(
             operation=self.operation,
             name=self.name,
@@ -120,7 +154,12 @@ class OpenSpan:
         )
 
 
+Later: TypeAlias = Callable[[], None]
 _SPAN = "lightning-span"
+
+
+def _known(attributes: Mapping[str, Json]) -> dict[str, Json]:
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def current_span(context: Context | None = None) -> OpenSpan | None:
@@ -147,7 +186,7 @@ class Recorder:
         self,
         tracer: Tracer,
         *,
-        on_end: Callable[[Span], None] = lambda _: None,
+        on_end: Callable[[OpenSpan], None] = lambda _: None,
         name_agent: Callable[[OpenSpan], str | None] = lambda _: None,
         agents: Sequence[str] | None = None,
     ) -> None:
@@ -197,16 +236,15 @@ class Recorder:
             parent = current_span(context)
         if agent is _DEFAULT:
             agent = current_agent(context)
-        kept = {key: value for key, value in (attributes or {}).items() if value is not None}
+        kept = {} if attributes is None else _known(attributes)
         if operation == names.INVOKE_AGENT:
             kept.setdefault(names.AGENT_PATH, agent_path(name, context))
         span = OpenSpan(self, operation, name, agent, kept)
+        span._begun_in = context
         span.parent = parent
         # A span takes its attempt from its open parent; only a root takes it from the context (FIELD, bug 2).
         span.attempt = parent.attempt if parent is not None else current_attempt(context)
         span.start_ns = time.time_ns() if start_ns is None else start_ns
-        # Not OTel's own current span: the user's traces would get a parent that is in no backend of his.
-        span.context = at_work(agent, span.attempt, {**context, _SPAN: span})
         self.tracer.start(span, context)
         return span
 
@@ -217,26 +255,40 @@ class Recorder:
         error: BaseException | str | None = None,
         attributes: Mapping[str, Json] | None = None,
         end_ns: int | None = None,
+        later: Later | None = None,
     ) -> None:
-        """End a span: name its agent, deliver it, tell the listeners. The second end of a span changes nothing."""
+        """End a span and hand it to the sink; arguments as of `OpenSpan.end`. Its second end changes nothing."""
         if span.end_ns is not None:
             return
         span.end_ns = time.time_ns() if end_ns is None else end_ns
+        span._later = later
         if attributes:
             span.set(**attributes)
-        span.status = "ok" if error is None else "error"
-        if error is not None:
+        if error is None:
+            span.status = "ok"
+        else:
+            span.status = "error"
             span.status_message = str(error)
             if isinstance(error, BaseException):
                 span.attributes.setdefault(names.ERROR_TYPE, type(error).__qualname__)
-        if span.agent is None:
-            with self.guard("lightning_agent_name", span):
-                span.agent = self._name_agent(span)
-        record = span.record()
         with self.guard("tracer", span):
-            self.tracer.end(span, record)
+            self.tracer.end(span)
         with self.guard("lightning_span_ended", span):
-            self._on_end(record)
+            self._on_end(span)
+
+    def finish(self, span: OpenSpan) -> Span:
+        """Make the record of an ended span: add what was left for later, and name its agent."""
+        with _finishing:  # the sink and the listeners ask for it, each in a thread of its own
+            if span._record is None:
+                later, span._later = span._later, None
+                if later is not None:
+                    with self.guard("what was left for later", span):
+                        later()
+                if span.agent is None:
+                    with self.guard("lightning_agent_name", span):
+                        span.agent = self._name_agent(span)
+                span._record = span._made()
+            return span._record
 
     def guard(self, plugin: str, span: OpenSpan | None = None) -> AbstractContextManager[None]:
         """Log what goes wrong inside the block instead of raising it into the agent."""

@@ -80,10 +80,23 @@ class RefusedError(Exception):
     """The destination will never take this batch (4xx), so it is not spooled."""
 
 
+class Ended(Protocol):
+    """A span that has ended, and whose record is still to be made."""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits."""
+        ...
+
+    def record(self) -> Span:
+        """Make the record: in the thread that delivers, so that it costs the agent no time."""
+        ...
+
+
 class Sink(Protocol):
     """Takes finished spans; never blocks, never raises."""
 
-    def put(self, span: Span, attempt: Attempt | None) -> None:
+    def put(self, span: Span | Ended, attempt: Attempt | None) -> None:
         """Take a span for delivery."""
         ...
 
@@ -129,7 +142,7 @@ class BatchSink:
         route: Callable[[Attempt | None], Sequence[Destination]],
         spool: Spool,
         queue_size: int = QUEUE_SIZE,
-        keeps: Callable[[Span, Attempt | None], bool] | None = None,
+        keeps: Callable[[Span | Ended, Attempt | None], bool] | None = None,
         prepare: Callable[[Span, Attempt | None], Span] | None = None,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
@@ -152,7 +165,7 @@ class BatchSink:
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._queue: deque[tuple[Span, Attempt | None]] = deque()
+        self._queue: deque[tuple[Span | Ended, Attempt | None]] = deque()
         self._current: deque[tuple[Destination, list[Span]]] = deque()  # of the batch under way, what is not settled
         self._taken = 0  # spans of that batch
         self._abandoned = False
@@ -163,7 +176,7 @@ class BatchSink:
         self._thread = threading.Thread(target=self._run, name="lightning-sink", daemon=True)
         self._started = False
 
-    def put(self, span: Span, attempt: Attempt | None) -> None:
+    def put(self, span: Span | Ended, attempt: Attempt | None) -> None:
         """Take a span for delivery."""
         if self._keeps is not None and not self._keeps(span, attempt):
             self.counts.sampled_out += 1
@@ -271,9 +284,10 @@ class BatchSink:
         self._taken = len(batch)
         self._current.extend(self._grouped(batch))
 
-    def _grouped(self, batch: Sequence[tuple[Span, Attempt | None]]) -> list[tuple[Destination, list[Span]]]:
+    def _grouped(self, batch: Sequence[tuple[Span | Ended, Attempt | None]]) -> list[tuple[Destination, list[Span]]]:
         groups: dict[Destination, list[Span]] = {}
-        for given, attempt in batch:
+        for ended, attempt in batch:
+            given = ended if isinstance(ended, Span) else ended.record()
             span = given if self._prepare is None else self._prepare(given, attempt)
             self.counts.redacted += span.attributes is not given.attributes
             for destination in self._route(attempt):

@@ -14,7 +14,6 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 from lightning_spans import spans as names
 from lightning_spans.errors import ConfigError
 from lightning_spans.otlp import flatten
-from lightning_spans.spans import Span
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
@@ -81,9 +80,9 @@ class EmbeddedTracer:
         del context
         self._ids.give(span)
 
-    def end(self, span: OpenSpan, record: Span) -> None:
-        """Hand the record to the sink."""
-        self._sink.put(record, span.attempt)
+    def end(self, span: OpenSpan) -> None:
+        """Hand the span to the sink."""
+        self._sink.put(span, span.attempt)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for the sink."""
@@ -147,13 +146,14 @@ class OtelTracer:
         made = span.handle.get_span_context()
         span.trace_id, span.span_id = f"{made.trace_id:032x}", f"{made.span_id:016x}"
 
-    def end(self, span: OpenSpan, record: Span) -> None:
-        """Hand the record to the sink, and show the processors what it holds."""
-        # The record, not what the SDK made of it: reading that back costs 14 µs, and what is no plain value is gone.
-        self._sink.put(record, span.attempt)
+    def end(self, span: OpenSpan) -> None:
+        """Hand the span to the sink, and show the processors what its record holds."""
+        # Ours, not what the SDK made of it: reading that back costs 14 µs, and what is no plain value is gone.
+        self._sink.put(span, span.attempt)
         handle: Any = span.handle
         if handle is None:
             return
+        record = span.record()
         handle.update_name(record.name)
         handle.set_attributes(flatten(record))
         if record.status == "error":

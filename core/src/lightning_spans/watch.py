@@ -38,6 +38,7 @@ BOUNDS: Final[Mapping[str, float]] = {
     # the agent's process
     "sink delivery": 20.0,  # a batch of spans, to a server or the process's own store
     "spool write": 10.0,  # the disk that takes what could not be delivered
+    "span listener": 20.0,  # a `lightning_span_ended` of a plugin
     "sink flush": 20.0,  # the spans of an attempt that has ended
     # the runner
     "runner claim": 20.0,

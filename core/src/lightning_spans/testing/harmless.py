@@ -95,7 +95,7 @@ class HarmlessPromises:
     def test_a_failing_hook_harms_nothing(self, tracer: str, folder: Path, recorded: Any) -> None:
         """A plugin of the user's whose hooks raise changes neither the output nor what is recorded; it is logged.
 
-        If it fails: listeners must be called through `plugins.notify`, after the span was handed to the sink.
+        If it fails: listeners must be called by `Listeners`, off the agent's thread, and not by the plugin.
         """
         plugins.register(_Raising(), "raising")
         try:

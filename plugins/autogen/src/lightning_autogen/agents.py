@@ -16,7 +16,7 @@ from opentelemetry.context import Context
 
 from lightning_openai.watch import Watch, current_watch, watched
 from lightning_spans import spans as names
-from lightning_spans.context import overlaid, with_agent
+from lightning_spans.context import Steps, overlaid, with_agent
 from lightning_spans.following import Following
 from lightning_spans.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.recorder import agent_path, current_span
@@ -158,17 +158,25 @@ class AtWork(Following):
     ) -> AsyncIterator[Any]:
         """Give the items of a generator; its span begins with the first and ends with the last that counts."""
         span = begin()
-        steps = self.steps(span, items)
-        try:
-            async for item in steps:
-                if isinstance(item, last):
-                    self.end(span)  # now, because many readers leave here and let the generator lie
-                yield item
-        finally:
-            await steps.aclose()
-            self._teams = {
-                key: value for key, value in self._teams.items() if span is None or value is not span.context
-            }
+        steps = Steps(None if span is None else span.context)
+        with self.working(span):
+            try:
+                while True:
+                    steps.enter()
+                    try:
+                        item = await anext(items)
+                    except StopAsyncIteration:
+                        return
+                    finally:
+                        steps.leave()
+                    if isinstance(item, last):
+                        self.end(span)  # now, because many readers leave here and let the generator lie
+                    yield item
+            finally:
+                await steps.close(items)
+                self._teams = {
+                    key: value for key, value in self._teams.items() if span is None or value is not span.context
+                }
 
 
 def place() -> Context:

@@ -20,19 +20,23 @@ _SAMPLING: Final = (
 
 def request_facts(body: Mapping[str, Json]) -> dict[str, Json]:
     """Give the attributes that a request body tells: model and sampling parameters."""
-    facts = {name: body[key] for key, name in _SAMPLING if isinstance(body.get(key), (int, float))}
-    model = body.get("model")
-    return {names.REQUEST_MODEL: str(model), **facts} if model is not None else facts
+    facts: dict[str, Json] = {}
+    if (model := body.get("model")) is not None:
+        facts[names.REQUEST_MODEL] = str(model)
+    for key, name in _SAMPLING:
+        if key in body and isinstance(body[key], (int, float)):
+            facts[name] = body[key]
+    return facts
 
 
-def response_facts(endpoint: str, response: Any) -> dict[str, Json]:
+def response_facts(endpoint: str, response: Mapping[str, Json]) -> dict[str, Json]:
     """Give the attributes that a response tells: id, model, finish reasons, usage.
 
     Args:
         endpoint: ``/chat/completions`` or ``/responses``.
-        response: the parsed body, or the client's own model of it.
+        response: the parsed body.
     """
-    usage = _get(response, "usage")
+    usage = response.get("usage") or {}
     reasons = _finish_of_output(response) if endpoint == "/responses" else _finish_of_choices(response)
     facts = {
         names.RESPONSE_ID: _get(response, "id"),

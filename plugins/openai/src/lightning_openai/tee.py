@@ -40,17 +40,8 @@ class _Tee:
             raise
         self._listener.read_to_end()
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in self._stream:
-                self.chunks.append(chunk)
-                yield chunk
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self._listener.read_failed(error)
-            raise
-        self._listener.read_to_end()
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return _Reading(self._stream.__aiter__(), self._listener, self.chunks)
 
     def close(self) -> None:
         try:
@@ -68,6 +59,32 @@ class _Tee:
         self._listener.closed()  # nobody read or closed it
 
 
+class _Reading:
+    """No generator: one that is left before its end costs its event loop a task and a round to close it."""
+
+    def __init__(self, stream: AsyncIterator[bytes], listener: Listener, chunks: list[bytes]) -> None:
+        self._stream = stream
+        self._listener = listener
+        self._chunks = chunks
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            chunk = await self._stream.__anext__()
+        except StopAsyncIteration:
+            self._listener.read_to_end()
+            raise
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._listener.read_failed(error)
+            raise
+        self._chunks.append(chunk)
+        return chunk
+
+
 def tee(response: Any, listener: Listener) -> None:
     """Put a tee into a response whose body has not been read yet."""
     stream: Any = response.stream
@@ -75,13 +92,18 @@ def tee(response: Any, listener: Listener) -> None:
     response.stream = _class_for(kind)(stream, listener)
 
 
-def body_of(response: Any) -> str:
-    """Give the text of a body as far as it was read, decompressed."""
+def chunks_of(response: Any) -> int | None:
+    """Give how many chunks of a body were read so far; None where it was not teed."""
+    return len(response.stream.chunks) if isinstance(response.stream, _Tee) else None
+
+
+def body_of(response: Any, chunks: int | None = None) -> str:
+    """Give the text of a body as far as it was read, decompressed; of a teed one, the first so many chunks."""
     stream = response.stream
     if not isinstance(stream, _Tee):
         content = response.content  # not `.text`, which is slow to guess the encoding: JSON is UTF-8
     else:
-        content = b"".join(stream.chunks)
+        content = b"".join(stream.chunks[:chunks])
         if "content-encoding" in response.headers:
             content = type(response)(response.status_code, headers=response.headers, content=content).content
     text: str = content.decode("utf-8", errors="replace")

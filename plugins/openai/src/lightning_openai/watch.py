@@ -6,7 +6,7 @@ the end, the model was reached in another way, and the plugin makes the chat spa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
@@ -41,7 +41,8 @@ def watched(watch: Watch, context: Context | None = None) -> Context:
 
 def current_watch(context: Context | None = None) -> Watch | None:
     """Give the watch of this context, if any."""
-    return cast("Watch | None", (otel_context.get_current() if context is None else context).get(_WATCH))
+    watch: Any = (otel_context.get_current() if context is None else context).get(_WATCH)
+    return watch  # type: ignore[no-any-return]
 
 
 class Stay:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from importlib import import_module
@@ -142,7 +143,7 @@ def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             _current.set(outer)  # a token would not do: a coroutine may be closed in another context
-        call.returned(answer)
+        call.returned()
         return answer
 
     return request
@@ -165,7 +166,7 @@ def _wrap_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             _current.set(outer)  # a token would not do: a coroutine may be closed in another context
-        call.returned(answer)
+        call.returned()
         return answer
 
     return request
@@ -190,17 +191,20 @@ def _wrap_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
         call = self.response.extensions.get(PLUGIN)
         if call is None:
             return original(self)
-        call.began()
+        call.events = 0
         return _watched(original(self), call)
 
     return stream
 
 
 def _watched(items: Iterator[Any], call: Call) -> Iterator[Any]:
+    taken = 0
     try:
         call.reading = True
         for item in items:
-            call.took()
+            call.reading = False
+            taken += 1
+            call.events, call.seen_ns = taken, time.time_ns()
             yield item
             call.reading = True
         call.read_to_end()
@@ -219,17 +223,20 @@ def _wrap_async_stream(original: Callable[..., AsyncIterator[Any]]) -> Callable[
         call = self.response.extensions.get(PLUGIN)
         if call is None:
             return original(self)
-        call.began()
+        call.events = 0
         return _awatched(original(self), call)
 
     return stream
 
 
 async def _awatched(items: Any, call: Call) -> AsyncIterator[Any]:
+    taken = 0
     try:
         call.reading = True
         async for item in items:
-            call.took()
+            call.reading = False
+            taken += 1
+            call.events, call.seen_ns = taken, time.time_ns()
             yield item
             call.reading = True
         call.read_to_end()

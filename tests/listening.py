@@ -1,0 +1,44 @@
+"""A listener that tells what it heard, once all was told."""
+
+from __future__ import annotations
+
+from lightning_spans import hookimpl
+from lightning_spans import spans as names
+from lightning_spans.attach import live_listeners
+from lightning_spans.spans import Span
+
+
+class Listener:
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+
+    @hookimpl
+    def lightning_span_ended(self, span: Span) -> None:
+        self._spans.append(span)
+
+    @property
+    def spans(self) -> list[Span]:
+        """What ended so far, in order: listeners are told in a thread of their own."""
+        told = live_listeners()
+        assert told is None or told.flush(60.0)
+        return self._spans
+
+    def of(self, operation: str) -> list[Span]:
+        return [span for span in self.spans if span.operation == operation]
+
+    @property
+    def chats(self) -> list[Span]:
+        return self.of(names.CHAT)
+
+    @property
+    def tools(self) -> list[Span]:
+        return self.of(names.EXECUTE_TOOL)
+
+    def above(self, span: Span) -> list[tuple[str, str]]:
+        """Operation and name of what is around a span, innermost first."""
+        by_id = {known.span_id: known for known in self.spans}
+        found = []
+        while span.parent_id is not None:
+            span = by_id[span.parent_id]
+            found.append((span.operation, span.name))
+        return found
