@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from lightning_spans import spool as spool_module
 from lightning_spans.context import Attempt
 from lightning_spans.otlp import PROTOBUF
+from lightning_spans.posting import Answer
 from lightning_spans.sinks import BatchSink, BusyError, Delivery, Destination, RefusedError
 from lightning_spans.spans import Span
 from lightning_spans.spool import STALE_S, Spool
@@ -222,27 +222,30 @@ def test_half_a_batch_of_a_process_that_died_is_removed_when_old(spool: Spool) -
     assert [path.name for path in spool.folder.glob("*.half")] == ["2-a-b.half"]
 
 
-class Answers(httpx.BaseTransport):
+class Answers:
     """A server that takes bodies up to a size, and says what it will never take."""
 
-    def __init__(self, answer: Callable[[bytes], httpx.Response]) -> None:
+    def __init__(self, answer: Callable[[bytes], Answer]) -> None:
         self.answer = answer
         self.sizes: list[int] = []
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        self.sizes.append(len(request.content))
-        return self.answer(request.content)
+    def __call__(self, url: str, content: bytes, headers: dict[str, str]) -> Answer:
+        self.sizes.append(len(content))
+        return self.answer(content)
+
+    def close(self) -> None:
+        pass
 
 
-def _delivery(answer: Callable[[bytes], httpx.Response]) -> tuple[Delivery, Answers]:
+def _delivery(answer: Callable[[bytes], Answer]) -> tuple[Delivery, Answers]:
     delivery, answers = Delivery(lambda: pytest.fail("no own store is needed")), Answers(answer)
-    delivery._client = httpx.Client(transport=answers)
+    delivery._send = answers
     return delivery, answers
 
 
 def test_a_batch_that_is_too_large_goes_in_parts_and_one_span_costs_no_other() -> None:
-    taken = httpx.Response(200)
-    delivery, answers = _delivery(lambda body: taken if len(body) < 1000 else httpx.Response(413, text="too large"))
+    taken, too_large = Answer(200, {}, b""), Answer(413, {}, b"too large")
+    delivery, answers = _delivery(lambda body: taken if len(body) < 1000 else too_large)
     spans = [make(number, text="x" * (2000 if number == 5 else 100)) for number in range(8)]
     assert delivery(Destination("http://x/v1/traces"), spans) == 1
     assert sum(size < 1000 for size in answers.sizes) >= 2
@@ -256,7 +259,7 @@ def test_what_the_server_takes_in_part_is_counted(receivers: Receivers, spool: S
     partly = ExportTraceServiceResponse()
     partly.partial_success.rejected_spans = 3
     body = partly.SerializeToString()
-    delivery, _ = _delivery(lambda _: httpx.Response(200, content=body, headers={"content-type": PROTOBUF}))
+    delivery, _ = _delivery(lambda _: Answer(200, {"content-type": PROTOBUF}, body))
     sink = BatchSink(delivery, route=lambda _: [Destination("http://x/v1/traces")], spool=spool)
     for number in range(10):
         sink.put(make(number), None)
@@ -266,7 +269,7 @@ def test_what_the_server_takes_in_part_is_counted(receivers: Receivers, spool: S
 
 
 def test_a_busy_server_is_given_the_time_it_asks_for() -> None:
-    delivery, _ = _delivery(lambda _: httpx.Response(503, headers={"retry-after": "7"}))
+    delivery, _ = _delivery(lambda _: Answer(503, {"retry-after": "7"}, b""))
     with pytest.raises(BusyError) as busy:
         delivery(Destination("http://x/v1/traces"), [make(0)])
     assert busy.value.retry_after_s == 7

@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from lightning_spans.context import Attempt
 from lightning_spans.otlp import PROTOBUF, encode, rejected
+from lightning_spans.posting import Posts
 from lightning_spans.rewards import Reward
 from lightning_spans.spans import Span
 from lightning_spans.spool import Spool, line_of
-from lightning_spans.trust import trusted
 from lightning_spans.watch import waiting
 
 if TYPE_CHECKING:
-    import httpx
-
     from lightning_spans.store import Store
 
 logger = logging.getLogger("lightning_spans")
@@ -369,14 +367,9 @@ class Delivery:
     """
 
     def __init__(self, store: Callable[[], Store]) -> None:
-        # Here, in the thread that attaches, and not in the one that delivers: openai 3.52 looks into
-        # sys.modules["httpx"] at each answer, and raises into the agent while the module is half imported.
-        import httpx
-
-        self._httpx = httpx
         self._open_store = store
         self._store: Store | None = None
-        self._client: httpx.Client | None = None
+        self._send = Posts(timeout_s=10.0)
         self.about: Callable[[], str] | None = None  # what each request says of this process's spans
 
     def __call__(self, destination: Destination, spans: Sequence[Span]) -> int:
@@ -404,22 +397,20 @@ class Delivery:
         self.store.add_rewards(rewards)
 
     def _post(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
-        if self._client is None:
-            self._client = self._httpx.Client(timeout=10.0, trust_env=False, verify=trusted())
         headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}
         if self.about is not None and key:  # a collector of somebody else's is told nothing
             headers["x-lightning-sender"] = self.about()
-        content = encode(spans if key else _shown(spans))
-        answer = self._client.post(url, content=content, headers=headers)
-        if answer.status_code == 413 and len(spans) > 1:  # too large together
+        status, about, said = self._send(url, encode(spans if key else _shown(spans)), headers)
+        if status == 413 and len(spans) > 1:  # too large together
             middle = len(spans) // 2
             return self._half(url, key, spans[:middle]) + self._half(url, key, spans[middle:])
-        if answer.status_code in {429, 503} and answer.headers.get("retry-after", "").isdigit():
-            raise BusyError(f"{url} answered {answer.status_code}", float(answer.headers["retry-after"]))
-        if 400 <= answer.status_code < 500 and answer.status_code not in {408, 429}:
-            raise RefusedError(f"{url} answered {answer.status_code}: {answer.text[:200]}")
-        answer.raise_for_status()
-        return rejected(answer.content, answer.headers.get("content-type", ""))
+        if status in {429, 503} and about.get("retry-after", "").isdigit():
+            raise BusyError(f"{url} answered {status}", float(about["retry-after"]))
+        if 400 <= status < 500 and status not in {408, 429}:
+            raise RefusedError(f"{url} answered {status}: {said[:200].decode(errors='replace')}")
+        if not 200 <= status < 300:
+            raise OSError(f"{url} answered {status}")
+        return rejected(said, about.get("content-type", ""))
 
     def _half(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
         try:
@@ -429,8 +420,7 @@ class Delivery:
 
     def close(self) -> None:
         """Close the store and the connections."""
-        if self._client is not None:
-            self._client.close()
+        self._send.close()
         if self._store is not None:
             self._store.close()
 

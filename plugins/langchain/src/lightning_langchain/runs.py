@@ -42,7 +42,8 @@ class Run(Stay):
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
-        super().__init__()
+        here = otel_context.get_current()
+        super().__init__(here)
         self.parent = parent
         self.root: Run = parent.root if parent is not None else self
         self.inner: dict[UUID, Run] = {}  # of a root: every open run of its tree
@@ -53,7 +54,7 @@ class Run(Stay):
         self.namespace: str | None = metadata.get("langgraph_checkpoint_ns")
         self.lc_agent: str | None = metadata.get("lc_agent_name")
         self.agent: str | None = None  # of a graph, a node or a tool: who is at work in it
-        self.context: Context = otel_context.get_current()
+        self.context: Context = here
         self.start_ns = time.time_ns()
         self.graph = False
         self.span: OpenSpan | None = None

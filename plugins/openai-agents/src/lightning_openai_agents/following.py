@@ -31,6 +31,7 @@ PLUGIN: Final = "lightning_openai_agents"
 FRAMEWORK: Final = "openai-agents"
 _NOT_ASKED: Final = frozenset({"base_url", "model_impl"})  # in a model's settings, but not sent
 _MODEL: Final = frozenset({"generation", "response"})
+_FOLLOWED: Final = _MODEL | {"trace", "agent", "function"}
 
 
 def bind(recorder: Recorder) -> Callable[[], None]:
@@ -152,6 +153,8 @@ class Following:
     def _begin(self, sdk: Any) -> None:
         data: Any = getattr(sdk, "span_data", None)
         kind = "trace" if data is None else data.type
+        if kind not in _FOLLOWED:
+            return
         context = settled()
         work = Work(sdk, kind)
         if kind == "agent":
@@ -170,8 +173,6 @@ class Following:
             group = {names.FRAMEWORK: FRAMEWORK, names.CONVERSATION_ID: getattr(sdk, "group_id", None)}
             name = sdk.name if sdk.name != "no-op" else "Agent workflow"
             work.span = self._recorder.start(names.INVOKE_WORKFLOW, name, context=context, attributes=group)
-        elif kind not in _MODEL:
-            return
         self._works[id(sdk)] = work
         work.enter(context if work.span is None else work.span.context)
 

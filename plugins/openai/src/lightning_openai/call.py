@@ -52,6 +52,7 @@ class Call:
         self._body = body = _body(options)
         self._response: Any = None
         self._request: Any = None
+        self._retries: int | None = None
         self._chunks: int | None = None  # of the body, when the span ended
         self._left = False  # nothing went wrong but that the agent reads no further
         self._to_end = False
@@ -94,10 +95,10 @@ class Call:
             copy.headers = {**given, **traceparent}
         return client, copy
 
-    def responded(self, response: Any) -> None:
-        """Take the answer, before the client makes its own objects of it."""
+    def responded(self, response: Any, retries: int | None) -> None:
+        """Take the answer, before the client makes its own objects of it; and after how many tries again, if known."""
         with self._recorder.guard(PLUGIN):
-            self._response = response
+            self._response, self._retries = response, retries
             response.extensions[PLUGIN] = self
             self.seen_ns = time.time_ns()
             if not response.is_stream_consumed:
@@ -163,42 +164,32 @@ class Call:
         self.span.end(error=error, end_ns=end_ns, later=self._told)
 
     def _told(self) -> None:
-        """Set what request and response say."""
-        self.span.set(**{names.SERVER_ADDRESS: self._base_url.host})
-        self._set_request()
+        """Add what request and response say."""
+        told = self.span.attributes
+        told[names.SERVER_ADDRESS] = self._base_url.host
+        content = _content(self._request)
+        if content is not None:
+            told[names.REQUEST] = _sent(content)
+            if again := _retries(self._request) if self._retries is None else self._retries:
+                told["http.request.resend_count"] = again
         if self._response is None:
             return
         text = body_of(self._response, self._chunks)
-        if self.pending and self._streamed:
-            self._set_streamed(text)
-        else:
+        if not (self.pending and self._streamed):
             if self.pending and not self._to_end:
-                self.span.set(**{names.ABANDONED: True})
-            self._set_response(text, _parse(text))
-
-    def _set_request(self) -> None:
-        """Set the request as it was sent; where it never was, it is known as it was to be sent."""
-        content = _content(self._request)
-        if content is not None:
-            self.span.set(**{names.REQUEST: _sent(content)})
-            retries = self._request.headers.get("x-stainless-retry-count", "0")
-            if retries.isdigit() and retries != "0":
-                self.span.set(**{"http.request.resend_count": int(retries)})
-
-    def _set_streamed(self, text: str) -> None:
+                told[names.ABANDONED] = True
+            told[names.RESPONSE] = text
+            told.update(response_facts(self._endpoint, _parse(text) or {}))
+            return
         events, done = read_events(text)
         taken = events if self.events is None else events[: self.events]
         response = put_together(self._endpoint, taken)
         whole = (self._to_end or done) and len(taken) == len(events)
         if self._left and not whole and not is_whole(self._endpoint, response):
-            self.span.set(**{names.ABANDONED: True})
+            told[names.ABANDONED] = True
         if response is not None:
-            self._set_response(orjson.dumps(response).decode(), response)
-
-    def _set_response(self, text: str, response: Mapping[str, Json] | None) -> None:
-        self.span.set(**{names.RESPONSE: text})
-        if response is not None:
-            self.span.set(**response_facts(self._endpoint, response))
+            told[names.RESPONSE] = orjson.dumps(response).decode()
+            told.update(response_facts(self._endpoint, response))
 
 
 def _body(options: Any) -> dict[str, Json]:
@@ -218,6 +209,11 @@ def _is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
 def _content(request: Any) -> bytes | None:
     content = getattr(request, "_content", None)  # `.content` raises where a body is itself a stream
     return content if isinstance(content, bytes) and content else None
+
+
+def _retries(request: Any) -> int:
+    given = request.headers.get("x-stainless-retry-count", "0")
+    return int(given) if given.isdigit() else 0
 
 
 def _sent(content: bytes) -> str:

@@ -54,8 +54,8 @@ class Stay:
 
     __slots__ = ("call", "closed", "entered", "outer", "previous", "seen")
 
-    def __init__(self) -> None:
-        self.outer = current_watch()
+    def __init__(self, here: Context | None = None) -> None:
+        self.outer = current_watch(here)
         self.previous: Context | None = None
         self.entered: Context | None = None
         self.closed = False

@@ -176,7 +176,7 @@ def _wrap_process_response(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_response(self: Any, *, response: Any, **kwargs: Any) -> Any:
         call = _current.get()
         if call is not None:
-            call.responded(response)
+            call.responded(response, kwargs.get("retries_taken"))
             if call.pending:
                 _unfinished.add(call)
         elif _recorders and endpoint_of(kwargs["options"].method, str(kwargs["options"].url)) and _put_back():
