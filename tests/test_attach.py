@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -228,3 +229,21 @@ def test_rewards_given_while_attached_without_a_runner_are_stored(toy):
 def test_the_function_is_not_hidden_by_its_module():
     code = "import lightning_spans.attach, lightning_spans; assert callable(lightning_spans.attach)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FORKS = """
+import os, sys
+from lightning_spans import attach
+attach("openai", store="own.db", tracer="otel")
+import concurrent.futures.thread
+child = os.fork()
+if child == 0:
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_attached_program_can_fork(tmp_path):
+    pytest.importorskip("lightning_openai")
+    assert subprocess.run([sys.executable, "-c", FORKS], cwd=tmp_path, timeout=120, check=False).returncode == 0

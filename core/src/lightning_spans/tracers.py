@@ -16,7 +16,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.otlp import flatten
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
     from lightning_spans.recorder import OpenSpan, Tracer
     from lightning_spans.sinks import Sink
@@ -96,41 +96,28 @@ class EmbeddedTracer:
 class OtelTracer:
     """Shows every span to OTel's span processors, through a provider of its own; the user's is never touched.
 
-    The SDK's span is made where a processor is there to see it. Without one it would cost half of all that recording
-    costs, for nobody.
+    The SDK is used where a processor is there to see its spans. Without one they would cost half of all that recording
+    costs, for nobody; and its provider looks for the process's resources anew in every forked child.
     """
 
     def __init__(self, sink: Sink) -> None:
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-        from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-
+        if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+            raise ConfigError('OTEL_SDK_DISABLED is set, so tracer="otel" records nothing. Use tracer="embedded".')
         self._sink = sink
         self._ids = Ids()
-        unset = SpanLimits.UNSET
-        ids: Any = self._ids
-        # Explicit, because the defaults come from OTEL_* variables that the user set for his own traces.
-        provider = TracerProvider(
-            sampler=ALWAYS_ON,
-            resource=Resource({"service.name": "lightning"}),
-            span_limits=SpanLimits(max_span_attributes=unset, max_attributes=unset, max_span_attribute_length=unset),
-            id_generator=ids,
-            shutdown_on_exit=False,
-        )
-        self._tracer = provider.get_tracer("lightning_spans")
-        if isinstance(self._tracer, otel_trace.NoOpTracer):
-            raise ConfigError('OTEL_SDK_DISABLED is set, so tracer="otel" records nothing. Use tracer="embedded".')
-        self._provider = provider
-        self._heard = False
+        self._provider: TracerProvider | None = None
+        self._tracer: otel_trace.Tracer | None = None
 
     def add_span_processor(self, processor: SpanProcessor) -> None:
         """Show every span of ours to an OTel span processor, as it begins and ends."""
-        self._heard = True
+        if self._provider is None:
+            self._provider = _provider(self._ids)
+            self._tracer = self._provider.get_tracer("lightning_spans")
         self._provider.add_span_processor(processor)
 
     def start(self, span: OpenSpan, context: Context) -> None:
         """Give the new span its ids, and begin the SDK's where it is seen."""
-        if not self._heard:
+        if self._tracer is None:
             self._ids.give(span)
             return
         # Only a span of ours is a parent. A span that the user's own tracing has open is not in our store: under it,
@@ -169,10 +156,30 @@ class OtelTracer:
     def close(self, timeout_s: float) -> None:
         """Close the sink and the provider, whose processors may wait for a collector that is gone."""
         self._sink.close(timeout_s)
-        if self._heard:
+        if self._provider is not None:
             ending = threading.Thread(target=self._provider.shutdown, name="lightning-processors", daemon=True)
             ending.start()
             ending.join(timeout_s)
+
+
+def _provider(ids: Any) -> TracerProvider:
+    # First, as hooks for forked children run in the order of their registration: the provider's uses executors, whose
+    # lock this module's hook frees. In the other order the child hangs (opentelemetry-sdk 1.45, Python 3.11).
+    import concurrent.futures.thread  # noqa: F401
+
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+    unset = SpanLimits.UNSET
+    # Explicit, because the defaults come from OTEL_* variables that the user set for his own traces.
+    return TracerProvider(
+        sampler=ALWAYS_ON,
+        resource=Resource({"service.name": "lightning"}),
+        span_limits=SpanLimits(max_span_attributes=unset, max_attributes=unset, max_span_attribute_length=unset),
+        id_generator=ids,
+        shutdown_on_exit=False,
+    )
 
 
 def _context_of(span: OpenSpan) -> SpanContext:
