@@ -266,8 +266,9 @@ def test_runner_told_to_end_finishes_what_runs_and_a_second_time_releases_it(
         tasks = [{"sleep": 2.0 if signals == 1 else 60.0}] * 3
         server.store.enqueue([Rollout(rollout_id=i, group_id="g", task=t) for i, t in zip(ids, tasks, strict=True)])
         command = [sys.executable, "-m", "lightning_trainer.cli", "runner", "faulty:run", "--server", server.url]
+        command += ["--workers", "1", "--concurrency", "3"]  # no place is free
         env = {**os.environ, "LIGHTNING_KEY": server.keys.issue("runner")}
-        with subprocess.Popen([*command, "--workers", "1"], env=env, stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as process:
             until(lambda: all(r.status == "running" for r in server.store.rollouts(rollout_ids=ids)), 60.0)
             server.store.enqueue([Rollout(rollout_id="later", group_id="g", task={})])
             for _ in range(signals):
