@@ -197,6 +197,15 @@ def test_an_answer_that_the_agent_did_not_see_whole_is_not_put_into_its_history(
     assert prompt.ids == talk.alone(messages).ids
 
 
+@pytest.mark.parametrize(("sampled", "shown"), [(b"19. Stop", "19. "), ("19 é".encode()[:-1], "19 ")])
+def test_a_stop_string_and_half_a_letter_are_no_rewriting(sampled, shown):
+    talk = Talk()
+    prompt = talk.continuations.prompt([USER], [TOOL], "a")
+    message = {"role": "assistant", "content": shown}
+    talk.continuations.remember("a", prompt, list(sampled), message)
+    assert talk.continuations.prompt([USER, message, OTHER], [TOOL], "a").how == account.HIDDEN
+
+
 def test_stripped_thinking_stands_alone_but_goes_on_while_it_is_shown():
     from families import THINKING
 

@@ -95,13 +95,16 @@ def place(request, running):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_is_one_sequence_of_tokens_and_one_row(place, stream):
     front, behind = place
-    behind.engine.play([STRANGE, [ByteTokenizer.merged, *b" answer"], "yes"])
+    script = [STRANGE, [ByteTokenizer.merged, *b" answer"], list(b"yes")]
+    behind.engine.play(script)
     talk(front, stream=stream)
     calls, (rows, told) = front.calls(front.attempt), rows_of(front, front.attempt)
     for call, later in itertools.pairwise(calls):
         before = call.prompt_token_ids + call.choices[0].token_ids
         assert later.prompt_token_ids[: len(before)] == before
     assert behind.sent == [call.prompt_token_ids for call in calls]
+    drawn = [(*answer, ByteTokenizer.eos_token_id) for answer in script]
+    assert [call.choices[0].token_ids for call in calls] == drawn
     for call in calls:
         assert call.choices[0].logprobs == tuple(map(fake_logprob, call.choices[0].token_ids))
     assert [row.transitions for row in rows] == [3]

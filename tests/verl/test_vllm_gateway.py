@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lightning_trainer import account
 from lightning_trainer.backends.verl.engine import VllmEngine
 from lightning_trainer.engine import Sampling
+from lightning_trainer.server.assemble import Message
 from lightning_trainer.server.settings import Routing
 from lightning_trainer.server.token_wires import ADJUSTING
 from lightning_trainer.server.upstream import Upstream
@@ -68,6 +69,7 @@ def vllm_serving(model, folder, logprobs_mode):
         *("--model", str(model), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "2048", "--max-num-seqs", "16", "--logprobs-mode", logprobs_mode),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--structured-outputs-config.backend", "guidance"),
     ]
     log = folder / "log"
     with log.open("w") as out:
@@ -109,17 +111,19 @@ def post(front, request):
     return send
 
 
-def logprobs_of(model, call, temperature, choice=0):
+def logprobs_of(model, call, temperature, choice=0, *, bias=None):
     """What transformers says of the recorded tokens."""
     causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     prompt, drawn = list(call.prompt_token_ids), list(call.choices[choice].token_ids)
-    return policys_own(causal, prompt, drawn, temperature)
+    return drawn_from(causal, prompt, drawn, temperature, bias or {})
 
 
-def policys_own(causal, prompt, drawn, temperature=1.0):
+def drawn_from(causal, prompt, drawn, temperature, bias):
     with torch.no_grad():
-        logits = causal(torch.tensor([prompt + drawn])).logits[0] / temperature
-    found = torch.log_softmax(logits, -1)
+        logits = causal(torch.tensor([prompt + drawn])).logits[0]
+    for token, value in bias.items():
+        logits[:, int(token)] += value
+    found = torch.log_softmax(logits / temperature, -1)
     return [float(found[len(prompt) + at - 1, token]) for at, token in enumerate(drawn)]
 
 
@@ -192,7 +196,7 @@ async def test_verls_log_probabilities_at_temperature_1_are_those_before_penalti
         await engine.close()
     assert {70, 71} & set(drawn)
     causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    assert logprobs == pytest.approx(policys_own(causal, prompt, drawn), abs=2e-3)
+    assert logprobs == pytest.approx(drawn_from(causal, prompt, drawn, 1.0, {}), abs=2e-3)
 
 
 # With the tokenizer named: token ids go to vLLM, and conversations are continued exactly.
@@ -209,14 +213,18 @@ def exact(vllm, model, tmp_path_factory):
 
 @pytest.fixture
 def asking(exact, request):
-    """Ask, and give the whole message, put together by OpenAI's own client where it is streamed."""
+    """Ask, and give the whole messages, put together where they are streamed."""
     client = openai.OpenAI(base_url=f"{exact.url}/v1", api_key=exact.key(request.node.name), max_retries=0)
 
     def ask(messages, *, stream=False, **body):
-        if stream:
-            with client.chat.completions.stream(model="tiny", messages=messages, **body) as events:
-                return events.get_final_completion()
-        return client.chat.completions.create(model="tiny", messages=messages, **body)
+        if not stream:
+            choices = client.chat.completions.create(model="tiny", messages=messages, **body).choices
+            return [choice.message.model_dump() for choice in choices]
+        whole = Message()
+        for chunk in client.chat.completions.create(model="tiny", messages=messages, stream=True, **body):
+            for choice in chunk.choices:
+                whole.add(choice.delta.model_dump())
+        return [{"role": "assistant", "content": None, **whole.whole()}]
 
     with client:
         ask.calls = lambda: exact.calls(request.node.name)
@@ -224,8 +232,11 @@ def asking(exact, request):
         yield ask
 
 
-def said(completion, place=0):
-    return completion.choices[place].message.model_dump(exclude={"parsed"})
+@pytest.fixture(scope="module")
+def letters(model):
+    """A bias that makes the model write letters: other bytes of a random model are no text."""
+    ids = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids([*"abcdefghijklmnopqrstuvwxyz"])
+    return dict.fromkeys(map(str, ids), 20)
 
 
 def unbroken(calls):
@@ -235,12 +246,13 @@ def unbroken(calls):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation_with_tools_is_one_row_of_the_tokens_that_vllm_drew(model, asking, stream):
+def test_a_conversation_with_tools_is_one_row_of_the_tokens_that_vllm_drew(model, letters, asking, stream):
     tools = [{"type": "function", "function": {"name": "greet", "parameters": PERSON}}]
     messages = list(USER)
+    free, forced = {"max_tokens": 10, "logit_bias": letters}, {"max_tokens": 200, "tool_choice": "required"}
     for turn in range(4):
-        forced = {"tool_choice": "required", "max_tokens": 200} if turn == 1 else {"max_tokens": 10}
-        message = said(asking(messages, stream=stream, tools=tools, temperature=0.7, **forced))
+        asked = forced if turn == 1 else free
+        (message,) = asking(messages, stream=stream, tools=tools, temperature=0.7, **asked)
         messages.append(message)
         calls = message.get("tool_calls") or ()
         assert bool(calls) is (turn == 1)
@@ -251,20 +263,22 @@ def test_a_conversation_with_tools_is_one_row_of_the_tokens_that_vllm_drew(model
     assert [row.transitions for row in rows] == [4]
     assert (told.joined, told.alone, told.joined_share) == (3, {}, 1.0)
     for call in (calls[0], *calls[2:]):  # the call under a grammar was drawn from another distribution
-        assert list(call.choices[0].logprobs) == pytest.approx(logprobs_of(model, call, 0.7), abs=2e-3)
+        expected = logprobs_of(model, call, 0.7, bias=letters)
+        assert list(call.choices[0].logprobs) == pytest.approx(expected, abs=2e-3)
 
 
-def test_each_of_n_answers_of_vllm_can_be_continued(model, asking):
-    both = asking(USER, n=2, max_tokens=8)
-    for place in range(2):
-        asking([*USER, said(both, place), *USER], max_tokens=8)
+def test_each_of_n_answers_of_vllm_can_be_continued(model, letters, asking):
+    both = asking(USER, n=2, max_tokens=8, logit_bias=letters)
+    for answer in both:
+        asking([*USER, answer, *USER], max_tokens=8)
     first, *others = asking.calls()
     assert first.choices[0].token_ids != first.choices[1].token_ids
     for place, other in enumerate(others):
         before = first.prompt_token_ids + first.choices[place].token_ids
         assert other.prompt_token_ids[: len(before)] == before
-        logprobs = pytest.approx(logprobs_of(model, first, 1.0, place), abs=2e-3)
-        assert list(first.choices[place].logprobs) == logprobs
+        assert list(other.choices[0].logprobs) == pytest.approx(logprobs_of(model, other, 1.0), abs=2e-3)
+        expected = logprobs_of(model, first, 1.0, place, bias=letters)
+        assert list(first.choices[place].logprobs) == pytest.approx(expected, abs=2e-3)
 
 
 def test_what_vllm_refuses_of_token_ids_is_told_and_recorded(asking):
@@ -277,13 +291,13 @@ def test_what_vllm_refuses_of_token_ids_is_told_and_recorded(asking):
 
 def test_a_schema_is_held_to_by_a_grammar(asking):
     schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
-    answer = said(asking(USER, response_format=schema, max_tokens=200))
+    (answer,) = asking(USER, response_format=schema, max_tokens=200)
     assert 0 <= json.loads(answer["content"])["age"] <= 99
     assert asking.calls()[0].sampling[account.CONTINUATION] == account.BEGINS
 
 
 def test_what_only_vllm_reads_goes_as_messages_and_says_so(asking):
-    first = said(asking(USER, max_tokens=4, logprobs=True, top_logprobs=2))
+    (first,) = asking(USER, max_tokens=4, logprobs=True, top_logprobs=2)
     asking([*USER, first, *USER], max_tokens=4, logprobs=True, top_logprobs=2)
     why = [call.sampling[account.CONTINUATION] for call in asking.calls()]
     assert why == [account.BEGINS, account.ONLY_UPSTREAM_READS]

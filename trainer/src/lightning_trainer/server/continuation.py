@@ -21,7 +21,7 @@ from typing import Final
 
 from lightning_spans.records import dumps
 from lightning_trainer import account as reasons
-from lightning_trainer.server.chat import ChatFormat, Message
+from lightning_trainer.server.chat import ChatFormat, Message, joined
 from lightning_trainer.server.meaning import Conversation, Said, read, same_writing
 
 _EVICTED_KEPT: Final = 20_000  # ids of attempts whose calls were forgotten, to be able to say so
@@ -55,6 +55,7 @@ class _Turn:
     answer: str  # as sampled, control tokens included
     said: str  # the same without them
     ids: array[int]  # prompt and answer
+    prompt: int  # how many of them are the prompt
     tools: bytes
     continued: int = 0
 
@@ -142,10 +143,15 @@ class Continuations:
             if new and not same_writing(turn.answer, plain.shown(rest[: len(rest) - len(new)])):
                 return reasons.HIDDEN, ()
         if not new:
-            return reasons.REWRITTEN, ()
+            return (reasons.HIDDEN if self._hides(turn, messages[place]) else reasons.REWRITTEN), ()
         ids = self._chat.encode(new)
         faithful = self._chat.decode(ids) == self._chat.normal(new)
         return (reasons.JOINED if faithful else reasons.UNFAITHFUL), ids
+
+    def _hides(self, turn: _Turn, message: Message) -> bool:
+        """Whether an answer without calls says more than its message: a stop string, half a letter."""
+        said = self._chat.decode(turn.ids[turn.prompt :], control_tokens=False)
+        return not message.get("tool_calls") and said != joined(message.get("content"))
 
     def _after_calls(
         self, text: str, turn: _Turn, messages: Sequence[Message], tools: Sequence[Message], place: int
@@ -176,6 +182,7 @@ class Continuations:
             answer=self._chat.decode(ids),
             said=self._chat.decode(ids, control_tokens=False) if message.get("tool_calls") else "",
             ids=array("i", (*prompt.ids, *ids)),
+            prompt=len(prompt.ids),
             tools=prompt.tools,
         )
         answer = {"role": "assistant", **message}
