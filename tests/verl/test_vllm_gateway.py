@@ -60,7 +60,7 @@ def vllm(model, tmp_path_factory):
 
 
 @contextmanager
-def vllm_serving(model, folder, logprobs_mode):
+def vllm_serving(model, folder, logprobs_mode, *more):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,7 +69,7 @@ def vllm_serving(model, folder, logprobs_mode):
         *("--model", str(model), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "2048", "--max-num-seqs", "16", "--logprobs-mode", logprobs_mode),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--structured-outputs-config.backend", "guidance"),
+        *more,
     ]
     log = folder / "log"
     with log.open("w") as out:
@@ -203,12 +203,13 @@ async def test_verls_log_probabilities_at_temperature_1_are_those_before_penalti
 
 
 @pytest.fixture(scope="module")
-def exact(vllm, model, tmp_path_factory):
-    upstream = Upstream("tiny", vllm, tokenizer=AutoTokenizer.from_pretrained(model))
-    with served(
-        tmp_path_factory.mktemp("exact"), FakeEngine(), upstreams=[upstream], routing=Routing(model="tiny", seed=3)
-    ) as running:
-        yield running
+def exact(model, tmp_path_factory):
+    more = ("--structured-outputs-config.backend", "guidance")
+    with vllm_serving(model, tmp_path_factory.mktemp("guided"), "processed_logprobs", *more) as url:
+        upstream = Upstream("tiny", url, tokenizer=AutoTokenizer.from_pretrained(model))
+        options = {"upstreams": [upstream], "routing": Routing(model="tiny", seed=3)}
+        with served(tmp_path_factory.mktemp("exact"), FakeEngine(), **options) as running:
+            yield running
 
 
 @pytest.fixture
