@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +14,13 @@ import pytest
 pytest.importorskip("verl.protocol")
 
 import psutil
+import ray
 from ray.exceptions import RayActorError, RayTaskError
 from readings import lines
 
 from lightning_spans.errors import LightningError
 from lightning_trainer import TrainConfig, train
+from lightning_trainer.backends.verl import process
 from lightning_trainer.backends.verl.agreement import WeightsError
 from lightning_trainer.backends.verl.overrides import Place
 from lightning_trainer.backends.verl.process import explained, run_verl
@@ -62,6 +66,23 @@ def test_a_verl_that_cannot_be_imported_is_told(options, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo", None)
     with pytest.raises(LightningError, match="verl failed: import of"):
         run_verl(TrainConfig(**options), Place(folder=tmp_path), Runner(Job(target="program:run"), **NOBODY))
+
+
+def test_a_ray_that_does_not_answer_ends_the_run_within_a_bound(options, tmp_path, monkeypatch):
+    importlib.import_module("verl.trainer.main_ppo")  # which takes its time
+    asked, over = threading.Event(), threading.Event()
+    monkeypatch.setattr(ray, "init", lambda **_: asked.set() or over.wait(60))
+    monkeypatch.setattr(process, "_START_S", 1.0)
+    monkeypatch.setattr(process, "_END_S", 0.1)
+    try:
+        with pytest.raises(LightningError, match=r"Ray on this machine did not answer within 1 s.*raylet\.out"):
+            run_verl(TrainConfig(**options), Place(folder=tmp_path), Runner(Job(target="program:run"), **NOBODY))
+        assert asked.wait(30)
+    finally:
+        over.set()
+        for thread in threading.enumerate():
+            if thread.name == "lightning-verl":
+                thread.join(30)
 
 
 class KillsAfter(Silent):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any, Final
 
 from lightning_spans.errors import LightningError
@@ -15,10 +16,15 @@ from lightning_trainer.runner import Runner
 
 _LOOK_S: Final = 0.5
 _END_S: Final = 60.0
+_START_S: Final = 600.0  # to import verl and to reach Ray, whose own connecting has no bound
 
 
 def run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
-    """Run verl's trainer to its end, and see meanwhile that the agents still run."""
+    """Run verl's trainer to its end, and see meanwhile that the agents still run.
+
+    Raises:
+        LightningError: verl failed, a process of it died, or Ray did not answer.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers are the run: they need not give way to it
     import ray
@@ -43,10 +49,17 @@ def run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
 
     thread = threading.Thread(target=work, name="lightning-verl", daemon=True)
     thread.start()
+    latest = time.monotonic() + _START_S
     try:
         while thread.is_alive():
             thread.join(_LOOK_S)
             runner.check()
+            if not started.begun and time.monotonic() > latest:
+                where = os.environ.get("RAY_ADDRESS", "this machine")
+                raise LightningError(
+                    f"Ray on {where} did not answer within {_START_S:.0f} s. See whether `ray status` answers there;"
+                    " the logs of Ray's daemon, raylet.out, are under /tmp/ray/session_latest/logs."
+                )
     except BaseException:
         started.kill()  # Ray must not be shut down while a thread waits for it: it would crash this process
         thread.join(_END_S)
@@ -73,6 +86,11 @@ class _Started:
             raise LightningError("the run was stopped before verl had started")
         self._actor = TaskRunner.remote()
         return self._actor
+
+    @property
+    def begun(self) -> bool:
+        """Whether Ray was reached."""
+        return self._actor is not None
 
     def kill(self) -> None:
         """End it, and with it all that it started."""
