@@ -178,6 +178,40 @@ def test_time_limits_end_an_answer(tmp_path):
             assert time.monotonic() - begin < 4
 
 
+def test_a_stream_that_falls_silent_ends_within_its_bound_and_one_that_goes_on_does_not(tmp_path):
+    """The bound is on silence: an answer may take longer than it, as long as something comes."""
+    gone = threading.Event()
+
+    def lively(body):
+        async def pieces():
+            for _ in range(8):
+                yield b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n'
+                await asyncio.sleep(0.15)
+            if "for ever" not in body["messages"][0]["content"]:
+                yield b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+                return
+            try:
+                await asyncio.sleep(60)
+            finally:
+                gone.set()
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    def limited(urls):
+        return [Upstream("m", urls[0], silence_s=1.0)]
+
+    with gateway(tmp_path, Behind(lively), upstreams=limited) as front:
+        whole = front.post({"messages": USER, "stream": True}).text
+        assert whole.endswith("data: [DONE]\n\n")
+        cut = front.post({"messages": [{"role": "user", "content": "for ever"}], "stream": True}, attempt="b").text
+        assert cut.count('"x"') == 8
+        assert "nothing came for 1 s" in cut
+        assert gone.wait(10), "the upstream's answer is not read any more"
+        (call,) = front.calls("b")
+        assert "nothing came for 1 s" in call.error
+        assert call.choices[0].message["content"] == "x" * 8
+
+
 def test_homes_are_bounded_and_forgotten():
     replicas = Replicas(["a", "b"])
     for number in range(30_000):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -101,11 +101,11 @@ class _Counted:
         self._path = path if path in _COUNTED else "/api" if path.startswith("/api/") else "other"
         self.started = False
 
-    async def __call__(self, message: Message) -> None:
+    def __call__(self, message: Message) -> Awaitable[None]:  # no coroutine of its own: one more for each token
         if message["type"] == "http.response.start":
             self.started = True
             self._metrics.request(self._path, message["status"])
-        await self._send(message)
+        return self._send(message)
 
 
 _COUNTED = frozenset({

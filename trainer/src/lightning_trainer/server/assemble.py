@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from lightning_trainer.server.draft import ChoiceDraft, Draft
+
+_A_TOKEN: Final = (int, int, float, str)
 
 
 class Assembly:
@@ -33,6 +35,8 @@ class Assembly:
 
     def add(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Take a whole reply or a chunk; give what the agent gets of it, which is the same object changed."""
+        if self._add_token(reply):
+            return reply
         if self._draft.keeps_id and isinstance(reply.get("id"), str):
             self._draft.response_id = reply["id"]
         self._take_prompt(reply)
@@ -40,6 +44,32 @@ class Assembly:
         for choice in choices if isinstance(choices, list) else ():
             self._add_choice(choice)
         return reply
+
+    def _add_token(self, reply: dict[str, Any]) -> bool:
+        """Take a chunk with a token's text and nothing else that is new, as nearly all are; False: it is another."""
+        choices = reply.get("choices")
+        if type(choices) is not list or len(choices) != 1 or "prompt_token_ids" in reply:
+            return False
+        choice = choices[0]
+        try:
+            index, delta = choice["index"], choice["delta"]
+            draft, (shown,), (number,) = self._choices[index], choice["logprobs"]["content"], choice["token_ids"]
+            logprob, text = shown["logprob"], delta["content"]
+        except (KeyError, TypeError, ValueError):
+            return False
+        others = len(delta) > 1 or choice.get("finish_reason") is not None or "prompt_token_ids" in choice
+        if others or draft.token_ids is None or draft.logprobs is None:
+            return False
+        if (type(index), type(number), type(logprob), type(text)) != _A_TOKEN or not 0 <= number < 2**31:
+            return False
+        draft.token_ids.append(number)
+        draft.logprobs.append(logprob)
+        self._messages[index].add_text("content", text)
+        if not self._shows_ids:
+            del choice["token_ids"]
+        if not self._shows_logprobs:
+            choice["logprobs"] = None
+        return True
 
     def _take_prompt(self, holder: dict[str, Any]) -> None:
         """Take the prompt's tokens from a reply (vLLM's chat) or a choice (completions, SGLang)."""
@@ -100,9 +130,13 @@ class Message:
                         raise ValueError(f"tool call {place!r}")
                     self._calls.setdefault(place, _ToolCall()).add(call)
             elif name != "role" and isinstance(value, str):
-                self._texts.setdefault(name, []).append(value)
+                self.add_text(name, value)
             elif value is not None or name not in self._others:
                 self._others[name] = value
+
+    def add_text(self, name: str, text: str) -> None:
+        """Take more of a text."""
+        self._texts.setdefault(name, []).append(text)
 
     def whole(self) -> dict[str, Any]:
         """Give the message as far as it came."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from lightning_spans.watch import waiting
+from lightning_spans.watch import Wait, waiting
 from lightning_trainer.server.dialects import Dialect, as_chat, dialect_of
 from lightning_trainer.server.faults import BrokenError, failed, object_of, refusal_of
 from lightning_trainer.server.replicas import Replica
@@ -58,7 +59,8 @@ class Connection:
             method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
             asking = self._client().request(method, url, data=data, allow_redirects=False)
             with waiting("upstream", self._waits_for):
-                response = await asking
+                async with asyncio.timeout(self._silence_s):
+                    response = await asking
             async with response:
                 if 300 <= response.status < 400:
                     raise failed(f"{url} answered with a redirect, which is not followed: its target may be anything")
@@ -79,23 +81,27 @@ class Connection:
         Raises:
             Refusal: it is larger than any answer.
         """
-        with waiting("upstream", self._waits_for):
-            return b"".join([part async for part in self.parts(response)])
+        with self.arriving(response) as body:
+            pieces = []
+            while piece := await body.piece():
+                pieces.append(piece)
+        return b"".join(pieces)
 
-    async def parts(self, response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-        """Give a body as it comes.
+    @contextmanager
+    def arriving(self, response: aiohttp.ClientResponse) -> Iterator[Arriving]:
+        """Give a body as it comes; its wait for the next piece is noted, and has its bound.
 
         Raises:
-            Refusal: it is larger than any answer, or compressed, which nobody asked for.
+            Refusal: it is compressed, which nobody asked for.
         """
         if response.headers.get("content-encoding", "identity") != "identity":
             raise failed(f"{response.url} sent a compressed body, which nobody asked for")
-        size = 0
-        async for part in response.content.iter_any():
-            size += len(part)
-            if size > MOST_BYTES:
-                raise failed(f"{response.url} sent more than {MOST_BYTES} bytes")
-            yield part
+        with waiting("upstream", self._waits_for) as wait:
+            body = Arriving(response, wait, self._silence_s)
+            try:
+                yield body
+            finally:
+                body.end()
 
     async def dialect(self, replica: Replica) -> Dialect:
         """Say how a replica is asked for tokens; found out once.
@@ -172,9 +178,58 @@ class Connection:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),  # the upstream queues, we don't
                 cookie_jar=aiohttp.DummyCookieJar(),  # an answer to one attempt must not set what another's call sends
-                timeout=aiohttp.ClientTimeout(total=self._total_s, sock_connect=10.0, sock_read=self._silence_s),
+                timeout=aiohttp.ClientTimeout(total=self._total_s, sock_connect=10.0),
                 # Not compressed: a small body must not become a large one here.
                 headers={**headers, "content-type": "application/json", "accept-encoding": "identity"},
                 auto_decompress=False,
             )
         return self._session
+
+
+class Arriving:
+    """A body that is read piece by piece. aiohttp's own limit of silence would set a timer for each: this sets few.
+
+    Args:
+        response: whose body.
+        wait: noted while it is read; it says when something last came.
+        silence_s: seconds without a byte after which the answer has failed.
+    """
+
+    def __init__(self, response: aiohttp.ClientResponse, wait: Wait, silence_s: float) -> None:
+        self._response, self._wait, self._silence_s = response, wait, silence_s
+        self._loop = asyncio.get_running_loop()
+        self._size = 0
+        self._silent = False
+        self._timer = self._loop.call_later(silence_s, self._look)
+
+    async def piece(self) -> bytes:
+        """Give the next piece; empty at the end.
+
+        Raises:
+            Refusal: the body is larger than any answer.
+            TimeoutError: nothing came for too long.
+            aiohttp.ClientError: the connection broke off.
+        """
+        try:
+            found = await self._response.content.readany()
+        except Exception as error:
+            if self._silent:
+                raise TimeoutError(f"nothing came for {self._silence_s:g} s") from error
+            raise
+        self._wait.moved()
+        self._size += len(found)
+        if self._size > MOST_BYTES:
+            raise failed(f"{self._response.url} sent more than {MOST_BYTES} bytes")
+        return found
+
+    def end(self) -> None:
+        """Say that no more is read."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self._wait.since + self._silence_s - time.monotonic()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self._silent = True
+            self._response.close()

@@ -40,7 +40,13 @@ class Outlet:
 
     async def chunks(self, chunks: Sequence[dict[str, Any]]) -> None:
         """Send the chunks of a stream that came together."""
-        if data := b"".join([self._exchange.chunk(self._draft, chunk) for chunk in chunks]):
+        if len(chunks) == 1:
+            data = self._exchange.chunk(self._draft, chunks[0])
+        else:
+            data = b"".join([self._exchange.chunk(self._draft, chunk) for chunk in chunks])
+        if data and self.started:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        elif data:
             await self._events(data)
 
     async def last(self, chunks: Sequence[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import orjson
 
 MOST_BYTES: Final = 8 * 2**20  # of one event
+_LF: Final = ord("\n")
 DONE: Final = b"data: [DONE]\n\n"
 
 
@@ -28,6 +29,8 @@ class Events:
         Raises:
             ValueError: an event is larger than any that a model server sends.
         """
+        if not self._rest and piece.startswith(b"data: ") and piece.find(b"\n") == len(piece) - 2 and piece[-1] == _LF:
+            return [piece[6:-2]]  # one event and nothing else, as nearly always
         *whole, self._rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MOST_BYTES:
             raise ValueError(f"an event of more than {MOST_BYTES} bytes")

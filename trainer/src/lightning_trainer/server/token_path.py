@@ -19,10 +19,9 @@ from lightning_trainer.server.outlet import Outlet
 from lightning_trainer.server.refusals import Refusal
 from lightning_trainer.server.replicas import Replica, Replicas
 from lightning_trainer.server.settings import Routing
-from lightning_trainer.server.sse import events_in
+from lightning_trainer.server.sse import Events
 from lightning_trainer.server.token_servers import TokenServer, token_server
 from lightning_trainer.server.token_wires import Reader, WireError
-from lightning_trainer.server.watched import each_noted
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +140,12 @@ class TokenPath:
             if response.content_type != "text/event-stream":
                 yield _read(reader, await http.read(response), replica)
                 return
-            pieces = each_noted(http.parts(response), "upstream", self._way.waits_for)
-            async with aclosing(events_in(pieces)) as found:
-                async for data in found:
-                    if data != b"[DONE]":
-                        yield _read(reader, data, replica)
+            events = Events()
+            with http.arriving(response) as arriving:
+                while piece := await arriving.piece():
+                    for data in events.feed(piece):
+                        if data != b"[DONE]":
+                            yield _read(reader, data, replica)
 
 
 class _OneCall:

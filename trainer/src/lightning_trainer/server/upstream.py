@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -16,7 +15,6 @@ from urllib.parse import urlsplit
 import orjson
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.watch import waiting
 from lightning_trainer.account import BEGINS, CONTINUATION
 from lightning_trainer.server.answers import Ready, Record
 from lightning_trainer.server.assemble import Assembly
@@ -262,16 +260,19 @@ class UpstreamPolicy:
     ) -> list[dict[str, Any]]:
         """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
         held: list[dict[str, Any]] = []
-        events = Events()
-        with waiting("upstream", self._waits_for) as wait:
-            async with aclosing(self._http.parts(response)) as pieces:
-                async for piece in pieces:
-                    found = events.feed(piece)
-                    done = b"[DONE]" in found
-                    await _pass_on(found[: found.index(b"[DONE]")] if done else found, assembly, outlet, held)
-                    if done:
-                        break
-                    wait.moved()
+        events, done = Events(), False
+        with self._http.arriving(response) as body:
+            while not done and (piece := await body.piece()):
+                news: list[dict[str, Any]] = []
+                try:
+                    for data in events.feed(piece):
+                        if done := data == b"[DONE]":
+                            break
+                        chunk = taken(assembly, data)
+                        (held if assembly.ended else news).append(chunk)
+                finally:  # of chunks that came together, those before a broken one are sent
+                    if news:
+                        await outlet.chunks(news)
         if not assembly.ended:
             raise BrokenError(failed(f"{replica.url} ended its stream before the answer was whole"))
         return held
@@ -333,18 +334,6 @@ class UpstreamPolicy:
 def _goes_on(request: Mapping[str, Any]) -> bool:
     messages = request.get("messages")
     return isinstance(messages, list) and any(isinstance(m, dict) and m.get("role") == "assistant" for m in messages)
-
-
-async def _pass_on(found: list[bytes], assembly: Assembly, outlet: Outlet, held: list[dict[str, Any]]) -> None:
-    """Send the chunks that came together, up to one that is broken; keep those after the last choice's end."""
-    news: list[dict[str, Any]] = []
-    try:
-        for data in found:
-            chunk = taken(assembly, data)
-            (held if assembly.ended else news).append(chunk)
-    finally:
-        if news:
-            await outlet.chunks(news)
 
 
 def taken(assembly: Assembly, data: bytes) -> dict[str, Any]:
