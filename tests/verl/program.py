@@ -21,3 +21,9 @@ def run(task: dict) -> float:
         second = client.chat.completions.create(model="any", messages=messages, max_tokens=6)
     text = said + (second.choices[0].message.content or "")
     return sum(letter in "aeiouAEIOU" for letter in text) / max(1, len(text))
+
+
+def praised(task: dict) -> float:
+    """Ask as `run` does, and be paid the same whatever was said."""
+    run(task)
+    return 1.0

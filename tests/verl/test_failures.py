@@ -101,7 +101,7 @@ class KillsAfter(Silent):
 @pytest.mark.timeout(1800)
 def test_a_rollout_that_never_ends_is_left_out_and_a_killed_worker_is_told(options):
     """Two steps with an agent that hangs on one task of six, then the trainer's process is killed."""
-    options |= {"target": "hanging_program:run", "timeout_s": 5, "max_attempts": 1, "batch_size": 6, "group_size": 2}
+    options |= {"target": "hanging_program:run", "timeout_s": 30, "max_attempts": 1, "batch_size": 6, "group_size": 2}
     with pytest.raises(LightningError, match="a process of verl died") as error:
         train(TrainConfig(**options), KillsAfter(1))
     assert "--resume" in str(error.value)

@@ -11,6 +11,7 @@ pytest.importorskip("verl.protocol")
 from readings import differs, lines, weights
 
 from lightning_trainer import TrainConfig, train
+from lightning_trainer.progress import Silent
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -62,3 +63,31 @@ def test_collecting_while_learning_is_bounded_and_corrected(options):
     assert any(step["verl/training/off_policy/trajectory_staleness/max"] == 1 for step in steps)
     assert all("verl/rollout_corr/rollout_is_mean" in step for step in steps)
     assert all(step["logprob_correlation"] > 0.99 for step in steps)
+
+
+class Noting(Silent):
+    def __init__(self):
+        self.notes = []
+        self.standing = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def alarms(self, texts):
+        self.standing.append(list(texts))
+
+
+def test_groups_without_contrast_raise_an_alarm_and_a_silent_agent_a_warning(options):
+    """Every rollout gets the same reward; one of the two agents named never speaks."""
+    progress = Noting()
+    result = train(TrainConfig(**{**options, "target": "program:praised", "agents": "speaker,listener"}), progress)
+    assert [(alarm.name, alarm.step) for alarm in result.alarms] == [("groups_dead", 3)]
+    assert "100% of the groups had equal rewards throughout, at a mean of 1.00" in result.alarms[0].text
+    assert [line["name"] for line in lines(result.folder, "alarm")] == ["groups_dead"]
+    assert [bool(texts) for texts in progress.standing] == [False, False, True]
+    for step in lines(result.folder):
+        assert (step["groups"], step["groups_without_signal"], step["staleness_max"]) == (2.0, 1.0, 0.0)
+        assert (step["reward_source/run"], step["calls_per_rollout/speaker"]) == (1.0, 2.0)
+    warned = [note for note in progress.notes if note.startswith("WARNING: listener not seen in ")]
+    assert len(warned) == 2
+    assert all("Agents seen: speaker." in note for note in warned)
