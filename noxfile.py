@@ -21,6 +21,9 @@ nox.options.sessions = ["lint", "types", "tests"]
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
+# Tests start many processes. Where containers turn bytecode off, each would compile all that it imports again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 ROOT = Path(__file__).parent
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 TORCH = "torch==2.13.0"  # the CPU wheel of this version is what tests and the demo were run with
