@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from lightning_trainer.server.dialects import as_chat
 from lightning_trainer.server.draft import ChoiceDraft, Draft
 
 _A_TOKEN: Final = (int, int, float, str)
@@ -34,9 +35,10 @@ class Assembly:
         return len(self._ended) >= self._number
 
     def add(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Take a whole reply or a chunk; give what the agent gets of it, which is the same object changed."""
+        """Take a whole reply or a chunk, of chat or completions; give what the agent gets: the same object changed."""
         if self._add_token(reply):
             return reply
+        as_chat(reply)
         if self._draft.keeps_id and isinstance(reply.get("id"), str):
             self._draft.response_id = reply["id"]
         self._take_prompt(reply)
@@ -57,8 +59,8 @@ class Assembly:
             logprob, text = shown["logprob"], delta["content"]
         except (KeyError, TypeError, ValueError):
             return False
-        others = len(delta) > 1 or choice.get("finish_reason") is not None or "prompt_token_ids" in choice
-        if others or draft.token_ids is None or draft.logprobs is None:
+        others = len(delta) > 1 or "prompt_token_ids" in choice or "text" in choice
+        if others or choice.get("finish_reason") or draft.token_ids is None or draft.logprobs is None:
             return False
         if (type(index), type(number), type(logprob), type(text)) != _A_TOKEN or not 0 <= number < 2**31:
             return False

@@ -19,7 +19,7 @@ from lightning_trainer.account import BEGINS, CONTINUATION
 from lightning_trainer.server.answers import Ready, Record
 from lightning_trainer.server.assemble import Assembly
 from lightning_trainer.server.connection import Connection
-from lightning_trainer.server.dialects import Dialect, as_chat, asking, chunks_of, dialect_of
+from lightning_trainer.server.dialects import Dialect, asking, chunks_of, dialect_of
 from lightning_trainer.server.draft import Draft
 from lightning_trainer.server.faults import BrokenError, failed, object_of
 from lightning_trainer.server.outlet import Outlet
@@ -343,6 +343,6 @@ def taken(assembly: Assembly, data: bytes) -> dict[str, Any]:
         Refusal: it has no form that a model server's reply has.
     """
     try:
-        return assembly.add(as_chat(object_of(data)))
+        return assembly.add(object_of(data))
     except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
         raise failed(f"sent a reply of no known form: {type(error).__name__}: {error}") from None
