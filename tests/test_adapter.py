@@ -116,6 +116,16 @@ def test_without_a_gateway_everything_comes_from_the_span() -> None:
     assert (two.choice, two.message, two.finish_reason) == (1, {"content": "1"}, "stop")
 
 
+def test_a_text_completion_is_read_without_a_gateway_too() -> None:
+    flat = {"tokens": ["1", "9"], "token_logprobs": [-0.5, -0.25], "text_offset": [0, 1]}
+    choice = {"index": 0, "text": "19", "logprobs": flat, "finish_reason": "length", "token_ids": [3, 4]}
+    body = {"id": "cmpl-1", "object": "text_completion", "choices": [{**choice, "prompt_token_ids": [1, 2]}]}
+    attributes = {REQUEST: json.dumps({"prompt": "12+7="}), RESPONSE: json.dumps(body)}
+    (transition,) = adapt(Trace.build([chat(1, attributes=attributes)]))
+    assert transition.tokens == Tokens((1, 2), (3, 4), (-0.5, -0.25))
+    assert (transition.message, transition.finish_reason) == ({"role": "assistant", "content": "19"}, "length")
+
+
 def test_a_responses_body_gives_its_output_as_the_message() -> None:
     output = [{"type": "message", "content": [{"type": "output_text", "text": "hi"}]}]
     attributes = {RESPONSE: json.dumps({"id": "resp_1", "status": "completed", "output": output})}

@@ -18,7 +18,7 @@ from lightning_spans.transitions import Tokens, Transition
 NAMES = ["identical", "discounted", "last", "per-agent", "turn", "gigpo"]
 
 
-def call(number, agent="writer", *, choice=0, messages=None, tokens=None, rewards=()):
+def call(number, agent="writer", *, choice=0, messages=None, prompt=None, tokens=None, rewards=()):
     return Transition(
         rollout_id="r",
         attempt_id="a",
@@ -26,7 +26,7 @@ def call(number, agent="writer", *, choice=0, messages=None, tokens=None, reward
         turn=number,
         choice=choice,
         span_id=f"s{number}",
-        request={} if messages is None else {"messages": messages},
+        request={k: v for k, v in {"messages": messages, "prompt": prompt}.items() if v is not None},
         tokens=tokens,
         rewards=tuple(rewards),
     )
@@ -155,6 +155,12 @@ def test_a_state_is_what_came_since_the_last_answer():
     assert state_of(call(1, messages=there)) == state_of(call(4, messages=by_a_detour))
     assert state_of(call(1, messages=there)) != state_of(call(1, messages=elsewhere))
     assert state_of(call(1, messages=there), "prompt") != state_of(call(1, messages=by_a_detour), "prompt")
+
+
+def test_prompts_of_text_are_states():
+    assert state_of(call(1, prompt="a door")) == state_of(call(2, prompt="a door"))
+    assert state_of(call(1, prompt="a door")) != state_of(call(2, prompt="a wall"))
+    assert state_of(call(1, prompt=[1, 2])) != state_of(call(2, prompt=[1, 3]))
 
 
 def test_ids_of_tool_calls_are_no_part_of_a_state():

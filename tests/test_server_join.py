@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from fakes import FakeEngine, served
 import lightning_openai
 from lightning_openai import agent
 from lightning_spans import Attempt, use_attempt
+from lightning_spans.adapter import adapt
 from lightning_spans.spans import FRAMEWORK
 from lightning_spans.trace import count_joins, traces_of
 from lightning_spans.trace_join import GATEWAY, NO_SPAN, NOT_SEEN, SPARE
@@ -20,6 +22,7 @@ from lightning_spans.trace_named import UNNAMED
 from lightning_trainer.server.serving import ServerThread
 
 USER = [{"role": "user", "content": "What is 12+7?"}]
+PROMPT = "12+7 ="
 ELSEWHERE = "http://127.0.0.1:9/v1"
 
 
@@ -84,6 +87,53 @@ def test_a_call_a_stream_and_one_that_is_left_are_one_chat_span_each(server, att
     assert count_joins([trace]).joined == len(trace.chats) == len(server.calls(attempt.attempt_id)) == 3
     assert trace.unjoined == ()
     assert {node.span.agent for node in trace.chats} == {"writer"}
+
+
+async def complete(url, *, stream):
+    async with openai.AsyncOpenAI(base_url=url, api_key="mine", max_retries=0) as client:
+        answer = await client.completions.create(model="m", prompt=PROMPT, stream=stream, max_tokens=50, logprobs=0)
+        return [chunk async for chunk in answer] if stream else [answer]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_a_text_completion_is_a_transition_with_the_tokens_of_the_engine(server, attempt, stream, in_loop):
+    with lightning_openai.attach(), use_attempt(attempt):
+        client = openai.OpenAI(base_url=ELSEWHERE, api_key="mine", max_retries=0)
+        with agent("writer"):
+            server.engine.play(["19"])
+            if in_loop:
+                told = asyncio.run(complete(ELSEWHERE, stream=stream))
+            else:
+                answer = client.completions.create(model="m", prompt=PROMPT, stream=stream, max_tokens=50, logprobs=0)
+                told = list(answer) if stream else [answer]
+        with agent("editor"), pytest.raises(openai.APIConnectionError):
+            client.completions.create(model="m", prompt=PROMPT)  # is not trained, and so stays where it was
+    assert "".join(part.choices[0].text for part in told if part.choices) == "19"
+    (call,) = server.calls(attempt.attempt_id)
+    trace = trace_of(server, attempt)
+    made, stayed = adapt(trace)
+    assert trace.chats[0].call == call
+    assert (made.agent, made.response_id, made.finish_reason) == ("writer", told[0].id, "stop")
+    assert made.tokens is not None
+    assert made.tokens.prompt == tuple(PROMPT.encode())
+    assert made.tokens.response == (*b"19", 257)
+    assert (made.request["prompt"], made.message["content"]) == (PROMPT, "19")
+    assert (stayed.agent, stayed.tokens) == ("editor", None)
+    assert count_joins([trace]).unjoined == {NOT_SEEN: 1}
+
+
+def test_a_text_completion_without_traceparent_or_answer_is_joined_by_its_agent_and_prompt(server, attempt):
+    """The client gave up before it knew the id; LangChain sends its one prompt as a list."""
+    with proxy_without(b"traceparent", server.url) as url:
+        server.engine.play([RuntimeError("broke")])
+        with use_attempt(replace(attempt, endpoint=url)), lightning_openai.attach(), agent("writer"):
+            client = openai.OpenAI(base_url=ELSEWHERE, api_key="mine", max_retries=0)
+            with pytest.raises(openai.InternalServerError):
+                client.completions.create(model="m", prompt=[PROMPT])
+    (node,) = trace_of(server, attempt).chats
+    assert [node.call] == server.calls(attempt.attempt_id)
+    assert node.call.trace_id is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -218,6 +218,19 @@ def test_raw_bodies_of_openinference_are_used_as_they_are():
     assert span.attributes[names.RESPONSE_ID] == "chatcmpl-1"
 
 
+def test_text_completions_of_other_instrumentors_are_model_calls():
+    raw = {"id": "cmpl-1", "choices": [{"index": 0, "text": "19"}]}
+    asked = {"prompt": "12+7=", "model": "m"}
+    attributes = {"input.value": json.dumps(asked), "output.value": json.dumps(raw)}
+    span = adopted(_span("a", 1, operation="internal", attributes={"openinference.span.kind": "LLM", **attributes}))
+    assert (span.operation, span.attributes[names.RESPONSE_ID]) == ("chat", "cmpl-1")
+    assert json.loads(span.attributes[names.REQUEST]) == asked
+    genai = {"gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "text", "content": "12+7="}]}])}
+    span = adopted(_span("a", 1, operation="text_completion", attributes=genai))
+    assert span.operation == "chat"
+    assert json.loads(span.attributes[names.REQUEST])["messages"] == [{"role": "user", "content": "12+7="}]
+
+
 def test_tool_and_agent_spans_of_openinference_become_ours():
     tool = {"openinference.span.kind": "TOOL", "tool.name": "add", "input.value": '{"a": 1}', "output.value": "2"}
     span = adopted(_span("a", 1, operation="internal", attributes=tool))
@@ -290,7 +303,7 @@ _NAMES = st.sampled_from([
 @given(
     attributes=st.dictionaries(_NAMES, _JSON | _JSON.map(json.dumps), max_size=8),
     kind=st.sampled_from(["LLM", "TOOL", "AGENT", "llm", ""]),
-    operation=st.sampled_from(["internal", "chat", "generate_content"]),
+    operation=st.sampled_from(["internal", "chat", "generate_content", "text_completion"]),
 )
 def test_no_attributes_at_all_make_the_turning_fail(attributes, kind, operation):
     attributes = {**attributes, "openinference.span.kind": kind}

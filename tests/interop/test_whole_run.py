@@ -76,7 +76,20 @@ async def answer(question):
 def ask(question):
     return LOOP.run_until_complete(answer(question))
 """
+COMPLETIONS = """
+import lightning_openai
+import openai
+
+flush = lightning_openai.attach().flush
+client = openai.OpenAI()
+
+def ask(question):
+    with lightning_openai.agent("writer"):
+        told = client.completions.create(model=MODEL, prompt=f"{ROLE} {question}", stream="on" in question)
+        return "".join(part.choices[0].text for part in told) if "on" in question else told.choices[0].text
+"""
 PROGRAMS = {  # program, what it takes, who its spans say is at work
+    "openai, completions": (COMPLETIONS, [], "writer"),
     "OpenInference, openai": (OPENINFERENCE, ["openinference.instrumentation.openai"], None),
     "AutoGen, Anthropic": (AUTOGEN, ["autogen_agentchat", "anthropic"], "writer"),
     "Pydantic AI, Anthropic": (PYDANTIC_AI, ["pydantic_ai", "anthropic"], "writer"),

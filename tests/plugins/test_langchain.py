@@ -19,7 +19,7 @@ from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
 from langchain_core.tracers import context as tracers_context
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAI
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, MessagesState, StateGraph
@@ -563,6 +563,35 @@ def test_a_tool_that_answers_with_an_error_message_is_an_error(spans_of):
     (span,) = found.tools
     assert (span.status, span.status_message) == ("error", "no, not that")
     assert span.attributes[names.TOOL_RESULT] == "no, not that"
+
+
+# Models of text, which the openai client reaches at /completions
+
+
+async def _streamed(llm):
+    return "".join([part async for part in llm.astream("hello")])
+
+
+TEXT_WAYS = {
+    "invoke": lambda llm: llm.invoke("hello"),
+    "ainvoke": lambda llm: asyncio.run(llm.ainvoke("hello")),
+    "stream": lambda llm: "".join(llm.stream("hello")),
+    "astream": lambda llm: asyncio.run(_streamed(llm)),
+    "two prompts": lambda llm: llm.generate(["hello", "hello again"]).generations[0][0].text,
+}
+
+
+@pytest.mark.parametrize("way", TEXT_WAYS)
+def test_a_model_of_text_is_one_span_for_each_request(spans_of, way):
+    def program(url):
+        llm = OpenAI(base_url=url, model=MODEL)
+        writer = ("writer", lambda state: {"notes": [TEXT_WAYS[way](llm)]})
+        return graph_of(writer, edges=[(START, "writer")]).invoke({"notes": []})
+
+    found = spans_of(program)
+    assert len(found.requests) == len(found.chats) == 1
+    (span,) = found.chats
+    assert (span.agent, span.attributes[names.ENDPOINT]) == ("writer", "/completions")
 
 
 # Models that the wire does not see

@@ -236,6 +236,12 @@ def _response_stream(client):
         return [event.type for event in events]
 
 
+def _late_completion(client):
+    with client.completions.with_streaming_response.create(model=MODEL, prompt=TEXT) as answer:
+        return answer.json()
+
+
+TEXT = f"{instructions('writer')} hello there"
 WAYS = {
     "create": lambda c: c.chat.completions.create(model=MODEL, messages=MESSAGES),
     "parse": lambda c: c.chat.completions.parse(
@@ -270,6 +276,17 @@ WAYS = {
     "responses stream": lambda c: list(c.responses.create(model=MODEL, input="hello there", stream=True)),
     "responses tool stream": lambda c: list(c.responses.create(model=MODEL, input='call a {"x": 1}', stream=True)),
     "responses stream helper": _response_stream,
+    "completion": lambda c: c.completions.create(model=MODEL, prompt=TEXT, logprobs=1),
+    "completion of tokens": lambda c: c.completions.create(model=MODEL, prompt=[1, 2, 3]),
+    "completion choices": lambda c: c.completions.create(model=MODEL, prompt=TEXT, n=3),
+    "completion raw": lambda c: c.completions.with_raw_response.create(model=MODEL, prompt=TEXT).parse(),
+    "completion late": _late_completion,
+    "completion stream": lambda c: list(c.completions.create(model=MODEL, prompt=TEXT, stream=True)),
+    "completion stream of choices": lambda c: list(
+        c.completions.create(
+            model=MODEL, prompt=TEXT, stream=True, n=2, logprobs=1, stream_options={"include_usage": True}
+        )
+    ),
 }
 
 
@@ -299,7 +316,13 @@ async def _a_lines(client):
         return [line async for line in answer.iter_lines()]
 
 
+async def _a_completion_stream(client):
+    return [chunk async for chunk in await client.completions.create(model=MODEL, prompt=TEXT, stream=True)]
+
+
 ASYNC_WAYS = {
+    "completion": lambda c: c.completions.create(model=MODEL, prompt=TEXT),
+    "completion stream": _a_completion_stream,
     "create": lambda c: c.chat.completions.create(model=MODEL, messages=MESSAGES),
     "raw": lambda c: c.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES),
     "stream": _a_stream,
@@ -356,6 +379,11 @@ def test_other_requests_are_not_recorded(wired):
         ("/chat/completions", "/chat/completions"),
         ("chat/completions", "/chat/completions"),
         ("/deployments/gpt/chat/completions", "/chat/completions"),
+        ("/completions", "/completions"),
+        ("completions", "/completions"),
+        ("/deployments/gpt/completions", "/completions"),
+        ("https://host/v1/completions?api-version=1", "/completions"),
+        ("/autocompletions", None),
         ("https://host/v1/chat/completions?api-version=1", "/chat/completions"),
         ("/responses", "/responses"),
         ("responses", "/responses"),
@@ -770,6 +798,18 @@ def test_a_stream_put_together_is_what_would_have_been_sent_without_it(texts, n,
         assert is_whole("/chat/completions", whole)
 
 
+@given(texts=PIECES, n=st.integers(1, 3), usage=st.booleans(), top=st.sampled_from([None, 0, 1]))
+def test_a_completions_stream_put_together_is_what_would_have_been_sent_without_it(texts, n, usage, top):
+    body = {"model": MODEL, "prompt": "so", "n": n, "stream": True, "logprobs": top}
+    body["stream_options"] = {"include_usage": usage}
+    whole = answer("/completions", body, Reply(" ".join(texts)), 0)
+    events = list(pieces("/completions", body, whole))
+    assert put_together("/completions", events) == whole
+    assert is_whole("/completions", whole)
+    only_token = len(whole["choices"][0]["token_ids"]) == 1
+    assert is_whole("/completions", put_together("/completions", events[:1])) is only_token
+
+
 @given(texts=PIECES, cut=st.integers(0, 400))
 def test_a_stream_cut_anywhere_gives_what_had_come(texts, cut):
     for endpoint in ("/chat/completions", "/responses"):
@@ -784,6 +824,14 @@ def test_a_stream_cut_anywhere_gives_what_had_come(texts, cut):
         elif events and endpoint == "/chat/completions":
             content = response["choices"][0]["message"]["content"] or ""
             assert whole["choices"][0]["message"]["content"].startswith(content)
+
+
+def test_tokens_of_a_completion_are_kept_apart_even_where_one_is_named_as_a_key():
+    flat = {"tokens": ["index"], "token_logprobs": [0.0], "top_logprobs": [{"index": 0.0}], "text_offset": [0]}
+    chunks = [{"id": "a", "choices": [{"index": 0, "text": "index", "logprobs": flat}]}] * 2
+    (choice,) = put_together("/completions", chunks)["choices"]
+    assert choice["text"] == "indexindex"
+    assert choice["logprobs"]["top_logprobs"] == [{"index": 0.0}] * 2
 
 
 def test_odd_streams_are_put_together():

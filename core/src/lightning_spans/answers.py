@@ -32,10 +32,11 @@ NO_ANSWER: Final = Answer()
 
 
 def read_answer(text: Json) -> Answer:
-    """Read the body of a response of ``/chat/completions`` or ``/responses``.
+    """Read the body of a response of ``/chat/completions``, ``/completions`` or ``/responses``.
 
     Tokens are taken as vLLM sends them: ``prompt_token_ids`` beside or inside ``choices``, ``choices[].token_ids``, and
-    ``choices[].logprobs.content[].logprob``. What is missing or malformed counts as not recorded.
+    ``choices[].logprobs.content[].logprob``, in completions ``choices[].logprobs.token_logprobs[]``. What is missing or
+    malformed counts as not recorded. The text of a completion becomes a message, as the gateway keeps it.
 
     Args:
         text: JSON text; anything else gives an empty answer.
@@ -63,6 +64,8 @@ def read_answer(text: Json) -> Answer:
 
 def _choice(place: int, choice: Mapping[str, Any]) -> Choice:
     index, finish_reason, message = choice.get("index"), choice.get("finish_reason"), choice.get("message")
+    if message is None and isinstance(choice.get("text"), str):
+        message = {"role": "assistant", "content": choice["text"]}
     return Choice(
         index if isinstance(index, int) else place,
         _token_ids(choice.get("token_ids")),
@@ -93,10 +96,12 @@ def _token_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _logprobs(value: Any) -> tuple[float, ...] | None:
-    content = value.get("content") if isinstance(value, dict) else None
-    if not isinstance(content, list):
+    if not isinstance(value, dict):
         return None
+    content, plain = value.get("content"), value.get("token_logprobs")
     try:
-        return tuple([float(token["logprob"]) for token in content])
+        if isinstance(content, list):
+            return tuple([float(token["logprob"]) for token in content])
+        return tuple([float(logprob) for logprob in plain]) if isinstance(plain, list) else None
     except (TypeError, ValueError, KeyError):
         return None

@@ -164,8 +164,8 @@ def _numbers(transitions: Sequence[Transition]) -> list[int]:
 
 
 def _items(request: Mapping[str, Json]) -> list[Json]:
-    """Give the messages of a request, or the items of a `/responses` input."""
-    given = request.get("messages", request.get("input"))
+    """Give the messages of a request, or the items of a `/responses` input; a prompt of text is one message."""
+    given = request.get("messages", request.get("input", request.get("prompt")))
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     return list(given) if isinstance(given, list) else []

@@ -15,7 +15,7 @@ SCHEMA_VERSION: Final = 1
 Status: TypeAlias = Literal["ok", "error", "unset"]
 Json: TypeAlias = Any  # what json.loads can give: str, int, float, bool, None, list, dict
 
-CHAT: Final = "chat"
+CHAT: Final = "chat"  # any call that a language model answers, a text completion too: `ENDPOINT` says which
 EXECUTE_TOOL: Final = "execute_tool"
 INVOKE_AGENT: Final = "invoke_agent"
 INVOKE_WORKFLOW: Final = "invoke_workflow"  # what is around several agents: a team, a graph, a run with handoffs
@@ -51,7 +51,7 @@ ORIGIN: Final = "lightning.origin"  # left out where it is "training"
 SCHEMA: Final = "lightning.schema.version"
 REQUEST: Final = "lightning.request"  # JSON text of the request body as sent
 RESPONSE: Final = "lightning.response"  # JSON text of the response body; for a stream, of the message put together
-ENDPOINT: Final = "lightning.endpoint"  # "/chat/completions" or "/responses"
+ENDPOINT: Final = "lightning.endpoint"  # "/chat/completions", "/completions" or "/responses"
 STREAMED: Final = "lightning.streamed"
 REROUTED: Final = "lightning.rerouted"
 ABANDONED: Final = "lightning.abandoned"  # the agent stopped reading a stream before its end

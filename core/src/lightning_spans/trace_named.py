@@ -7,12 +7,12 @@ to a span of its agent that has no answer yet and asked for the same. Where that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from lightning_spans.records import JsonText, dumps
-from lightning_spans.spans import CHAT, REQUEST, RESPONSE_ID
+from lightning_spans.spans import CHAT, REQUEST, RESPONSE_ID, Json
 from lightning_spans.store import Call
 from lightning_spans.trace_join import NO_SPAN, SPARE, response_id
 from lightning_spans.trace_nodes import Node, Unjoined
@@ -44,12 +44,12 @@ def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unj
     matches: defaultdict[Asked, _Match] = defaultdict(_Match)
     lone: list[Unjoined] = []
     for call in calls:
-        messages = call.request.get("messages")
-        if call.agent is None or call.trace_id is not None or messages is None:
+        said = _said(call.request)
+        if call.agent is None or call.trace_id is not None or said is None:
             nameless = call.agent is None and call.trace_id is None
             lone.append(Unjoined(UNNAMED if nameless else NO_SPAN, call=call))
         else:
-            matches[call.agent, dumps(messages)].calls.append(call)
+            matches[call.agent, said].calls.append(call)
     for node in chats if matches else ():
         if node.call is None and response_id(node) is None and RESPONSE_ID not in node.span.attributes:
             asked = _asked(node)
@@ -83,8 +83,16 @@ def _asked(node: Node) -> Asked | None:
     while agent is None and at is not None and at.span.operation != CHAT:
         agent, at = at.span.agent, at.parent
     text = node.span.attributes.get(REQUEST)
-    messages = JsonText(text).get("messages") if isinstance(text, str) else None
-    return None if agent is None or messages is None else (agent, dumps(messages))
+    said = _said(JsonText(text)) if isinstance(text, str) else None
+    return None if agent is None or said is None else (agent, said)
+
+
+def _said(request: Mapping[str, Json]) -> bytes | None:
+    """Give what a chat or a text completion was asked; a list of one prompt is that prompt, as the gateway keeps it."""
+    said = request.get("messages", request.get("prompt"))
+    if isinstance(said, list) and len(said) == 1 and isinstance(said[0], (str, list)):
+        said = said[0]
+    return None if said is None else dumps(said)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ _SAME: Final = {
 }
 _INPUT: Final = {names.CHAT: names.REQUEST, names.EXECUTE_TOOL: names.TOOL_ARGUMENTS}
 _OUTPUT: Final = {names.CHAT: names.RESPONSE, names.EXECUTE_TOOL: names.TOOL_RESULT}
-_SPELLED_OUT: Final = frozenset({"messages", "input", "instructions", "tools", "model"})  # not among the parameters
+# Not among the parameters.
+_SPELLED_OUT: Final = frozenset({"messages", "input", "prompt", "instructions", "tools", "model"})
 
 
 def shown(span: Span) -> Span:
@@ -75,7 +76,7 @@ def _asked(text: Json) -> Iterator[tuple[str, Json]]:
         return
     parameters = {name: value for name, value in body.items() if name not in _SPELLED_OUT}
     yield SpanAttributes.LLM_INVOCATION_PARAMETERS, dumps(parameters).decode()
-    given = body.get("messages", body.get("input"))
+    given = body.get("messages", body.get("input", body.get("prompt")))
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else given or []
     if isinstance(body.get("instructions"), str):
         messages = [{"role": "system", "content": body["instructions"]}, *messages]

@@ -1,4 +1,4 @@
-"""What the scripted server answers: chat completions and responses, whole or cut into the events of a stream."""
+"""What the scripted server answers: chat completions, completions, responses, whole or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _DIRECTIVE: Final = re.compile(r"^\s*(call|fail|wait|cut|say)\b[ ]*(.*?)\s*$", r
 
 def agent_of(body: Mapping[str, Json]) -> str | None:
     """Name the agent that speaks, by the words ``You are NAME`` of its instructions."""
-    texts = [str(body.get("instructions") or "")]
+    texts = [str(body.get("instructions") or ""), str(body.get("prompt") or "")]
     texts += [text for role, text in _turns(body) if role in {"system", "developer"}]
     found = _AGENT.search("\n".join(texts))
     return found[1] if found else None
@@ -107,7 +107,7 @@ def _results_after(body: Mapping[str, Json], text: str) -> list[str]:
 
 
 def _messages(body: Mapping[str, Json]) -> list[Mapping[str, Json]]:
-    given = body.get("messages", body.get("input"))
+    given = body.get("messages", body.get("input", body.get("prompt")))
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     return [message for message in given or () if isinstance(message, Mapping)]
@@ -141,7 +141,7 @@ def answer(endpoint: str, body: Mapping[str, Json], reply: Reply, seen: int) -> 
     key = hashlib.sha1(json.dumps([body, seen], sort_keys=True).encode(), usedforsecurity=False).hexdigest()[:16]
     if endpoint == "/responses":
         return _response(body, reply, key)
-    whole = _completion(body, reply, key)
+    whole = _completion(body, reply, key) if endpoint == "/chat/completions" else _text_completion(body, reply, key)
     if body.get("stream") and not _counted(body):
         del whole["usage"]
     return whole
@@ -149,7 +149,9 @@ def answer(endpoint: str, body: Mapping[str, Json], reply: Reply, seen: int) -> 
 
 def pieces(endpoint: str, body: Mapping[str, Json], whole: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
     """Cut a whole response into the events of a stream."""
-    return _response_events(whole) if endpoint == "/responses" else _chunks(body, whole)
+    if endpoint == "/responses":
+        return _response_events(whole)
+    return _chunks(body, whole) if endpoint == "/chat/completions" else _text_chunks(body, whole)
 
 
 def _completion(body: Mapping[str, Json], reply: Reply, key: str) -> dict[str, Json]:
@@ -244,6 +246,60 @@ def _delta(message: Mapping[str, Json], step: int) -> dict[str, Json]:
             return {"tool_calls": [{"index": index, **opening, "function": {**name, "arguments": word}}]}
         before += len(words)
     raise ValueError(f"no token {step} in {message}")
+
+
+def _text_completion(body: Mapping[str, Json], reply: Reply, key: str) -> dict[str, Json]:
+    """Give a completion as vLLM does: token ids inside of the choices, log-probabilities as flat lists."""
+    chat = _completion({**body, "messages": body.get("prompt")}, reply, key)
+    prompt = chat.pop("prompt_token_ids")
+    choices = [
+        {
+            "index": choice["index"],
+            "text": choice["message"]["content"],
+            "logprobs": None if body.get("logprobs") is None else _flat(choice["message"]["content"], body["logprobs"]),
+            "finish_reason": choice["finish_reason"],
+            "token_ids": choice["token_ids"],
+            "prompt_token_ids": prompt,
+        }
+        for choice in chat["choices"]
+    ]
+    return {**chat, "id": f"cmpl-{key}", "object": "text_completion", "choices": choices}
+
+
+def _flat(text: str, top: int) -> dict[str, Json]:
+    words = words_of(text)
+    logprobs = [-0.25 * number for number in range(1, len(words) + 1)]
+    return {
+        "tokens": words,
+        "token_logprobs": logprobs,
+        "top_logprobs": [{word: logprob} for word, logprob in zip(words, logprobs, strict=True)] if top else None,
+        "text_offset": [sum(len(word) for word in words[:at]) for at in range(len(words))],
+    }
+
+
+def _text_chunks(body: Mapping[str, Json], whole: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
+    base = {key: whole[key] for key in ("id", "object", "created", "model")}
+    base |= {"usage": None} if _counted(body) else {}
+    longest = max(len(choice["token_ids"]) for choice in whole["choices"])
+    for step in range(longest):
+        for choice in whole["choices"]:
+            if step < len(choice["token_ids"]):
+                yield {**base, "choices": [_text_part(choice, step)]}
+    if _counted(body):
+        yield {**base, "choices": [], "usage": whole["usage"]}
+
+
+def _text_part(choice: Mapping[str, Json], step: int) -> dict[str, Json]:
+    last = step == len(choice["token_ids"]) - 1
+    flat = choice["logprobs"]
+    part = {
+        "index": choice["index"],
+        "text": words_of(choice["text"])[step],
+        "logprobs": flat and {name: values and [values[step]] for name, values in flat.items()},
+        "finish_reason": choice["finish_reason"] if last else None,
+        "token_ids": [choice["token_ids"][step]],
+    }
+    return {**part, "prompt_token_ids": choice["prompt_token_ids"]} if step == 0 else part
 
 
 def _response(body: Mapping[str, Json], reply: Reply, key: str) -> dict[str, Json]:

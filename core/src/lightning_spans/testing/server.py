@@ -1,8 +1,8 @@
 """A model server on loopback that does as it is told, and remembers every request it got.
 
-It speaks ``/v1/chat/completions`` and ``/v1/responses``, streamed or not, with tool calls, several choices, errors,
-delays and cut connections, and gives token ids as vLLM does. It also takes spans at ``/v1/traces``, so that it can
-stand in for the training side.
+It speaks ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/responses``, streamed or not, with tool calls, several
+choices, errors, delays and cut connections, and gives token ids as vLLM does. It also takes spans at ``/v1/traces``, so
+that it can stand in for the training side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from lightning_spans.testing.script import Json, Reply, Script, answer, follow, pieces
 
-_MODELS: Final = ("/chat/completions", "/responses")
+_MODELS: Final = ("/chat/completions", "/completions", "/responses")
 _GAP_S: Final = 0.002  # between the events of a stream, so that they arrive one by one
 
 
@@ -193,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
         if cut:
             self.close_connection = True
             return
-        if endpoint == "/chat/completions":
+        if endpoint != "/responses":
             self._chunk("data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
 

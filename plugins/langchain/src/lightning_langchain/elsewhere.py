@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from lightning_spans.spans import Json
 
 PLUGIN: Final = "lightning_langchain"
-_WIRED: Final = frozenset({"openai-chat", "azure-openai-chat"})  # known beforehand to use the openai client
+# Known beforehand to use the openai client. The last two are text models, whose asynchronous calls LangChain begins in
+# tasks of their own, so that the wire can't tell their runs.
+_WIRED: Final = frozenset({"openai-chat", "azure-openai-chat", "openai", "azure"})
 
 
 def follow_caches() -> Callable[[], None]:

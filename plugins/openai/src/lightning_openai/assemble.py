@@ -10,7 +10,9 @@ import orjson
 from lightning_spans.spans import Json
 
 DONE: Final = "[DONE]"
-_TEXT: Final = frozenset({"content", "refusal", "reasoning", "reasoning_content", "arguments", "data", "transcript"})
+_TEXT: Final = frozenset(
+    {"content", "text", "refusal", "reasoning", "reasoning_content", "arguments", "data", "transcript"}
+)
 _WHOLE: Final = frozenset({"prompt_token_ids"})  # some servers send it with every chunk
 
 
@@ -58,7 +60,9 @@ def put_together(endpoint: str, events: Sequence[Mapping[str, Json]]) -> dict[st
     """Give the response that a stream amounts to; None when nothing came."""
     if not events:
         return None
-    return _responses(events) if endpoint == "/responses" else _chat(events)
+    if endpoint == "/responses":
+        return _responses(events)
+    return _choices(events, text=endpoint == "/completions")
 
 
 def is_whole(endpoint: str, response: Mapping[str, Json] | None) -> bool:
@@ -71,7 +75,8 @@ def is_whole(endpoint: str, response: Mapping[str, Json] | None) -> bool:
     return bool(choices) and all(choice.get("finish_reason") for choice in choices)
 
 
-def _chat(events: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
+def _choices(events: Iterable[Mapping[str, Json]], *, text: bool) -> dict[str, Json]:
+    """Put together the choices of a chat completion, or of a completion, whose choices are text without a message."""
     response: dict[str, Json] = {}
     choices: dict[int, dict[str, Json]] = {}
     for event in events:
@@ -80,13 +85,15 @@ def _chat(events: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
             index = part.get("index", 0)
             choice = choices.get(index)
             if choice is None:
-                choice = choices[index] = {"index": index, "message": {}}
+                choice = choices[index] = {"index": index} if text else {"index": index, "message": {}}
             if delta := part.get("delta"):
                 _merge(choice["message"], delta)
             _merge(choice, part, but="delta")
     for choice in choices.values():
-        choice["message"] = _joined(choice["message"])
         choice.update({key: "".join(value) for key, value in choice.items() if isinstance(value, _Pieces)})
+        if text:
+            continue
+        choice["message"] = _joined(choice["message"])
         choice["message"].setdefault("content", None)
         for call in choice["message"].get("tool_calls") or ():
             call.pop("index", None)
@@ -147,7 +154,7 @@ def _extend(into: dict[str, Json], key: str, parts: list[Json]) -> None:
         into[key] = []
     known: list[Any] = into[key]
     for part in parts:
-        if not (isinstance(part, dict) and "index" in part):
+        if not (isinstance(part, dict) and isinstance(part.get("index"), int)):
             known.append(part)
             continue
         same = next((item for item in known if item.get("index") == part["index"]), None)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_spans.spans import Json
 
 PLUGIN: Final = "lightning_openai"
-_PATHS: Final = ("/chat/completions", "/responses")
+_PATHS: Final = ("/chat/completions", "/completions", "/responses")  # the first that fits counts
 
 
 @functools.lru_cache(256)

@@ -33,7 +33,7 @@ def response_facts(endpoint: str, response: Mapping[str, Json]) -> dict[str, Jso
     """Give the attributes that a response tells: id, model, finish reasons, usage.
 
     Args:
-        endpoint: ``/chat/completions`` or ``/responses``.
+        endpoint: ``/chat/completions``, ``/completions`` or ``/responses``.
         response: the parsed body.
     """
     usage = response.get("usage") or {}

@@ -68,7 +68,7 @@ def rerouted(
         client: the user's client; only its limits are taken over.
         options: the caller's; left as they are.
         attempt: gives URL, model and key.
-        endpoint: ``/chat/completions`` or ``/responses``.
+        endpoint: ``/chat/completions``, ``/completions`` or ``/responses``.
         body: the whole body of the request; its model is replaced.
         headers: added to what is sent.
     """

@@ -85,7 +85,8 @@ def _agent(span: Span, operation: str, graph: Mapping[str, Json]) -> str | None:
 
 def _chat(given: Mapping[str, Json]) -> dict[str, Json]:
     """Give request and response: the raw bodies where the span has them, else put together from its messages."""
-    request = _body(given.get(SpanAttributes.INPUT_VALUE), "messages", holding="role") or _request(given)
+    asked = given.get(SpanAttributes.INPUT_VALUE)
+    request = _body(asked, "messages", holding="role") or _prompt(asked) or _request(given)
     told = given.get(SpanAttributes.OUTPUT_VALUE)
     response = _body(told, "choices") or _body(told, "output") or _response(given)
     if response.get("id") in (None, _NO_ID):
@@ -105,6 +106,12 @@ def _body(text: Json, key: str, *, holding: str = "") -> dict[str, Json] | None:
     # LangChain's messages, too, are under ``messages``, in a shape of its own.
     whole = all(isinstance(one, dict) and (not holding or holding in one) for one in body[key])
     return body if whole else None
+
+
+def _prompt(text: Json) -> dict[str, Json] | None:
+    """Give the body of a text completion."""
+    body = genai.loaded(text)
+    return body if isinstance(body, dict) and isinstance(body.get("prompt"), (str, list)) else None
 
 
 def _langchains_id(told: Json) -> str | None:

@@ -21,6 +21,7 @@ _OLD: Final = {  # names before version 1.37 of the conventions
     "gen_ai.usage.prompt_tokens": names.INPUT_TOKENS,
     "gen_ai.usage.completion_tokens": names.OUTPUT_TOKENS,
 }
+_CALLS: Final = frozenset({"chat", "generate_content", "text_completion"})  # what the conventions call a model call
 _PARAMETERS: Final = {
     names.REQUEST_MODEL: "model",
     names.REQUEST_TEMPERATURE: "temperature",
@@ -34,7 +35,7 @@ def completed(span: Span) -> Span:
     """Give a span with the attributes of ours that its messages tell, where it has none."""
     given = span.attributes
     added = {ours: given[old] for old, ours in _OLD.items() if old in given and ours not in given}
-    operation = names.CHAT if span.operation == "generate_content" else span.operation
+    operation = names.CHAT if span.operation in _CALLS else span.operation
     if operation == names.CHAT and names.REQUEST not in given and _INPUT in given:
         added[names.REQUEST] = dumps(_request(given)).decode()
     if operation == names.CHAT and names.RESPONSE not in given and _OUTPUT in given:
