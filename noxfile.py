@@ -140,7 +140,9 @@ def verl(session: nox.Session) -> None:
     """Train on verl and vLLM without a GPU: parity, whole runs, resume, two nodes. `-- demo --steps 10`: the demo."""
     session.install("packaging", TORCH)
     session.install("--no-deps", *VERL)
-    wanted = Path(session.create_tmp()) / "verl"
+    wanted = (
+        session.cache_dir / "verl"
+    )  # not `create_tmp`, which becomes TMPDIR: Ray does not work inside an environment
     session.run_install("python", "tests/verl/environment.py", str(wanted))
     own = [ROOT / "core", ROOT / "plugins/openai", ROOT / "plugins/langchain", ROOT / "trainer"]
     # In one resolution: Ray's dashboard and our tracing share the packages of OpenTelemetry.

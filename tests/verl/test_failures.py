@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from readings import lines
 
-from lightning_spans.errors import LightningError
+from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.backends.verl import process
 from lightning_trainer.backends.verl.agreement import WeightsError
@@ -83,6 +83,16 @@ def test_a_ray_that_does_not_answer_ends_the_run_within_a_bound(options, tmp_pat
         for thread in threading.enumerate():
             if thread.name == "lightning-verl":
                 thread.join(30)
+
+
+def test_a_temporary_folder_inside_the_environment_is_refused(options, tmp_path, monkeypatch):
+    """Ray's workers refuse to start there, and Ray waits for them for ever."""
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    with pytest.raises(ConfigError, match="Set RAY_TMPDIR to another folder"):
+        train(TrainConfig(**options))
+    assert not options["out"].exists()
 
 
 class KillsAfter(Silent):

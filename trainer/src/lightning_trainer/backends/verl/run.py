@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -52,6 +53,7 @@ def run(config: TrainConfig, progress: Progress | None = None) -> Result:
 
     began, progress = time.monotonic(), progress or Silent()
     _need_verl()
+    _need_room_for_ray()
     if config.device == "cpu":
         use_cpu()
     if config.val is not None:
@@ -94,6 +96,17 @@ def _need_verl() -> None:
     for package in ("verl", "ray", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f'{package} is not installed here. Run: pip install "lightning-trainer[verl]"')
+
+
+def _need_room_for_ray() -> None:
+    """Refuse a temporary folder in which Ray's workers refuse to start, while Ray would wait for them for ever."""
+    environment = os.environ.get("VIRTUAL_ENV")
+    folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").resolve()  # noqa: S108 - Ray's
+    if environment and folder.is_relative_to(Path(environment).resolve()):
+        raise ConfigError(
+            f"temporary files go to {folder}, inside the virtual environment {environment}, where Ray does not work."
+            " Set RAY_TMPDIR to another folder, such as /tmp."
+        )
 
 
 @contextmanager
