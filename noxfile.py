@@ -140,9 +140,8 @@ def verl(session: nox.Session) -> None:
     """Train on verl and vLLM without a GPU: parity, whole runs, resume, two nodes. `-- demo --steps 10`: the demo."""
     session.install("packaging", TORCH)
     session.install("--no-deps", *VERL)
-    wanted = (
-        session.cache_dir / "verl"
-    )  # not `create_tmp`, which becomes TMPDIR: Ray does not work inside an environment
+    # Not `create_tmp`, which becomes TMPDIR: Ray's workers refuse to start inside an environment.
+    wanted = session.cache_dir / "verl"
     session.run_install("python", "tests/verl/environment.py", str(wanted))
     own = [ROOT / "core", ROOT / "plugins/openai", ROOT / "plugins/langchain", ROOT / "trainer"]
     # In one resolution: Ray's dashboard and our tracing share the packages of OpenTelemetry.
