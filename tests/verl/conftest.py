@@ -16,6 +16,7 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_memory_usage_threshold": "0.98",
+    "RAY_worker_niceness": "0",  # the work is theirs: elsewhere on a machine in use they would get none of it
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
