@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from opentelemetry import context as otel_context
 
+from lightning_spans import context as contexts
 from lightning_spans.context import current_agent, entered, entered_steps, overlaid, with_agent
 
 
@@ -83,3 +84,13 @@ def test_a_generator_that_is_closed_closes_the_one_inside():
 
     assert asyncio.run(work()) is None
     assert closed == ["generator"]
+
+
+def test_a_runtime_of_the_users_own_keeps_the_context(monkeypatch):
+    get, attach = contexts._direct()
+    before = get()
+    attach(with_agent("reader"))
+    assert current_agent() == "reader"
+    attach(before)
+    monkeypatch.setattr(otel_context, "_RUNTIME_CONTEXT", object())
+    assert contexts._direct() == (otel_context.get_current, otel_context.attach)

@@ -6,6 +6,7 @@ import gc
 import gzip
 import json
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -555,6 +556,28 @@ def test_a_compressed_stream_is_kept_in_clear(wired):
 # What the agent sees
 
 
+class WaitingSink(ListSink):
+    def put(self, span, attempt):
+        self.taken.append((span, attempt))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_waits_for_delivery_holds_nothing_of_the_clients(wired, stream):
+    responses, sink = [], WaitingSink()
+    undo = wire.bind(Recorder(make_tracer("embedded", sink)))
+    hooks = {"response": [lambda response: responses.append(weakref.ref(response))]}
+    with openai.OpenAI(
+        base_url=wired.server.url, api_key="sk", http_client=openai.DefaultHttpxClient(event_hooks=hooks)
+    ) as client:
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=stream)
+        answer = list(answer) if stream else answer
+    undo()
+    settle()
+    assert [response() for response in responses] == [None]
+    (span,) = sink.spans
+    assert json.loads(span.record().attributes[names.RESPONSE]) == wired.server.requests[0].answer
+
+
 def test_the_callers_objects_are_left_as_they_are(wired):
     messages, headers = copy.deepcopy(MESSAGES), {"x-mine": "1"}
     wired.client.chat.completions.create(model=MODEL, messages=messages, extra_headers=headers)
@@ -835,6 +858,13 @@ def test_tokens_of_a_completion_are_kept_apart_even_where_one_is_named_as_a_key(
 
 
 def test_odd_streams_are_put_together():
+    told = 'data: {"id": "a"}\n\nevent: more\ndata: {"id": "b"}\n\ndata: {"id":\ndata: "c"}\n\ndata: [DONE]\n\n'
+    assert read_events(told) == ([{"id": "a"}, {"id": "b"}, {"id": "c"}], True)
+    assert read_events('data: {"id": "a"}\n\ndata: [DONE]\n\ndata: {"id": "b"}\n\ndata: [DONE]\n\n') == (
+        [{"id": "a"}],
+        True,
+    )
+    assert read_events("data: 1\n\ndata: [DONE]\n\n") == ([], True)
     events, done = read_events(': ping\r\n\r\ndata: {"id": "a",\r\ndata: "choices": []}\r\n\r\ndata: [DONE]\r\n\r\n')
     assert (events, done) == ([{"id": "a", "choices": []}], True)
     chunks = [

@@ -7,10 +7,11 @@ The OTel Context, not a ContextVar of our own, because threading instrumentation
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from opentelemetry import context as otel_context
@@ -23,7 +24,17 @@ _AGENT = "lightning-agent"
 _ATTEMPT = "lightning-attempt"
 
 T = TypeVar("T")
-_current: Final = otel_context.get_current
+
+
+def _direct() -> tuple[Callable[[], Context], Callable[[Context], object]]:
+    """Give what OTel's `get_current` and `attach` come to; each is two calls, and a stream makes four for an item."""
+    variable = getattr(getattr(otel_context, "_RUNTIME_CONTEXT", None), "_current_context", None)
+    if type(variable) is ContextVar:
+        return variable.get, variable.set
+    return otel_context.get_current, otel_context.attach  # the user has set OTEL_PYTHON_CONTEXT
+
+
+_current, _attach = _direct()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +144,13 @@ class Steps:
         inner: the generator's context; None: that of its reader.
     """
 
-    __slots__ = ("_entered", "_inner", "_outer")
+    __slots__ = ("_entered", "_inner", "_inside", "_outer")
 
     def __init__(self, inner: Context | None) -> None:
         self._inner = inner
         self._entered: Context | None = None
         self._outer = inner
+        self._inside = False
 
     def enter(self) -> None:
         """Make the generator's context the current one."""
@@ -147,19 +159,22 @@ class Steps:
         outer = _current()
         if self._entered is None or outer is not self._outer or self._inner is not self._entered:
             self._entered, self._outer = overlaid(self._inner, outer), outer
-        otel_context.attach(self._entered)
+        self._inside = True
+        _attach(self._entered)
 
     def leave(self) -> None:
         """Give the reader its own back."""
         if self._inner is None or self._outer is None:
             return
         self._inner = inner = _current()
+        self._inside = False
         # No token: the last step may come in another execution context.
-        otel_context.attach(self._outer if inner is self._entered else overlaid(self._outer, inner))
+        _attach(self._outer if inner is self._entered else overlaid(self._outer, inner))
 
     async def close(self, items: AsyncGenerator[Any, None]) -> None:
-        """Close the generator in its context."""
-        self.enter()
+        """Close the generator in its context, and leave that."""
+        if not self._inside:
+            self.enter()
         try:
             await items.aclose()
         finally:
@@ -170,15 +185,11 @@ async def entered_steps(context: Context, items: AsyncGenerator[T, None]) -> Asy
     """Run an async generator inside `context`, but what its reader does between two items outside of it."""
     steps = Steps(context)
     try:
-        while True:
-            steps.enter()
-            try:
-                item = await anext(items)
-            except StopAsyncIteration:
-                return
-            finally:
-                steps.leave()
+        steps.enter()
+        async for item in items:
+            steps.leave()
             yield item
+            steps.enter()
     finally:
         await steps.close(items)
 

@@ -90,8 +90,9 @@ class Following:
         """End a span; the second end of one changes nothing."""
         if span is not None:
             self._open.pop(span.span_id, None)
-            with self.recorder.guard(self.plugin, span):
-                span.end(error=error, attributes=attributes)
+            if span.end_ns is None:
+                with self.recorder.guard(self.plugin, span):
+                    span.end(error=error, attributes=attributes)
 
     @contextmanager
     def working(self, span: OpenSpan | None) -> Iterator[None]:

@@ -271,10 +271,14 @@ class Recorder:
             span.status_message = str(error)
             if isinstance(error, BaseException):
                 span.attributes.setdefault(names.ERROR_TYPE, type(error).__qualname__)
-        with self.guard("tracer", span):
+        try:  # no `guard`, which costs three calls
             self.tracer.end(span)
-        with self.guard("lightning_span_ended", span):
+        except Exception as raised:  # noqa: BLE001 - logged
+            log_failure("tracer", raised, span)
+        try:
             self._on_end(span)
+        except Exception as raised:  # noqa: BLE001 - logged
+            log_failure("lightning_span_ended", raised, span)
 
     def finish(self, span: OpenSpan) -> Span:
         """Make the record of an ended span: add what was left for later, and name its agent."""
@@ -311,6 +315,17 @@ class Recorder:
         return decorate
 
 
+def log_failure(plugin: str, error: Exception, span: OpenSpan | None = None) -> None:
+    """Log what went wrong while a framework's event was recorded, instead of raising it into the agent."""
+    where = f" at span {span.operation} {span.name!r} {span.span_id}" if span is not None else ""
+    logger.error(
+        "lightning: %s failed%s; the agent goes on, this event is not recorded",
+        plugin,
+        where,
+        exc_info=(type(error), error, error.__traceback__),
+    )
+
+
 class _Guard:
     """A class, because a generator costs twice as much, and a call passes several."""
 
@@ -328,14 +343,7 @@ class _Guard:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        span = self._span
-        where = f" at span {span.operation} {span.name!r} {span.span_id}" if span is not None else ""
-        logger.error(
-            "lightning: %s failed%s; the agent goes on, this event is not recorded",
-            self._plugin,
-            where,
-            exc_info=(type(error), error, traceback),
-        )
+        log_failure(self._plugin, error, self._span)
         return True
 
 

@@ -161,22 +161,17 @@ class AtWork(Following):
         steps = Steps(None if span is None else span.context)
         with self.working(span):
             try:
-                while True:
-                    steps.enter()
-                    try:
-                        item = await anext(items)
-                    except StopAsyncIteration:
-                        return
-                    finally:
-                        steps.leave()
+                steps.enter()
+                async for item in items:
+                    steps.leave()
                     if isinstance(item, last):
                         self.end(span)  # now, because many readers leave here and let the generator lie
                     yield item
+                    steps.enter()
             finally:
                 await steps.close(items)
-                self._teams = {
-                    key: value for key, value in self._teams.items() if span is None or value is not span.context
-                }
+                if self._teams and span is not None:
+                    self._teams = {key: value for key, value in self._teams.items() if value is not span.context}
 
 
 def place() -> Context:

@@ -15,15 +15,18 @@ from typing import TYPE_CHECKING, Any, Final
 from agents.tool_context import ToolContext
 from agents.tracing import spans as sdk_spans
 from agents.tracing import traces as sdk_traces
+from opentelemetry import context as otel_context
 
 from lightning_openai.elsewhere import record_elsewhere, to_json
 from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
 from lightning_spans.patches import Undo, replace
-from lightning_spans.recorder import current_span
+from lightning_spans.recorder import current_span, log_failure
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
     from lightning_spans.recorder import OpenSpan, Recorder
     from lightning_spans.spans import Json
 
@@ -58,8 +61,8 @@ class Work(Stay):
 
     __slots__ = ("error", "handled", "kind", "sdk", "span", "start_ns", "used")
 
-    def __init__(self, sdk: Any, kind: str) -> None:
-        super().__init__()
+    def __init__(self, sdk: Any, kind: str, here: Context) -> None:
+        super().__init__(here)
         self.sdk = sdk
         self.kind = kind
         self.span: OpenSpan | None = None
@@ -103,8 +106,10 @@ class Following:
         def start(sdk: Any, mark_as_current: bool = False) -> Any:
             answer = original(sdk, mark_as_current)
             if self._live and mark_as_current and id(sdk) not in self._works:
-                with self._recorder.guard(PLUGIN):
+                try:
                     self._begin(sdk)
+                except Exception as error:  # noqa: BLE001 - logged
+                    log_failure(PLUGIN, error)
             return answer
 
         return start
@@ -115,8 +120,10 @@ class Following:
         def finish(sdk: Any, reset_current: bool = False) -> Any:
             work = self._works.get(id(sdk))
             if work is not None:
-                with self._recorder.guard(PLUGIN, work.span):
+                try:
                     self._end(work)
+                except Exception as error:  # noqa: BLE001 - logged
+                    log_failure(PLUGIN, error, work.span)
             return original(sdk, reset_current)
 
         return finish
@@ -155,8 +162,9 @@ class Following:
         kind = "trace" if data is None else data.type
         if kind not in _FOLLOWED:
             return
-        context = settled()
-        work = Work(sdk, kind)
+        here = otel_context.get_current()
+        context = settled(here)
+        work = Work(sdk, kind, here)
         if kind == "agent":
             known = {names.FRAMEWORK: FRAMEWORK}
             work.span = self._recorder.start(

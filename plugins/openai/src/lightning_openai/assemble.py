@@ -10,6 +10,9 @@ import orjson
 from lightning_spans.spans import Json
 
 DONE: Final = "[DONE]"
+_FIRST: Final = "data: "
+_BETWEEN: Final = f"\n\n{_FIRST}"  # in JSON there is no such thing, since a text has no line breaks there
+_LAST: Final = f"{_BETWEEN}{DONE}\n\n"
 _TEXT: Final = frozenset(
     {"content", "text", "refusal", "reasoning", "reasoning_content", "arguments", "data", "transcript"}
 )
@@ -22,6 +25,13 @@ def read_events(body: str) -> tuple[list[dict[str, Json]], bool]:
     Returns:
         The JSON objects of its events in order, and whether its end mark was there.
     """
+    if body.startswith(_FIRST) and body.endswith(_LAST):  # as most servers write it: read at once
+        try:
+            events = orjson.loads(f"[{body[len(_FIRST) : -len(_LAST)].replace(_BETWEEN, ',')}]")
+        except orjson.JSONDecodeError:
+            pass  # it has more than data, or in more lines
+        else:
+            return [event for event in events if isinstance(event, dict)], True
     texts: list[str] = []
     done = False
     for block in (body.replace("\r\n", "\n") if "\r" in body else body).split("\n\n"):

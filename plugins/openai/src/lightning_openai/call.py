@@ -15,7 +15,7 @@ from lightning_openai import gateway
 from lightning_openai.assemble import is_whole, put_together, read_events
 from lightning_openai.facts import request_facts, response_facts
 from lightning_openai.leftovers import leftovers
-from lightning_openai.tee import body_of, chunks_of, tee
+from lightning_openai.tee import Kept, body_of, tee
 from lightning_openai.watch import current_watch
 from lightning_spans import spans as names
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_spans.spans import Json
 
 PLUGIN: Final = "lightning_openai"
+unfinished: Final[set[Call]] = set()  # calls whose bodies are still read
 _PATHS: Final = ("/chat/completions", "/completions", "/responses")  # the first that fits counts
 
 
@@ -43,6 +44,7 @@ class Call:
     """What `wire` keeps of one call. Its methods never raise.
 
     The agent's thread only notes what it has in hand. What the bodies say is read when the span is delivered (`_told`).
+    Until then nothing of the client's is held: what waits in memory the agent can't use again, and new memory is slow.
     """
 
     def __init__(self, recorder: Recorder, client: Any, options: Any, endpoint: str, *, streamed: bool) -> None:
@@ -50,10 +52,11 @@ class Call:
         self._endpoint = endpoint
         self._streamed = streamed
         self._body = body = _body(options)
-        self._response: Any = None
         self._request: Any = None
+        self._asked: bytes | None = None  # the body of the request
         self._retries: int | None = None
-        self._chunks: int | None = None  # of the body, when the span ended
+        self._kept: Kept | None = None  # the body of the response; None: there was no response
+        self._chunks: int | None = None  # of that body, when the span ended
         self._left = False  # nothing went wrong but that the agent reads no further
         self._to_end = False
         self.events: int | None = None  # items of an event stream that the agent took; None: it reads in another way
@@ -98,12 +101,15 @@ class Call:
     def responded(self, response: Any, retries: int | None) -> None:
         """Take the answer, before the client makes its own objects of it; and after how many tries again, if known."""
         with self._recorder.guard(PLUGIN):
-            self._response, self._retries = response, retries
+            self._request, self._retries = response.request, retries
             response.extensions[PLUGIN] = self
             self.seen_ns = time.time_ns()
-            if not response.is_stream_consumed:
-                self.pending = True
-                tee(response, self)
+            self.pending = not response.is_stream_consumed
+            if self.pending:
+                self._kept = tee(response, self)
+                unfinished.add(self)
+            else:
+                self._kept = Kept([response.content])
 
     def returned(self) -> None:
         """End the span of a call that is complete as it returns to the agent."""
@@ -120,7 +126,7 @@ class Call:
             status = getattr(error, "status_code", None)
             if isinstance(status, int):
                 self.span.set(**{"http.response.status_code": status})
-            if self._response is None:
+            if self._kept is None:
                 self._request = getattr(error, "request", None)
             self._end(error)
 
@@ -153,28 +159,32 @@ class Call:
     def _end(self, error: BaseException | None) -> None:
         """Note what is the agent's, and leave the rest for later: what `_told` reads does not change any more."""
         end_ns = None
-        if self._response is not None:
-            self._request = self._response.request
-            self._chunks = chunks_of(self._response)
+        unfinished.discard(self)
+        request, self._request = self._request, None
+        if self._kept is not None:
+            self._chunks = len(self._kept.chunks)
             end_ns = self.seen_ns or None if error is None else None
-        if _content(self._request) is None:
+        self._asked = _content(request)
+        if self._asked is None:
             self.span.set(**{names.REQUEST: orjson.dumps(self._body, default=str).decode()})
+        elif self._retries is None:
+            self._retries = _retries(request)
         self._left = error is None or isinstance(error, asyncio.CancelledError)
         self.client = self.options = None
+        self._body = {}
         self.span.end(error=error, end_ns=end_ns, later=self._told)
 
     def _told(self) -> None:
         """Add what request and response say."""
         told = self.span.attributes
         told[names.SERVER_ADDRESS] = self._base_url.host
-        content = _content(self._request)
-        if content is not None:
-            told[names.REQUEST] = _sent(content)
-            if again := _retries(self._request) if self._retries is None else self._retries:
-                told["http.request.resend_count"] = again
-        if self._response is None:
+        if self._asked is not None:
+            told[names.REQUEST] = _sent(self._asked)
+            if self._retries:
+                told["http.request.resend_count"] = self._retries
+        if self._kept is None:
             return
-        text = body_of(self._response, self._chunks)
+        text = body_of(self._kept, self._chunks)
         if not (self.pending and self._streamed):
             if self.pending and not self._to_end:
                 told[names.ABANDONED] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Listener(Protocol):
@@ -85,27 +85,34 @@ class _Reading:
         return chunk
 
 
-def tee(response: Any, listener: Listener) -> None:
-    """Put a tee into a response whose body has not been read yet."""
+class Kept(NamedTuple):
+    """A body, as far as it was read.
+
+    Attributes:
+        chunks: its bytes; of one that is teed more may come, perhaps compressed.
+        response: gives the class, status and headers that say how to decompress them; None where they are plain.
+    """
+
+    chunks: list[bytes]
+    response: Any = None
+
+
+def tee(response: Any, listener: Listener) -> Kept:
+    """Put a tee into a response whose body has not been read yet; gives what it keeps."""
     stream: Any = response.stream
     kind: Any = type(stream)
-    response.stream = _class_for(kind)(stream, listener)
+    put = response.stream = _class_for(kind)(stream, listener)
+    if "content-encoding" not in response.headers:
+        return Kept(put.chunks)
+    # Without the stream: the tee holds its listener, who holds this.
+    return Kept(put.chunks, type(response)(response.status_code, headers=response.headers))
 
 
-def chunks_of(response: Any) -> int | None:
-    """Give how many chunks of a body were read so far; None where it was not teed."""
-    return len(response.stream.chunks) if isinstance(response.stream, _Tee) else None
-
-
-def body_of(response: Any, chunks: int | None = None) -> str:
-    """Give the text of a body as far as it was read, decompressed; of a teed one, the first so many chunks."""
-    stream = response.stream
-    if not isinstance(stream, _Tee):
-        content = response.content  # not `.text`, which is slow to guess the encoding: JSON is UTF-8
-    else:
-        content = b"".join(stream.chunks[:chunks])
-        if "content-encoding" in response.headers:
-            content = type(response)(response.status_code, headers=response.headers, content=content).content
+def body_of(kept: Kept, chunks: int | None = None) -> str:
+    """Give the text of a body, decompressed: all that was kept, or the first so many chunks."""
+    response, content = kept.response, b"".join(kept.chunks[:chunks])
+    if response is not None:
+        content = type(response)(response.status_code, headers=response.headers, content=content).content
     text: str = content.decode("utf-8", errors="replace")
     return text
 

@@ -16,14 +16,13 @@ from contextvars import ContextVar
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
 
 from openai._base_client import AsyncAPIClient, SyncAPIClient
 from openai._streaming import AsyncStream, Stream
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
 from lightning_openai import gateway
-from lightning_openai.call import PLUGIN, Call, endpoint_of
+from lightning_openai.call import PLUGIN, Call, endpoint_of, unfinished
 from lightning_openai.elsewhere import mark
 from lightning_openai.leftovers import leftovers
 from lightning_spans.patches import Undo, clear, put_back, replace, replace_in_subclasses
@@ -35,7 +34,6 @@ logger = logging.getLogger("lightning_spans")
 _lock = threading.Lock()
 _recorders: list[Recorder] = []
 _undo_patches = Undo()
-_unfinished: WeakSet[Call] = WeakSet()
 # Which call a response belongs to, between `request` and `_process_response` of the same task.
 _current: ContextVar[Call | None] = ContextVar("lightning_openai_call", default=None)
 
@@ -101,7 +99,7 @@ def _wrap_uninstrument(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _end_unfinished() -> None:
-    for call in list(_unfinished):
+    for call in list(unfinished):
         call.end_left()
 
 
@@ -177,8 +175,6 @@ def _wrap_process_response(original: Callable[..., Any]) -> Callable[..., Any]:
         call = _current.get()
         if call is not None:
             call.responded(response, kwargs.get("retries_taken"))
-            if call.pending:
-                _unfinished.add(call)
         elif _recorders and endpoint_of(kwargs["options"].method, str(kwargs["options"].url)) and _put_back():
             logger.warning("lightning: somebody took our patch out of %s; a call is not recorded", type(self).__name__)
         return original(self, response=response, **kwargs)
