@@ -26,7 +26,7 @@ _ATTEMPT = "lightning-attempt"
 T = TypeVar("T")
 
 
-def _direct() -> tuple[Callable[[], Context], Callable[[Context], object]]:
+def _direct() -> tuple[Callable[[], Context], Callable[[Any], object]]:
     """Give what OTel's `get_current` and `attach` come to; each is two calls, and a stream makes four for an item."""
     variable = getattr(getattr(otel_context, "_RUNTIME_CONTEXT", None), "_current_context", None)
     if type(variable) is ContextVar:
@@ -34,7 +34,7 @@ def _direct() -> tuple[Callable[[], Context], Callable[[Context], object]]:
     return otel_context.get_current, otel_context.attach  # the user has set OTEL_PYTHON_CONTEXT
 
 
-_current, _attach = _direct()
+current, attach = _direct()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,38 +142,45 @@ class Steps:
 
     Args:
         inner: the generator's context; None: that of its reader.
+
+    Attributes:
+        entered: what `enter` made current; None before it did, or where there is nothing to enter. While it is current,
+            `leave` comes to `attach(outer)`, and the next `enter`, while `outer` is current, to `attach(entered)`: a
+            stream of many items may do that itself, and set `inside`.
+        outer: the reader's context.
+        inside: whether the generator runs.
     """
 
-    __slots__ = ("_entered", "_inner", "_inside", "_outer")
+    __slots__ = ("_inner", "entered", "inside", "outer")
 
     def __init__(self, inner: Context | None) -> None:
         self._inner = inner
-        self._entered: Context | None = None
-        self._outer = inner
-        self._inside = False
+        self.entered: Context | None = None
+        self.outer = inner
+        self.inside = False
 
     def enter(self) -> None:
         """Make the generator's context the current one."""
         if self._inner is None:
             return
-        outer = _current()
-        if self._entered is None or outer is not self._outer or self._inner is not self._entered:
-            self._entered, self._outer = overlaid(self._inner, outer), outer
-        self._inside = True
-        _attach(self._entered)
+        outer = current()
+        if self.entered is None or outer is not self.outer or self._inner is not self.entered:
+            self.entered, self.outer = overlaid(self._inner, outer), outer
+        self.inside = True
+        attach(self.entered)
 
     def leave(self) -> None:
         """Give the reader its own back."""
-        if self._inner is None or self._outer is None:
+        if self._inner is None or self.outer is None:
             return
-        self._inner = inner = _current()
-        self._inside = False
+        self._inner = inner = current()
+        self.inside = False
         # No token: the last step may come in another execution context.
-        _attach(self._outer if inner is self._entered else overlaid(self._outer, inner))
+        attach(self.outer if inner is self.entered else overlaid(self.outer, inner))
 
     async def close(self, items: AsyncGenerator[Any, None]) -> None:
         """Close the generator in its context, and leave that."""
-        if not self._inside:
+        if not self.inside:
             self.enter()
         try:
             await items.aclose()

@@ -16,7 +16,7 @@ from opentelemetry.context import Context
 
 from lightning_openai.watch import Watch, current_watch, watched
 from lightning_spans import spans as names
-from lightning_spans.context import Steps, overlaid, with_agent
+from lightning_spans.context import Steps, attach, current, overlaid, with_agent
 from lightning_spans.following import Following
 from lightning_spans.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.recorder import agent_path, current_span
@@ -163,11 +163,20 @@ class AtWork(Following):
             try:
                 steps.enter()
                 async for item in items:
-                    steps.leave()
+                    usual = current() is steps.entered
+                    if usual:  # there are many items, and a call costs more than these lines
+                        attach(steps.outer)
+                        steps.inside = False
+                    else:
+                        steps.leave()
                     if isinstance(item, last):
                         self.end(span)  # now, because many readers leave here and let the generator lie
                     yield item
-                    steps.enter()
+                    if usual and current() is steps.outer:
+                        attach(steps.entered)
+                        steps.inside = True
+                    else:
+                        steps.enter()
             finally:
                 await steps.close(items)
                 if self._teams and span is not None:
