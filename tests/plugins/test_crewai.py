@@ -225,7 +225,8 @@ def check_clean(seen, server):
     """Nothing of CrewAI is at work any more: the next call is nobody's."""
     before = len(seen.chats)
     ask_openai(server.url, "nobody")
-    (chat,) = seen.chats[before:]
+    # A call that was given up may end meanwhile, where CrewAI made it in a thread.
+    (chat,) = [span for span in seen.chats[before:] if "nobody" in span.attributes[names.REQUEST]]
     assert (chat.agent, chat.parent_id) == (None, None)
 
 
