@@ -153,6 +153,13 @@ def test_a_refusal_of_the_request_is_no_reason_to_ask_another(tmp_path):
         assert httpx.get(f"{front.url}/healthz").status_code == 200
 
 
+def test_a_failure_without_a_word_is_a_failure_all_the_same(tmp_path):
+    behind = Behind(lambda body: JSONResponse({"error": {"message": "", "type": "InternalServerError"}}, 500))
+    with gateway(tmp_path, behind) as front:
+        assert "without a word" in front.post({"messages": USER}).json()["error"]["message"]
+        assert "without a word" in front.calls("a")[0].error
+
+
 def test_redirects_are_not_followed(tmp_path):
     inside = Behind()
     with gateway(

@@ -314,6 +314,47 @@ def test_grammars_go_to_vllm_and_are_left_to_sglang_itself(tmp_path):
         assert ("structured_outputs" in asked) is (kind == "vllm")
 
 
+@pytest.mark.parametrize("form", ["structural_tag", "grammar"])
+def test_vllm_is_told_what_an_answer_must_be_in_the_form_that_its_backend_takes(tmp_path, form):
+    behind = TokenUpstream(FakeEngine())
+    behind.form = form
+    with gateway(tmp_path, behind) as front:
+        said = ask(front, [USER], tools=TOOLS, tool_choice="required")
+        ask(front, [USER, said, OTHER], tools=TOOLS, response_format={"type": "json_object"}, stream=True)
+        ask(front, [OTHER])
+        *constrained, free = front.calls("a")
+        assert how(front) == [account.BEGINS, account.JOINED, account.BEGINS]
+    assert [path for path, _ in behind.asked] == ["/v1/completions"] * 3
+    for call, (_, body) in zip(constrained, behind.asked, strict=False):
+        assert call.sampling["structured_outputs"] == body["structured_outputs"]
+        assert body["structured_outputs"].keys() == {form}
+        assert "grammar" not in call.sampling
+    assert not {"structured_outputs", "grammar"} & free.sampling.keys()
+    assert len(behind.tried) == 1 + (form == "grammar"), "found out once"
+
+
+def test_a_vllm_of_another_backend_is_sent_messages(tmp_path):
+    behind = TokenUpstream(FakeEngine())
+    behind.form = "json"
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    sent_as_messages(tmp_path, behind, account.NO_FORM, response_format=schema)
+    assert behind.asked[-1][1]["response_format"] == schema
+    assert len(behind.tried) == 2
+
+
+def test_each_replica_is_told_in_its_own_form(tmp_path):
+    one, other = TokenUpstream(FakeEngine()), TokenUpstream(FakeEngine())
+    other.form = "grammar"
+    with gateway(tmp_path, one, other) as front:
+        ask(front, [USER], response_format={"type": "json_object"})
+        home, away = (one, other) if one.asked else (other, one)
+        home.status = 503
+        ask(front, [OTHER], response_format={"type": "json_object"})
+        told = [call.sampling["structured_outputs"].keys() for call in front.calls("a")]
+    assert told == [{home.form}, {away.form}]
+    assert away.asked[-1][1]["structured_outputs"].keys() == {away.form}
+
+
 def test_what_goes_on_from_a_call_that_was_sent_as_messages_says_so(tmp_path):
     behind = TokenUpstream(FakeEngine())
     with gateway(tmp_path, behind) as front:

@@ -21,10 +21,13 @@ from lightning_trainer.server.serving import ServerThread
 class TokenUpstream:
     """One server. `asked` holds paths and bodies; `sent` the token ids of the prompts that came as ids.
 
+    Completions of a text are no call: `tried` holds their bodies.
+
     Attributes:
         kind: ``vllm``, ``sglang`` or ``sglang, incremental``.
         reasoning: the parser of thinking that it was started with.
         says_reasoning: False: a version that can't tell.
+        form: of vLLM's ``structured_outputs`` that its backend takes.
         spoils: changes each reply or chunk before it is sent.
         holds: set by a test, to hold a stream after its first chunk until it is set.
     """
@@ -34,10 +37,12 @@ class TokenUpstream:
         self.chat = ChatFormat(template or engine.tokenizer)
         self.reasoning: str | None = None
         self.says_reasoning = True
+        self.form = "structural_tag"
         self.spoils: Any = lambda data: data
         self.holds: asyncio.Event | None = None
         self.status = 200
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.tried: list[dict[str, Any]] = []
         routes = [Route("/v1/models", self._models), Route("/server_info", self._info)]
         paths = ("/tokenize", "/generate", "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/derender")
         routes += [Route(path, self._ask, methods=["POST"]) for path in paths]
@@ -76,9 +81,16 @@ class TokenUpstream:
             return JSONResponse(
                 found if self.says_reasoning else {"detail": "Not Found"}, 200 if self.says_reasoning else 404
             )
-        self.asked.append((path, body))
         if self.status != 200:
+            self.asked.append((path, body))
             return JSONResponse({"error": {"message": "overloaded"}}, self.status)
+        failed = body.get("structured_outputs", {}).keys() - {self.form}
+        if isinstance(body.get("prompt"), str):
+            self.tried.append(body)
+            return JSONResponse({"choices": []}, 500 if failed else 200)
+        self.asked.append((path, body))
+        if failed:
+            return JSONResponse({"error": {"message": "EngineCore encountered an issue"}}, 500)
         if path == "/v1/chat/completions":
             return await self._chat(body)
         return await (self._generate(body) if path == "/generate" else self._complete(body))

@@ -183,17 +183,24 @@ def test_what_vllm_refuses_is_told_and_recorded(post):
     assert post.calls()[0].error
 
 
-async def test_verls_log_probabilities_at_temperature_1_are_those_before_penalties_and_biases(model, tmp_path):
+@pytest.fixture(scope="module")
+def other_vllm(model, tmp_path_factory):
+    """URL of a vLLM whose log-probabilities are those before anything, and whose grammars are llguidance's."""
+    guided = ("--structured-outputs-config.backend", "guidance")
+    with vllm_serving(model, tmp_path_factory.mktemp("other"), "raw_logprobs", *guided) as url:
+        yield url
+
+
+async def test_verls_log_probabilities_at_temperature_1_are_those_before_penalties_and_biases(model, other_vllm):
     engine = VllmEngine(AutoTokenizer.from_pretrained(model), 2048, abilities=ADJUSTING)
     prompt, drawn, logprobs = list(range(40, 60)), [], []
     strong = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5, "min_p": 0.01}
-    with vllm_serving(model, tmp_path, "raw_logprobs") as url:
-        await engine.serve([url.removeprefix("http://").removesuffix("/v1")], 1)
-        sampling = Sampling(max_tokens=24, seed=3, logit_bias={70: 6.0, 71: 6.0}, **strong)
-        async for piece in engine.generate(prompt, sampling):
-            drawn += piece.token_ids
-            logprobs += piece.logprobs
-        await engine.close()
+    await engine.serve([other_vllm.removeprefix("http://").removesuffix("/v1")], 1)
+    sampling = Sampling(max_tokens=24, seed=3, logit_bias={70: 6.0, 71: 6.0}, **strong)
+    async for piece in engine.generate(prompt, sampling):
+        drawn += piece.token_ids
+        logprobs += piece.logprobs
+    await engine.close()
     assert {70, 71} & set(drawn)
     causal = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert logprobs == pytest.approx(drawn_from(causal, prompt, drawn, 1.0, {}), abs=2e-3)
@@ -203,19 +210,28 @@ async def test_verls_log_probabilities_at_temperature_1_are_those_before_penalti
 
 
 @pytest.fixture(scope="module")
-def exact(model, tmp_path_factory):
-    more = ("--structured-outputs-config.backend", "guidance")
-    with vllm_serving(model, tmp_path_factory.mktemp("guided"), "processed_logprobs", *more) as url:
-        upstream = Upstream("tiny", url, tokenizer=AutoTokenizer.from_pretrained(model))
-        options = {"upstreams": [upstream], "routing": Routing(model="tiny", seed=3)}
-        with served(tmp_path_factory.mktemp("exact"), FakeEngine(), **options) as running:
-            yield running
+def exact(model, vllm, tmp_path_factory):
+    with exactly(model, vllm, tmp_path_factory.mktemp("exact")) as running:
+        yield running
+
+
+@contextmanager
+def exactly(model, url, folder):
+    upstream = Upstream("tiny", url, tokenizer=AutoTokenizer.from_pretrained(model))
+    with served(folder, FakeEngine(), upstreams=[upstream], routing=Routing(model="tiny", seed=3)) as running:
+        yield running
 
 
 @pytest.fixture
 def asking(exact, request):
+    with asker(exact, request.node.name) as ask:
+        yield ask
+
+
+@contextmanager
+def asker(front, attempt):
     """Ask, and give the whole messages, put together where they are streamed."""
-    client = openai.OpenAI(base_url=f"{exact.url}/v1", api_key=exact.key(request.node.name), max_retries=0)
+    client = openai.OpenAI(base_url=f"{front.url}/v1", api_key=front.key(attempt), max_retries=0)
 
     def ask(messages, *, stream=False, **body):
         if not stream:
@@ -228,8 +244,8 @@ def asking(exact, request):
         return [{"role": "assistant", "content": None, **whole.whole()}]
 
     with client:
-        ask.calls = lambda: exact.calls(request.node.name)
-        ask.rows = lambda: rows_of(exact, request.node.name)
+        ask.calls = lambda: front.calls(attempt)
+        ask.rows = lambda: rows_of(front, attempt)
         yield ask
 
 
@@ -290,11 +306,93 @@ def test_what_vllm_refuses_of_token_ids_is_told_and_recorded(asking):
     assert all(call.error for call in asking.calls())
 
 
-def test_a_schema_is_held_to_by_a_grammar(asking):
-    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
-    (answer,) = asking(USER, response_format=schema, max_tokens=200)
-    assert 0 <= json.loads(answer["content"])["age"] <= 99
-    assert asking.calls()[0].sampling[account.CONTINUATION] == account.BEGINS
+TOOLS = [
+    {"type": "function", "function": {"name": "greet", "parameters": PERSON}},
+    {
+        "type": "function",
+        "function": {"name": "leave", "parameters": {"type": "object", "additionalProperties": False}},
+    },
+]
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+REQUIRED = {"tools": TOOLS, "tool_choice": "required"}
+GREET = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "greet"}}}
+MOST_CALLS = 8
+
+
+@pytest.fixture(params=["stock", "guidance"])
+def constrained(request):
+    """Ask a vLLM without a flag, and one with the other backend; `form` is what it must be told in."""
+    name, form = ("exact", "structural_tag") if request.param == "stock" else ("guided", "grammar")
+    with asker(request.getfixturevalue(name), request.node.name) as ask:
+        ask.form = form
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def guided(model, other_vllm, tmp_path_factory):
+    with exactly(model, other_vllm, tmp_path_factory.mktemp("guided")) as running:
+        yield running
+
+
+def is_person(text):
+    found = json.loads(text)
+    return found.keys() == {"age"} and 0 <= found["age"] <= 99
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_is_of_its_schema_and_its_form_is_on_record(constrained, stream):
+    (one,) = constrained(USER, stream=stream, response_format=SCHEMA, max_tokens=200)
+    (other,) = constrained(USER, stream=stream, response_format={"type": "json_object"}, max_tokens=400)
+    assert is_person(one["content"])
+    assert isinstance(json.loads(other["content"]), dict)
+    for call in constrained.calls():
+        assert call.sampling[account.CONTINUATION] == account.BEGINS
+        assert call.sampling["structured_outputs"].keys() == {constrained.form}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_are_of_the_tools_asked_for_and_go_on_exactly(constrained, stream):
+    messages = list(USER)
+    for most, asked in (
+        (MOST_CALLS, REQUIRED),
+        (1, {**REQUIRED, "parallel_tool_calls": False}),
+        (MOST_CALLS, GREET),
+        (1, {**GREET, "parallel_tool_calls": False}),
+    ):
+        (message,) = constrained(messages, stream=stream, max_tokens=450, temperature=1.0, **asked)
+        calls = message["tool_calls"]
+        assert 1 <= len(calls) <= most
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            assert is_person(arguments) if name == "greet" else (name, arguments) == ("leave", "{}")
+        assert asked is not GREET or {call["function"]["name"] for call in calls} == {"greet"}
+        messages += [message, *({"role": "tool", "tool_call_id": call["id"], "content": "19"} for call in calls)]
+    how = [call.sampling[account.CONTINUATION] for call in constrained.calls()]
+    assert how == [account.BEGINS, *[account.JOINED] * 3]
+    unbroken(constrained.calls())
+
+
+def test_a_schema_with_tools_allows_either(constrained):
+    (message,) = constrained(USER, tools=TOOLS, response_format=SCHEMA, max_tokens=450)
+    assert message.get("tool_calls") or is_person(message["content"])
+
+
+def test_vllms_own_structured_output_goes_on_before_and_after_ours(post, asking):
+    shape = {"messages": USER, "response_format": SCHEMA, "max_tokens": 900}
+    named = {"messages": USER, **GREET, "max_tokens": 900}
+    for _ in range(2):
+        assert is_person(post("/v1/chat/completions", shape).json()["choices"][0]["message"]["content"])
+        (call,) = post("/v1/chat/completions", named).json()["choices"][0]["message"]["tool_calls"]
+        assert is_person(call["function"]["arguments"])
+        assert is_person(asking(USER, response_format=SCHEMA, max_tokens=200)[0]["content"])
+        assert asking(USER, **GREET, max_tokens=450)[0]["tool_calls"]
+
+
+def test_a_schema_that_is_none_is_refused_with_vllms_words(asking):
+    nonsense = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    with pytest.raises(openai.BadRequestError, match="structural_tag"):
+        asking(USER, response_format=nonsense)
+    assert asking.calls()[0].error
 
 
 def test_what_only_vllm_reads_goes_as_messages_and_says_so(asking):

@@ -49,6 +49,7 @@ OTHER_TOKENS: Final = "upstream makes other tokens than the tokenizer named, or 
 TAKES_THINKING_OUT: Final = "upstream takes thinking out of answers, or can't tell: it was sent messages"
 OTHER_CALLS: Final = "chat template writes tool calls in a form that is not read here: upstream was sent messages"
 ONLY_UPSTREAM_READS: Final = "request has what only the upstream reads, such as images: it was sent messages"
+NO_FORM: Final = "upstream's structured output takes no form that is written here: it was sent messages"
 AFTER_MESSAGES: Final = "earlier call was sent as messages"
 
 

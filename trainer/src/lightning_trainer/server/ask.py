@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_trainer.server.constraints import grammar_of
+from lightning_trainer.server.constraints import Constraint, constraint_of
 from lightning_trainer.server.fields import flag, number, shown, whole, wrong
 from lightning_trainer.server.refusals import bad_request
 
@@ -60,6 +60,7 @@ class Ask:
         stop: strings that end an answer.
         seed: None where not given.
         others: fields of `Sampling` that not every engine does, where they are not neutral.
+        constraint: what an answer must be, of which `others` has the grammar; None: anything.
     """
 
     model: str
@@ -79,6 +80,7 @@ class Ask:
     stop: tuple[str, ...]
     seed: int | None
     others: Mapping[str, Any]
+    constraint: Constraint | None
 
 
 def read_ask(body: Mapping[str, Any]) -> Ask:
@@ -90,7 +92,7 @@ def read_ask(body: Mapping[str, Any]) -> Ask:
     _refuse_others(body)
     tools = _tools(body)
     one_call = not flag(body, "parallel_tool_calls", default=True)
-    grammar = grammar_of(body.get("tool_choice"), tools, body.get("response_format"), one_call=one_call)
+    constraint = constraint_of(body.get("tool_choice"), tools, body.get("response_format"), one_call=one_call)
     longest = body.get("max_completion_tokens")
     prompt = body.get("prompt")
     return Ask(
@@ -110,7 +112,8 @@ def read_ask(body: Mapping[str, Any]) -> Ask:
         top_k=max(0, whole(body, "top_k", 0, low=-1) or 0),  # vLLM writes -1 for all
         stop=_stop(body.get("stop")),
         seed=whole(body, "seed", None, low=-(2**63), high=2**64 - 1),
-        others={**_adjustments(body), **({} if grammar is None else {"grammar": grammar})},
+        others={**_adjustments(body), **({} if constraint is None else {"grammar": constraint.lark()})},
+        constraint=constraint,
     )
 
 

@@ -31,6 +31,7 @@ def refusal_of(status: int, body: bytes, retry_after: str | None = None) -> Refu
         message, kind, code = error["message"], error.get("type"), error.get("code")
     except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError):
         message, kind, code = body[:500].decode(errors="replace"), None, None
+    message = message or f"the model's server answered {status} without a word"  # vLLM's way for its own failures
     headers = {} if retry_after is None else {"retry-after": retry_after}
     return Refusal(status, str(message), str(kind or "upstream_error"), None if code is None else str(code), headers)
 

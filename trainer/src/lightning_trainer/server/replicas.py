@@ -8,12 +8,13 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from lightning_trainer.server.dialects import Dialect
 from lightning_trainer.server.refusals import Refusal
 
 if TYPE_CHECKING:
+    from lightning_trainer.server.constraints import Form
     from lightning_trainer.server.token_servers import TokenServer
 
 _ATTEMPTS: Final = 20_000  # whose replica is remembered; far more than run at once
@@ -30,6 +31,7 @@ class Replica:
         dialect: how it is asked for tokens; None: not known yet.
         raw_logprobs: whether its log-probabilities leave the temperature out; None: not known yet.
         tokens: how it is sent token ids, or why it is sent messages; None: not known yet.
+        form: in which it takes what an answer must be, ``none`` of them; None: not known yet.
     """
 
     url: str
@@ -38,6 +40,7 @@ class Replica:
     dialect: Dialect | None = None
     raw_logprobs: bool | None = None
     tokens: TokenServer | str | None = None
+    form: Form | Literal["none"] | None = None
 
 
 class Replicas:

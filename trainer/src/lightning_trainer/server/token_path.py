@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 from lightning_trainer import account as reasons
 from lightning_trainer.engine import Sampled, Sampling
 from lightning_trainer.server.answers import Answers, Ready, Record
 from lightning_trainer.server.ask import check_abilities, read_ask
 from lightning_trainer.server.connection import Connection
+from lightning_trainer.server.constraints import Constraint, Form
 from lightning_trainer.server.draft import Draft
 from lightning_trainer.server.faults import BrokenError, failed, object_of
 from lightning_trainer.server.outlet import Outlet
@@ -20,8 +21,10 @@ from lightning_trainer.server.refusals import Refusal
 from lightning_trainer.server.replicas import Replica, Replicas
 from lightning_trainer.server.settings import Routing
 from lightning_trainer.server.sse import Events
-from lightning_trainer.server.token_servers import TokenServer, token_server
+from lightning_trainer.server.token_servers import TokenServer, form_of, token_server
 from lightning_trainer.server.token_wires import Reader, WireError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class TokenPath:
         Raises:
             Refusal: no replica can be reached.
         """
-        found = await self._first(draft.grant.attempt_id)
+        found = await self._first(draft.grant.attempt_id, self.server)
         stamp()
         if isinstance(found, str):
             return found
@@ -81,7 +84,12 @@ class TokenPath:
             prompt = self._answers.prompt(ask, draft.grant.attempt_id)
         except Refusal:  # the upstream may do it; what it can't, it refuses in its own words
             return reasons.ONLY_UPSTREAM_READS
-        return Ready(ask, prompt, _OneCall(self, draft, found.context, stamp))
+        if ask.constraint is not None:
+            if await self._first(draft.grant.attempt_id, self.form) == "none":
+                return reasons.NO_FORM
+            others = {name: value for name, value in ask.others.items() if name != "grammar"}
+            ask = replace(ask, others=others)  # each replica is told it in its own form
+        return Ready(ask, prompt, _OneCall(self, draft, found.context, stamp, ask.constraint))
 
     async def draw(self, ready: Ready, draft: Draft, outlet: Outlet, record: Record, routing: Routing) -> None:
         """Answer what `ready` gave; see `Answers.draw`."""
@@ -94,13 +102,13 @@ class TokenPath:
             for choice in draft.choices:
                 self._answers.continuations.pass_by(draft.grant.attempt_id, messages, choice.message)
 
-    async def _first(self, attempt_id: str | None) -> TokenServer | str:
-        """Find out how the replica is asked that the call goes to."""
+    async def _first(self, attempt_id: str | None, find: Callable[[Replica], Awaitable[_T]]) -> _T:
+        """Find something out about the replica that the call goes to."""
         await self._way.replicas.may_go(self._way.paused_s)
         tried: list[Replica] = []
         while replica := self._way.replicas.choose(attempt_id, tried):
             try:
-                return await self.server(replica)
+                return await find(replica)
             except BrokenError as error:
                 tried.append(replica)
                 self._way.unwell(replica, error)
@@ -117,8 +125,23 @@ class TokenPath:
                     replica.tokens = await found
         return replica.tokens
 
+    async def form(self, replica: Replica) -> Form | Literal["none"]:
+        """Say in which form a replica takes what an answer must be; found out once."""
+        if replica.form is None:
+            async with self._asking:
+                if replica.form is None:
+                    replica.form = await form_of(self._way.http, replica, self._way.model)
+        return replica.form
+
     async def stream(
-        self, replica: Replica, server: TokenServer, prompt: Sequence[int], sampling: Sampling, draft: Draft
+        self,
+        replica: Replica,
+        server: TokenServer,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        draft: Draft,
+        *,
+        constraint: Constraint | None,
     ) -> AsyncGenerator[Sampled, None]:
         """Draw one answer from a replica, as it comes.
 
@@ -136,6 +159,11 @@ class TokenPath:
         most, reader = min(room, sampling.max_tokens or room), server.wire.reader(prompt, sampling)
         streams = draft.request.get("stream") is True
         body = server.wire.body(self._way.model, prompt, most, sampling, stream=streams)
+        if constraint is not None:
+            form = await self.form(replica)
+            if form == "none":
+                raise BrokenError(failed(f"{replica.url} is not as the others: {reasons.NO_FORM}"))
+            body["structured_outputs"] = draft.sampling["structured_outputs"] = constraint.structured_outputs(form)
         async with http.response(replica, server.wire.path, body) as response:
             if response.content_type != "text/event-stream":
                 yield _read(reader, await http.read(response), replica)
@@ -151,8 +179,10 @@ class TokenPath:
 class _OneCall:
     """An upstream as the engine of one call (see `Engine`). Each of its answers is a request of its own."""
 
-    def __init__(self, path: TokenPath, draft: Draft, context: int, stamp: Callable[[], None]) -> None:
-        self._path, self._way, self._draft, self._stamp = path, path._way, draft, stamp
+    def __init__(
+        self, path: TokenPath, draft: Draft, context: int, stamp: Callable[[], None], constraint: Constraint | None
+    ) -> None:
+        self._path, self._way, self._draft, self._stamp, self._constraint = path, path._way, draft, stamp, constraint
         self._begun = False  # whether anything of any of its answers came
         self.model, self.tokenizer, self.max_model_len = self._way.model, self._way.tokenizer, context
 
@@ -193,7 +223,8 @@ class _OneCall:
             server = await self._path.server(replica)
             if isinstance(server, str):
                 raise BrokenError(failed(f"{replica.url} is not as the others: {server}"))
-            async with aclosing(self._path.stream(replica, server, prompt, sampling, self._draft)) as pieces:
+            drawn = self._path.stream(replica, server, prompt, sampling, self._draft, constraint=self._constraint)
+            async with aclosing(drawn) as pieces:
                 async for piece in pieces:
                     ended = ended or piece.finish_reason is not None
                     if piece.token_ids or piece.text or piece.finish_reason is not None:

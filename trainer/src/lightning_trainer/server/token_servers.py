@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import orjson
 
 from lightning_trainer import account as reasons
 from lightning_trainer.server.chat import ChatFormat
 from lightning_trainer.server.connection import Connection
+from lightning_trainer.server.constraints import FORMS, Constraint, Form
 from lightning_trainer.server.refusals import Refusal
 from lightning_trainer.server.replicas import Replica
 from lightning_trainer.server.token_wires import CompletionsWire, SglangWire, Wire
@@ -26,6 +27,7 @@ _TALK: Final = (
     {"role": "assistant", "content": "19, I'd say."},
     {"role": "user", "content": "Are you sure?"},
 )
+_ANY: Final = Constraint({"type": "object"}, ({"function": {"name": "a"}},), one_call=False)
 _THOUGHT: Final = "<think>\nhm\n</think>\n\n19"
 
 
@@ -61,6 +63,23 @@ async def token_server(
     adapters = {card["id"] for card in cards if card.get("parent") is not None}
     adapter = model if model in adapters else model.partition(":")[2] or None
     return TokenServer(SglangWire(tokenizer, adapter), context)
+
+
+async def form_of(http: Connection, replica: Replica, model: str) -> Form | Literal["none"]:
+    """Find out in which form a vLLM takes what an answer must be.
+
+    It has one backend for good: that of its settings, or with ``auto``, the default, that of its first structured
+    request, which may be this one. Nothing says which; the other backend fails a form that is not its own.
+
+    Raises:
+        BrokenError: it can't be reached.
+    """
+    for form in FORMS:
+        asked = {"model": model, "prompt": "a", "max_tokens": 1, "structured_outputs": _ANY.structured_outputs(form)}
+        if await _told_by(http, replica, "/completions", asked) is not None:
+            return form
+    _told(replica, reasons.NO_FORM)
+    return "none"
 
 
 def _told(replica: Replica, why: str) -> str:

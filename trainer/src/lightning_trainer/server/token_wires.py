@@ -59,7 +59,8 @@ class CompletionsWire:
     """``/v1/completions`` as vLLM serves it, and this gateway: token ids as prompt and with ``return_token_ids``.
 
     Args:
-        grammars: whether the server takes vLLM's ``structured_outputs``.
+        grammars: whether the server takes vLLM's ``structured_outputs``; whoever asks puts them into the body, in the
+            form that its backend takes.
     """
 
     path: Final = "/completions"
@@ -87,8 +88,6 @@ class CompletionsWire:
         }
         if sampling.logit_bias:
             asked["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-        if sampling.grammar is not None:
-            asked["structured_outputs"] = {"grammar": sampling.grammar}
         return asked if sampling.seed is None else {**asked, "seed": sampling.seed % 2**31}
 
     def reader(self, prompt: Sequence[int], sampling: Sampling) -> CompletionsReader:  # noqa: ARG002 - the protocol's

@@ -289,7 +289,7 @@ class UpstreamPolicy:
             for replica in unwell:
                 try:
                     replica.dialect = dialect_of(await self._http.models(replica))  # another program may be there now
-                    replica.raw_logprobs = replica.tokens = replica.failure = None
+                    replica.raw_logprobs = replica.tokens = replica.form = replica.failure = None
                 except BrokenError as error:
                     replica.failure = str(error)
 

@@ -25,7 +25,7 @@ from lightning_trainer.server.token_wires import CompletionsReader, CompletionsW
 if TYPE_CHECKING:
     import aiohttp
 
-_WIRE: Final = CompletionsWire(grammars=True)
+_WIRE: Final = CompletionsWire(grammars=False)
 _QUIET_S: Final = 300.0  # longest silence of a replica within an answer
 
 
