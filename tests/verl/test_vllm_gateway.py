@@ -266,7 +266,7 @@ def unbroken(calls):
 def test_a_conversation_with_tools_is_one_row_of_the_tokens_that_vllm_drew(model, letters, asking, stream):
     tools = [{"type": "function", "function": {"name": "greet", "parameters": PERSON}}]
     messages = list(USER)
-    free, forced = {"max_tokens": 10, "logit_bias": letters}, {"max_tokens": 200, "tool_choice": "required"}
+    free, forced = {"max_tokens": 10, "logit_bias": letters}, {"max_tokens": 600, "tool_choice": "required"}
     for turn in range(4):
         asked = forced if turn == 1 else free
         (message,) = asking(messages, stream=stream, tools=tools, temperature=0.7, **asked)
