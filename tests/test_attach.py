@@ -231,19 +231,45 @@ def test_the_function_is_not_hidden_by_its_module():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-FORKS = """
-import os, sys
-from lightning_spans import attach
-attach("openai", store="own.db", tracer="otel")
-import concurrent.futures.thread
+FORKED = """
+import os, signal, sys, threading, time
+from lightning_spans import agent, attach, open_store, recorder
+
+attachment = attach("openai", store="own.db", tracer="otel")
+{before}
 child = os.fork()
 if child == 0:
-    os._exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    with agent("child"):
+        pass
+    os._exit(0 if attachment.flush(20) else 3)
+end = time.monotonic() + 60
+while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+    if time.monotonic() > end:  # hooks for forked children run before `fork` returns: no alarm of its own would be set
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        sys.exit("the child hangs")
+    time.sleep(0.01)
+attachment.detach()
+if code := os.waitstatus_to_exitcode(ended[1]):
+    sys.exit(f"the child ended with {{code}}")
+store = open_store("own.db")
+assert [span.agent for span in store.spans()][-1] == "child", store.spans()
+store.close()
 """
+BEFORE = {
+    "at once": "",
+    "after executors were imported": "import concurrent.futures.thread",
+    "after a span was delivered": "with agent('parent'): pass\nassert attachment.flush(60)",
+    "while a thread finishes a span": "recorder._finishing.acquire()",
+}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_an_attached_program_can_fork(tmp_path):
+@pytest.mark.parametrize("before", BEFORE)
+def test_an_attached_program_can_fork(before, tmp_path):
     pytest.importorskip("lightning_openai")
-    assert subprocess.run([sys.executable, "-c", FORKS], cwd=tmp_path, timeout=120, check=False).returncode == 0
+    program = FORKED.format(before=BEFORE[before])
+    environ = {**os.environ, "LIGHTNING_SPOOL": str(tmp_path / "spool")}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr

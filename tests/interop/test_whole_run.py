@@ -21,6 +21,7 @@ from lightning_spans.store import Rollout
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins import MODEL
 from lightning_spans.trace import traces_of
+from lightning_spans.trace_join import SPARE
 
 TASKS = 3
 QUESTIONS = ["Begin.", "Go on."]
@@ -88,6 +89,50 @@ def ask(question):
         told = client.completions.create(model=MODEL, prompt=f"{ROLE} {question}", stream="on" in question)
         return "".join(part.choices[0].text for part in told) if "on" in question else told.choices[0].text
 """
+LANGCHAIN = """
+import lightning_langchain
+from langchain.agents import create_agent
+from langchain_anthropic import ChatAnthropic
+
+flush = lightning_langchain.attach().flush
+model = ChatAnthropic(model=MODEL, base_url=ENDPOINT, api_key=KEY, max_retries=2)
+graph = create_agent(model, [], system_prompt=ROLE, name="writer")
+
+def text_of(content):
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+def ask(question):
+    asked = {"messages": [{"role": "user", "content": question}]}
+    if "on" in question:
+        return "".join(text_of(message.content) for message, _ in graph.stream(asked, stream_mode="messages"))
+    return graph.invoke(asked)["messages"][-1].content
+"""
+AGENTS_SDK = """
+import agents
+import lightning_openai_agents
+from agents.extensions.models.litellm_model import LitellmModel
+
+flush = lightning_openai_agents.attach().flush
+agents.set_trace_processors([])
+settings = agents.ModelSettings(extra_args={"num_retries": 2})
+
+async def answer(question):
+    model = LitellmModel(f"anthropic/{MODEL}", base_url=ENDPOINT, api_key=KEY)
+    agent = agents.Agent("writer", instructions=ROLE, model=model, model_settings=settings)
+    if "on" not in question:
+        return (await agents.Runner.run(agent, question)).final_output
+    streamed = agents.Runner.run_streamed(agent, question)
+    async for _ in streamed.stream_events():
+        pass
+    return streamed.final_output
+
+def ask(question):
+    return asyncio.run(answer(question))
+"""
+OTHER_CLIENTS = {
+    "LangChain, Anthropic": (LANGCHAIN, ["langchain", "langchain_anthropic"]),
+    "Agents SDK, LiteLLM": (AGENTS_SDK, ["agents", "litellm"]),
+}
 PROGRAMS = {  # program, what it takes, who its spans say is at work
     "openai, completions": (COMPLETIONS, [], "writer"),
     "OpenInference, openai": (OPENINFERENCE, ["openinference.instrumentation.openai"], None),
@@ -101,9 +146,19 @@ LOOP = asyncio.new_event_loop()
 {program}
 for question in {questions}:
     assert ask(question).startswith("writer answers")
+{more}
 flush(60_000)  # on a slow machine the end of the process would spool what the next one delivers
 print(0.5)
 """
+HARDER = """
+from concurrent.futures import ThreadPoolExecutor
+ask("So.\\nfail 503 1\\nBegin.")
+with ThreadPoolExecutor(3) as pool:
+    list(pool.map(ask, ["Same.", "Same.", "So.\\nwait 0.1\\nGo on."]))
+"""
+
+
+FRAMEWORKS = {"LangChain": "langchain", "Agents SDK": "openai-agents"}
 
 
 @contextmanager
@@ -124,32 +179,55 @@ def until(done: Callable[[], bool], seconds: float = 240) -> None:
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_every_call_of_a_run_is_one_transition_joined_to_the_tokens_that_the_gateway_recorded(name, tmp_path):
-    program, packages, agent = PROGRAMS[name]
+def run_of(folder: Path, program: str, packages: list[str], *, tasks: int, more: str = "") -> tuple[list[Any], Any]:
+    """Run a program under a server and a runner; give the traces of its attempts and what the upstream was asked."""
     for package in packages:
         if os.environ.get("INTEROP") != "1":
             pytest.importorskip(package, exc_type=ImportError)
-    (tmp_path / "program.py").write_text(AROUND.format(model=MODEL, program=program, questions=QUESTIONS))
-    path = str(tmp_path / "run.db")
-    tasks = [Rollout(rollout_id=f"r{n}", group_id=f"g{n}", task={"n": n}, max_attempts=1) for n in range(TASKS)]
+    text = AROUND.format(model=MODEL, program=program, questions=QUESTIONS, more=more)
+    (folder / "program.py").write_text(text)
+    path = str(folder / "run.db")
+    queued = [Rollout(rollout_id=f"r{n}", group_id=f"g{n}", task={"n": n}, max_attempts=1) for n in range(tasks)]
     with ScriptedServer() as upstream:
         server = ("server", "--store", path, "--upstream", f"{MODEL}={upstream.url}", "--agents", "*")
-        with started(*server, cwd=tmp_path) as ready:
+        with started(*server, cwd=folder) as ready:
             runner = ("runner", "--server", ready["url"], "--key-file", ready["runner_key_file"], "--workers", "1")
-            with started(*runner, "--command", f"{sys.executable} program.py", cwd=tmp_path):
+            with started(*runner, "--command", f"{sys.executable} program.py", cwd=folder):
                 store = open_store(path)
-                store.enqueue(tasks)
+                store.enqueue(queued)
                 until(lambda: {r.status for r in store.rollouts()} <= {"succeeded", "failed"})
                 assert {rollout.status for rollout in store.rollouts()} == {"succeeded"}
                 traces = traces_of(store)
                 store.close()
-        requests = upstream.requests
+        return traces, upstream.requests
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_call_of_a_run_is_one_transition_joined_to_the_tokens_that_the_gateway_recorded(name, tmp_path):
+    program, packages, agent = PROGRAMS[name]
+    traces, requests = run_of(tmp_path, program, packages, tasks=TASKS)
     transitions = [transition for trace in traces for transition in adapt(trace)]
     assert len(requests) == len(transitions) == len(QUESTIONS) * TASKS
     calls = [chat.call for trace in traces for chat in trace.chats]
     assert all(call is not None and call.choices[0].token_ids for call in calls)
     assert not [lost for trace in traces for lost in trace.unjoined]
     assert {transition.agent for transition in transitions} == {agent}
-    assert {transition.rollout_id for transition in transitions} == {task.rollout_id for task in tasks}
+    assert {transition.rollout_id for transition in transitions} == {f"r{n}" for n in range(TASKS)}
     assert all(chat.span.attributes.get(names.FRAMEWORK) != "gateway" for trace in traces for chat in trace.chats)
+
+
+@pytest.mark.parametrize("name", OTHER_CLIENTS)
+def test_calls_streams_retries_and_equal_calls_at_once_of_other_clients_name_their_span(name, tmp_path):
+    """Some frameworks tell no response id, so that without the name in the request nothing would join them."""
+    program, packages = OTHER_CLIENTS[name]
+    (trace,), requests = run_of(tmp_path, program, packages, tasks=1, more=HARDER)
+    calls = [chat.call for chat in trace.chats]
+    assert {chat.span.agent for chat in trace.chats} == {"writer"}
+    assert {chat.span.attributes.get(names.FRAMEWORK) for chat in trace.chats} == {FRAMEWORKS[name.split(",")[0]]}
+    assert all(call is not None and call.trace_id is not None for call in calls)
+    answered = [call for call in calls if call.choices]
+    assert len(answered) == len(QUESTIONS) + 4
+    assert all(call.choices[0].token_ids for call in answered)
+    assert len(requests) == len(answered) + 1  # the try that failed is a span of its own, or a spare call of one
+    assert {lost.reason for lost in trace.unjoined} <= {SPARE}
+    assert len(calls) + len(trace.unjoined) == len(requests)

@@ -370,7 +370,14 @@ class Delivery:
         self._open_store = store
         self._store: Store | None = None
         self._send = Posts(timeout_s=10.0)
+        self._parents: tuple[Posts, Store | None] | None = None
         self.about: Callable[[], str] | None = None  # what each request says of this process's spans
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        """Leave the parent's store, whose thread is not in a forked child, and connections open for the parent."""
+        self._parents, self._send, self._store = (self._send, self._store), Posts(timeout_s=10.0), None
 
     def __call__(self, destination: Destination, spans: Sequence[Span]) -> int:
         """Deliver one batch. Gives how many of its spans the server says it will never take.

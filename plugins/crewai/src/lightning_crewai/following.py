@@ -34,7 +34,7 @@ from lightning_crewai.works import (
     place,
     works_around,
 )
-from lightning_openai.elsewhere import record_elsewhere, to_json
+from lightning_openai.elsewhere import OtherCall, to_json
 from lightning_openai.watch import settled
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent, with_agent
@@ -185,8 +185,7 @@ class Following:
             self._calls[event.call_id] = work
             work.call_id = event.call_id
             if not _is_wired(source):
-                work.request = request_body(event, source, *(_offered.get() or (event.messages, event.tools)))
-                work.streamed = bool(work.request.get("stream"))
+                self._follow_call(work, event, with_agent(agent, context))
         else:
             work.span = self._span(kind, event, agent, context)
         self._open[id(work)] = work
@@ -238,22 +237,22 @@ class Following:
         home, asked = innermost(AGENT), list(asked_in(response))
         if home is not None and asked:
             home.asked[:] = asked
-        if work.request is not None and not work.seen:
+        if work.call is not None:
+            call, work.call = work.call, None
             error = error_of(event)
-            self._elsewhere(work, response_body(event) if error is None else None, error)
+            call.end((lambda: response_body(event)) if error is None else None, error=error)
 
-    def _elsewhere(self, work: Work, response: dict[str, Any] | None, error: BaseException | str | None) -> None:
-        request, work.request = work.request or {}, None
-        record_elsewhere(
+    def _follow_call(self, work: Work, event: Any, context: Context) -> None:
+        request = request_body(event, work.source, *(_offered.get() or (event.messages, event.tools)))
+        OtherCall(
             self._recorder,
+            PLUGIN,
             FRAMEWORK,
-            request,
-            response,
+            lambda: request,
             provider=getattr(work.source, "provider", None),
-            streamed=work.streamed,
-            error=error,
-            context=work.entered,
-            start_ns=work.start_ns,
+            streamed=bool(request.get("stream")),
+            place=lambda: context,
+            stay=work,
         )
 
     def _finish_through(self, work: Work, error: BaseException | str | None) -> None:
@@ -269,8 +268,8 @@ class Following:
             return
         if work.call_id is not None:
             self._calls.pop(work.call_id, None)
-            if work.request is not None and not work.seen and error is not None:
-                self._elsewhere(work, None, error)
+            if work.call is not None and (error is not None or work.call.named):
+                work.call.end(error=error)
         work.leave()
         if work.span is not None:
             work.span.end(error=error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +12,6 @@ from lightning_openai.watch import Stay, current_watch
 if TYPE_CHECKING:
     from lightning_crewai.bodies import Asked
     from lightning_spans.recorder import OpenSpan
-    from lightning_spans.spans import Json
 
 CREW: Final = "crew"
 FLOW: Final = "flow"
@@ -65,7 +63,7 @@ ENDS: Final = {
 class Work(Stay):
     """A stretch of work between two events."""
 
-    __slots__ = ("asked", "call_id", "kind", "number", "place", "request", "source", "span", "start_ns", "streamed")
+    __slots__ = ("asked", "call_id", "kind", "number", "place", "source", "span")
 
     def __init__(self, kind: str, source: Any, number: int) -> None:
         super().__init__()
@@ -74,11 +72,8 @@ class Work(Stay):
         self.number = number  # works are counted as they begin
         self.place = place()
         self.span: OpenSpan | None = None
-        self.start_ns = time.time_ns()
         self.asked: list[Asked] = []  # of an agent: the tool calls that its model asked for, until they are made
         self.call_id: str | None = None  # of a model call
-        self.request: dict[str, Json] | None = None  # of a model call: what is asked, where the wire may not see it
-        self.streamed = False
 
     def called(self) -> None:
         """The wire began a chat span in here. A tool that a model call runs itself makes calls of its own."""

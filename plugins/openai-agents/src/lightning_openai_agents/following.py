@@ -8,7 +8,6 @@ so the methods of both kinds are wrapped. No processor is added or removed, and 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +16,7 @@ from agents.tracing import spans as sdk_spans
 from agents.tracing import traces as sdk_traces
 from opentelemetry import context as otel_context
 
-from lightning_openai.elsewhere import record_elsewhere, to_json
+from lightning_openai.elsewhere import OtherCall, to_json
 from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
@@ -59,7 +58,7 @@ def _traces() -> list[type]:
 class Work(Stay):
     """What a span or trace of the SDK stands for, from its start to its finish."""
 
-    __slots__ = ("error", "handled", "kind", "sdk", "span", "start_ns", "used")
+    __slots__ = ("error", "handled", "kind", "sdk", "span", "used")
 
     def __init__(self, sdk: Any, kind: str, here: Context) -> None:
         super().__init__(here)
@@ -68,7 +67,6 @@ class Work(Stay):
         self.span: OpenSpan | None = None
         self.error: BaseException | str | None = None
         self.handled = sys.exception()  # the agent runs inside somebody's `except`: no failure of its own
-        self.start_ns = time.time_ns()
         self.used = False  # an agent began in it
         if kind == "agent":
             around = self.outer
@@ -181,6 +179,8 @@ class Following:
             group = {names.FRAMEWORK: FRAMEWORK, names.CONVERSATION_ID: getattr(sdk, "group_id", None)}
             name = sdk.name if sdk.name != "no-op" else "Agent workflow"
             work.span = self._recorder.start(names.INVOKE_WORKFLOW, name, context=context, attributes=group)
+        elif kind in _MODEL:
+            self._follow_call(work, context)
         self._works[id(sdk)] = work
         work.enter(context if work.span is None else work.span.context)
 
@@ -189,8 +189,8 @@ class Following:
         work.leave()
         error = work.error or work.raised()
         if work.kind in _MODEL:
-            if not work.seen and self._live:
-                self._elsewhere(work, error)
+            if work.call is not None and (self._live or work.call.named):
+                work.call.end(lambda: _bodies(work)[1], error=error)
             return
         if work.span is None or work.is_mask():
             return
@@ -198,18 +198,17 @@ class Following:
             work.span.set(**_tool_facts(work))
         work.span.end(error=error)
 
-    def _elsewhere(self, work: Work, error: str | BaseException | None) -> None:
-        """Make the chat span of a model that the wire did not see: LiteLLM, or Responses over a websocket."""
-        request, response = (_generation if work.kind == "generation" else _response)(work.sdk.span_data)
-        record_elsewhere(
+    def _follow_call(self, work: Work, context: Context) -> None:
+        """See to the chat span of a model that the wire may not see: LiteLLM, or Responses over a websocket."""
+        OtherCall(
             self._recorder,
+            PLUGIN,
             FRAMEWORK,
-            request,
-            response,
+            lambda: _bodies(work)[0],
+            at_once=False,
             endpoint="/chat/completions" if work.kind == "generation" else "/responses",
-            error=error,
-            context=work.entered,
-            start_ns=work.start_ns,
+            place=lambda: context,
+            stay=work,
         )
 
 
@@ -231,6 +230,11 @@ def _tool_facts(work: Work) -> dict[str, Json]:
     if span is not None and names.TOOL_ARGUMENTS not in span.attributes:
         facts[names.TOOL_ARGUMENTS] = data.input
     return facts
+
+
+def _bodies(work: Work) -> tuple[dict[str, Json], dict[str, Json] | None]:
+    """Give request and response of a model call, as far as the SDK has told them by now."""
+    return (_generation if work.kind == "generation" else _response)(work.sdk.span_data)
 
 
 def _generation(data: Any) -> tuple[dict[str, Json], dict[str, Json] | None]:

@@ -28,46 +28,6 @@ NOT_ASKED: Final[Mapping[str, Json]] = {}  # in place of an answer: it came from
 _told: Final[set[str]] = set()
 
 
-def record_elsewhere(
-    recorder: Recorder,
-    framework: str,
-    request: Mapping[str, Json],
-    response: Mapping[str, Json] | None,
-    *,
-    endpoint: str = "/chat/completions",
-    provider: str | None = None,
-    streamed: bool = False,
-    error: BaseException | str | None = None,
-    context: Context | None = None,
-    start_ns: int | None = None,
-) -> OpenSpan:
-    """Make the chat span of a call that is over and that the wire did not see.
-
-    Such a call has no tokens and can't be rerouted. When it belongs to an agent that is to be trained, that is logged,
-    once for each agent.
-
-    Args:
-        recorder: takes the span.
-        framework: what reported the call.
-        request: what was asked, as the body of a request to `endpoint`, as far as known.
-        response: what was answered, as its response; None when there was no answer.
-        endpoint: whose format the bodies have: ``/chat/completions`` or ``/responses``.
-        provider: who served the model, where known.
-        streamed: whether the answer was streamed.
-        error: what went wrong; None when all went well.
-        context: where the call was made; the current context by default.
-        start_ns: Unix time in nanoseconds at which the call began; now by default.
-
-    Returns:
-        The span, which has ended.
-    """
-    known: dict[str, Json] = {names.FRAMEWORK: framework, names.PROVIDER: provider, names.STREAMED: streamed}
-    span = _begin(recorder, request, known, context, start_ns)
-    _tell(recorder, span, framework)
-    _end(span, endpoint, request, response, error)
-    return span
-
-
 def _begin(
     recorder: Recorder,
     request: Mapping[str, Json],
@@ -114,10 +74,11 @@ class OtherCall:
         recorder: takes the span.
         plugin: the package that follows, for what is logged.
         framework: what reports the call.
-        ask: gives what is asked as the body of a chat completion.
+        ask: gives what is asked as the body of a request to `endpoint`.
         at_once: ask now, since messages may change; else when the span is made.
         provider: who serves the model, where known.
         streamed: whether the answer is streamed.
+        endpoint: whose format the bodies have: ``/chat/completions`` or ``/responses``.
         place: gives the context for the span; called where the call begins.
         stay: what the plugin enters while the call lasts; one of its own by default.
     """
@@ -132,6 +93,7 @@ class OtherCall:
         at_once: bool = True,
         provider: str | None = None,
         streamed: bool = False,
+        endpoint: str = "/chat/completions",
         place: Callable[[], Context] = otel_context.get_current,
         stay: Stay | None = None,
     ) -> None:
@@ -140,6 +102,7 @@ class OtherCall:
         self._recorder = recorder
         self._plugin = plugin
         self._framework = framework
+        self._endpoint = endpoint
         self._known = {names.FRAMEWORK: framework, names.PROVIDER: provider, names.STREAMED: streamed}
         self._place = place
         self._outer = otel_context.get_current()
@@ -151,6 +114,11 @@ class OtherCall:
             with recorder.guard(plugin):
                 self._request = {}  # where it fails
                 self._request = ask()
+
+    @property
+    def named(self) -> bool:
+        """Whether a request to the gateway has named the span, which is then to be ended in any case."""
+        return self._span is not None
 
     async def asked(self, work: Awaitable[T], body: Callable[[T], Mapping[str, Json] | None]) -> T:
         """Await the answer; `body` gives it as a chat completion, None where it is none, or `NOT_ASKED`."""
@@ -184,7 +152,10 @@ class OtherCall:
             self.end((lambda: body(last[0])) if last and failed is None else None, error=failed)
 
     def end(
-        self, answer: Callable[[], Mapping[str, Json] | None] | None = None, *, error: BaseException | None = None
+        self,
+        answer: Callable[[], Mapping[str, Json] | None] | None = None,
+        *,
+        error: BaseException | str | None = None,
     ) -> None:
         """Make the span, unless the wire or a call inside of this one did.
 
@@ -203,7 +174,7 @@ class OtherCall:
             if span is None:
                 span = self._begin()
                 _tell(self._recorder, span, self._framework)
-            _end(span, "/chat/completions", self._asks(), response, error)
+            _end(span, self._endpoint, self._asks(), response, error)
 
     def _begin(self) -> OpenSpan:
         with entered(self._outer):
