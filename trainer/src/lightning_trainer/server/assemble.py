@@ -21,6 +21,7 @@ class Assembly:
         self._choices: dict[int, ChoiceDraft] = {}
         self._messages: dict[int, Message] = {}
         self._ended: set[int] = set()
+        self.ended = False  # whether every choice has its finish reason
         number = draft.request.get("n")
         self._number = number if isinstance(number, int) else 1
 
@@ -28,11 +29,6 @@ class Assembly:
     def drawn(self) -> bool:
         """Whether anything of the answer came."""
         return bool(self._choices)
-
-    @property
-    def ended(self) -> bool:
-        """Whether every choice has its finish reason."""
-        return len(self._ended) >= self._number
 
     def add(self, reply: dict[str, Any]) -> dict[str, Any]:
         """Take a whole reply or a chunk, of chat or completions; give what the agent gets: the same object changed."""
@@ -96,6 +92,7 @@ class Assembly:
                 raise TypeError("a finish reason must be a text")
             draft.finish_reason = reason
             self._ended.add(index)
+            self.ended = len(self._ended) >= self._number
         ids, logprobs = _ids(choice.get("token_ids")), _logprobs(choice.get("logprobs"))
         if ids and logprobs is not None and len(ids) == len(logprobs):
             draft.add(ids, logprobs)
