@@ -58,6 +58,15 @@ def test_without_a_length_the_models_own_context_holds():
     assert told()["actor_rollout_ref.rollout.max_model_len"] == 32768
 
 
+@pytest.mark.parametrize("stretching", ["rope_scaling", "rope_parameters"])
+def test_more_than_the_models_context_is_refused_unless_its_positions_are_stretched(stretching):
+    with pytest.raises(ConfigError, match="max_model_len 40000 is more than the 32768 tokens of org/model"):
+        told(max_model_len=40000)
+    longer = shape_of({**QWEN_7B, stretching: {"rope_type": "yarn", "factor": 4.0}})
+    values = overrides(config(max_model_len=40000), PLACE, longer, flash_attention=True)
+    assert values["actor_rollout_ref.rollout.max_model_len"] == 40000
+
+
 @pytest.mark.parametrize(
     ("algorithm", "estimator", "critic"),
     [

@@ -66,6 +66,8 @@ def overrides(config: TrainConfig, place: Place, shape: Shape | None, *, flash_a
     if recipe_of(config.algorithm).critic and config.device != "cpu" and not flash_attention:
         raise ConfigError("verl's critic needs flash attention. Install flash-attn, or use another algorithm.")
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
+    if shape and context > shape.context and not shape.stretched:
+        raise ConfigError(f"max_model_len {context} is more than the {shape.context} tokens of {config.model}.")
     derived = _derived(config, place, context)
     connecting = _connecting(config, place)
     values = defaults(config, shape, context, flash_attention=flash_attention)

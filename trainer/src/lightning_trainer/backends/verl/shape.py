@@ -21,7 +21,8 @@ class Shape:
         hidden: width of the residual stream.
         kv_width: key and value heads times their width: a token keeps twice this for each layer.
         vocabulary: number of token ids.
-        context: most tokens of prompt and answer together.
+        context: most tokens of prompt and answer together, unless they are stretched.
+        stretched: whether the model scales its positions, so that vLLM may take more than `context`.
         tied: whether the output layer shares the embedding's weights.
     """
 
@@ -32,6 +33,7 @@ class Shape:
     vocabulary: int
     context: int
     tied: bool
+    stretched: bool = False
 
 
 def read_shape(model: str) -> Shape | None:
@@ -73,4 +75,5 @@ def shape_of(values: Mapping[str, Any]) -> Shape | None:
         vocabulary=vocabulary,
         context=int(values.get("max_position_embeddings") or 4096),
         tied=tied,
+        stretched=bool(values.get("rope_scaling") or (values.get("rope_parameters") or {}).get("factor")),
     )
