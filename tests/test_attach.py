@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from lightning_spans import spans as names
 from lightning_spans.attach import attached, live_recorder
 from lightning_spans.context import Attempt, current_agent
 from lightning_spans.errors import AttachError, ConfigError
+from lightning_spans.listeners import Listeners, Naming
+from lightning_spans.sinks import BatchSink, Delivery
+from lightning_spans.tracers import Ids
 
 
 class Toy:
@@ -273,3 +277,24 @@ def test_an_attached_program_can_fork(before, tmp_path):
     command = [sys.executable, "-c", program]
     ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("tracer", ["otel", "embedded"])
+def test_a_detached_attachment_keeps_nothing_alive(tracer, tmp_path):
+    """A program may attach for each attempt, and fork afterwards: what was detached must not begin again there."""
+    pytest.importorskip("lightning_openai")
+
+    def living() -> int:
+        gc.collect()
+        kinds = (BatchSink, Delivery, Listeners, Naming, Ids)
+        return sum(isinstance(found, kinds) for found in gc.get_objects())
+
+    def once() -> None:
+        with attach("openai", store=str(tmp_path / "own.db"), tracer=tracer), agent("writer"):
+            pass
+
+    once()
+    before = living()
+    for _ in range(3):
+        once()
+    assert living() == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -12,6 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from lightning_spans import plugins
+from lightning_spans.forks import in_child
 from lightning_spans.watch import waiting
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Listeners:
         self._queue_size = queue_size
         self._warned_at = -60.0
         self._begin()
-        os.register_at_fork(after_in_child=self._begin)  # the thread does not live on in a forked child
+        in_child(self._begin)  # the thread does not live on in a forked child
         atexit.register(self.close)
 
     def _begin(self) -> None:
@@ -112,7 +112,7 @@ class Naming:
     def __init__(self, *, limit_s: float = NAMING_S) -> None:
         self._limit_s = limit_s
         self._begin()
-        os.register_at_fork(after_in_child=self._begin)
+        in_child(self._begin)
 
     def _begin(self) -> None:
         self._asked: SimpleQueue[_Question | None] = SimpleQueue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from opentelemetry.context import Context
 from lightning_spans import spans as names
 from lightning_spans.agents import selects
 from lightning_spans.context import Attempt, at_work, current_agent, current_attempt, entered, with_agent
+from lightning_spans.forks import in_child
 from lightning_spans.spans import Json, Span, Status
 
 logger = logging.getLogger("lightning_spans")
@@ -32,8 +32,7 @@ def _after_fork() -> None:
     _finishing = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+in_child(_after_fork)
 
 
 class Tracer(Protocol):

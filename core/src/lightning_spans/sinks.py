@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from lightning_spans.context import Attempt
+from lightning_spans.forks import in_child
 from lightning_spans.otlp import PROTOBUF, encode, rejected
 from lightning_spans.posting import Posts
 from lightning_spans.rewards import Reward
@@ -156,7 +157,7 @@ class BatchSink:
         self._lines: defaultdict[str, _Line] = defaultdict(_Line)
         self._warned_at = -60.0
         self._begin()
-        os.register_at_fork(after_in_child=self._begin)  # the thread does not live on in a forked child
+        in_child(self._begin)  # the thread does not live on in a forked child
         atexit.register(self.close)
         if spool.pending():  # what an earlier process left is delivered, even where this one never records a span
             self._start()
@@ -372,8 +373,7 @@ class Delivery:
         self._send = Posts(timeout_s=10.0)
         self._parents: tuple[Posts, Store | None] | None = None
         self.about: Callable[[], str] | None = None  # what each request says of this process's spans
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin_anew)
+        in_child(self._begin_anew)
 
     def _begin_anew(self) -> None:
         """Leave the parent's store, whose thread is not in a forked child, and connections open for the parent."""

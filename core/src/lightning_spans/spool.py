@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from lightning_spans.forks import in_child
 from lightning_spans.spans import Span, from_json, to_json
 
 if sys.platform == "win32":
@@ -28,8 +29,13 @@ MAX_BYTES: Final = 1 << 30
 STALE_S: Final = 600.0  # half a batch this old belongs to a process that died while it wrote
 _TELL_EVERY_S: Final = 60.0
 _in_this_process: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_in_this_process.clear)  # the threads that held them are not in the child
+
+
+def _after_fork() -> None:
+    _in_this_process.clear()  # the threads that held them are not in the child
+
+
+in_child(_after_fork)
 
 
 def line_of(url: str | None) -> str:

@@ -13,6 +13,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from lightning_spans import spans as names
 from lightning_spans.errors import ConfigError
+from lightning_spans.forks import in_child
 from lightning_spans.otlp import flatten
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ class Ids:
 
     def __init__(self) -> None:
         self._random = random.Random()
-        os.register_at_fork(after_in_child=self._random.seed)
+        in_child(self._seed)
+
+    def _seed(self) -> None:
+        self._random.seed()
 
     def generate_span_id(self) -> int:
         """Give 64 bits, not all zero."""

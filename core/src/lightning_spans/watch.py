@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.forks import in_child
 
 logger = logging.getLogger("lightning_spans")
 
@@ -219,5 +219,4 @@ def _after_fork() -> None:
     _open.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+in_child(_after_fork)

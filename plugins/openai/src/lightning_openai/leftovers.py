@@ -6,10 +6,11 @@ under any lock, perhaps the sink's. So nothing is done there but to hand the cal
 
 from __future__ import annotations
 
-import os
 import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
+
+from lightning_spans.forks import in_child
 
 if TYPE_CHECKING:
     from lightning_openai.call import Call
@@ -23,7 +24,7 @@ class Leftovers:
     def __init__(self) -> None:
         self._calls: SimpleQueue[Call | threading.Event | None] = SimpleQueue()  # its `put` may interrupt itself
         self._thread: threading.Thread | None = None
-        os.register_at_fork(after_in_child=self._begin_again)
+        in_child(self._begin_again)
 
     def start(self) -> None:
         """Begin to end what is handed over."""
