@@ -1,8 +1,8 @@
 """What recording costs a program, in every framework, beside OpenInference's instrumentors.
 
-Each framework has processes of its own, and an agent with one model call that is answered inside them, in turns: bare,
-attached with each of our tracers, and instrumented by OpenInference. In a turn everything is attached, warmed up and
-delivered before the clock runs. The clock is the CPU time of the whole process, until everything recorded has been
+One process for each framework: it runs an agent with one model call that is answered inside the process, in turns:
+bare, attached with each of our tracers, and instrumented by OpenInference. In a turn everything is attached, warmed up
+and delivered before the clock runs. The clock is the CPU time of the whole process, until everything recorded has been
 sent, as OTLP, to a server in another process that throws it away. Beside it stands the time of the agent's own thread.
 
 The frameworks live together in an environment of their own: BENCH_FRAMEWORKS_PYTHON names its Python (`nox -s bench`
@@ -26,15 +26,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from typing import Any
 
 from figures import Figure
 
-PROCESSES = 5  # of which the median is taken: one process differs from the next by a tenth of OpenInference's cost
-TURNS = 6
+TURNS = 20
 CALLS = 40  # of one turn
 WARM_UP = 20  # calls before: patching a class empties the interpreter's caches for it
 CASES = ("bare", "otel", "embedded", "openinference")
@@ -80,26 +79,15 @@ def frameworks() -> list[str]:
 
 
 def costs_of(wanted: Sequence[str]) -> list[Cost]:
-    """Measure each framework in processes of its own."""
+    """Measure each framework in a process of its own."""
     found = []
     for framework in wanted:
-        runs = [_in_a_process(framework) for _ in range(PROCESSES)]
-        found += [_median(costs) for costs in zip(*runs, strict=True)]
+        command = [os.environ.get("BENCH_FRAMEWORKS_PYTHON", sys.executable), __file__, "--json", framework]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{framework}: {done.stderr}")
+        found += [Cost(**data) for data in json.loads(done.stdout.splitlines()[-1])]
     return found
-
-
-def _in_a_process(framework: str) -> list[Cost]:
-    command = [os.environ.get("BENCH_FRAMEWORKS_PYTHON", sys.executable), __file__, "--json", framework]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{framework}: {done.stderr}")
-    return [Cost(**data) for data in json.loads(done.stdout.splitlines()[-1])]
-
-
-def _median(costs: Sequence[Cost]) -> Cost:
-    """Give each number's own median, so that `of_theirs` compares what one process measured."""
-    numbers = ("process", "thread", "spans", "of_theirs")
-    return replace(costs[0], **{name: statistics.median(getattr(cost, name) for cost in costs) for name in numbers})
 
 
 def figures_of(cost: Cost) -> list[Figure]:
@@ -181,8 +169,8 @@ def compared(framework: str, kind: str, call: Callable[[], object], url: str) ->
 
 
 def _quiet(times: list[float]) -> float:
-    """Give the time of the quickest third of the turns: those in which nobody else used the core."""
-    return statistics.mean(sorted(times)[: len(times) // 3])
+    """Give the time of the quickest quarter of the turns: those in which nobody else used the core."""
+    return statistics.mean(sorted(times)[: len(times) // 4])
 
 
 def one_turn(recorder: Callable[[], Any], call: Callable[[], object]) -> tuple[float, float, float]:
