@@ -14,7 +14,7 @@ from urllib.parse import unquote
 import openai
 import pytest
 from fake_sink import ListSink
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from openai._base_client import SyncAPIClient
 from pydantic import BaseModel, ValidationError
@@ -745,6 +745,25 @@ def test_azure_calls_that_stay_are_recorded(wired):
     assert "/deployments/deployed/chat/completions" in wired.server.requests[0].path
 
 
+def test_a_request_for_a_token_does_not_name_the_call(wired):
+    asked = []
+
+    def token():
+        answers = http.MockTransport(lambda request: asked.append(request) or http.Response(204))
+        with http.Client(transport=answers) as own:
+            own.get("http://login.invalid/token")
+        return "token"
+
+    client = openai.AzureOpenAI(
+        azure_endpoint=wired.server.base, api_version="2025-01-01", azure_ad_token_provider=token, max_retries=0
+    )
+    client.chat.completions.create(model="deployed", messages=MESSAGES)
+    check_whole(wired)
+    assert "traceparent" in wired.server.requests[0].headers
+    assert not [request for request in asked if "traceparent" in request.headers]
+    assert asked
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_call_is_rerouted(wired, policy, way):
     with attempt_at(policy, "writer"), agent("writer"):
@@ -839,7 +858,7 @@ def test_a_stream_cut_anywhere_gives_what_had_come(texts, cut):
         body = {"model": MODEL, "messages": [], "input": "", "stream": True}
         whole = answer(endpoint, body, Reply(" ".join(texts)), 0)
         sent = "".join(f"event: x\ndata: {json.dumps(event)}\n\n" for event in pieces(endpoint, body, whole))
-        events, done = read_events(sent[: len(sent) * cut // 400])
+        events, done, _ = read_events(sent[: len(sent) * cut // 400])
         assert not done
         response = put_together(endpoint, events)
         if cut == 400:
@@ -847,6 +866,55 @@ def test_a_stream_cut_anywhere_gives_what_had_come(texts, cut):
         elif events and endpoint == "/chat/completions":
             content = response["choices"][0]["message"]["content"] or ""
             assert whole["choices"][0]["message"]["content"].startswith(content)
+
+
+_ADDED = st.text(alphabet='ab \n"\\\\{},:[]é✓\U0001f600', max_size=4)
+_PARTS = st.one_of(
+    _ADDED.map(lambda text: {"index": 0, "delta": {"content": text}, "finish_reason": None}),
+    _ADDED.map(lambda text: {"delta": {"content": text}, "index": 0}),
+    _ADDED.map(lambda text: {"index": len(text) % 2, "delta": {"content": text}, "token_ids": [5]}),
+    _ADDED.map(lambda text: {"index": 0, "delta": {"content": text}, "text": "x"}),
+    _ADDED.map(lambda text: {"index": 0, "delta": {"content": text}, "logprobs": {"content": [{"token": text}]}}),
+    _ADDED.map(lambda text: {"index": 0, "delta": {"role": "assistant", "content": text}}),
+    _ADDED.map(lambda text: {"index": 0, "delta": {"content": text, "reasoning": "so"}}),
+    _ADDED.map(lambda text: {"index": 0, "delta": {}, "finish_reason": "stop", "stop_reason": text}),
+)
+_EVENTS = st.one_of(
+    st.builds(lambda part: {"id": "a", "choices": [part]}, _PARTS),
+    st.builds(lambda part, text: {"content": text, "choices": [part]}, _PARTS, _ADDED),
+    st.builds(lambda part, other: {"id": "a", "choices": [part, other], "usage": None}, _PARTS, _PARTS),
+    st.builds(lambda part: {"id": "a", "choices": [part], "usage": {"completion_tokens": 1}}, _PARTS),
+)
+
+
+def _adds(text, **more):
+    return {"id": "a", "choices": [{"index": 0, "delta": {"content": text, **more}}]}
+
+
+@given(
+    events=st.lists(st.tuples(_EVENTS, st.integers(1, 3)), max_size=6),
+    separators=st.sampled_from([(",", ":"), (", ", ": ")]),
+    plain=st.booleans(),
+    taken=st.none() | st.integers(0, 12),
+)
+@example(events=[(_adds('x"'), 1), (_adds('"'), 1), (_adds('y"'), 1)], separators=(",", ":"), plain=True, taken=None)
+@example(events=[(_adds("x", reasoning="so"), 3)], separators=(",", ":"), plain=True, taken=None)
+def test_events_read_as_one_come_to_the_same(events, separators, plain, taken):
+    given = [event for event, times in events for _ in range(times)]
+    sent = [json.dumps(event, separators=separators, ensure_ascii=plain) for event in given]
+    stream = "".join(f"data: {text}\n\n" for text in [*sent, "[DONE]"])
+    found, done, more = read_events(stream, taken)
+    assert (done, more) == (True, taken is not None and taken < len(given))
+    assert put_together("/chat/completions", found) == put_together("/chat/completions", given[:taken])
+
+
+def test_events_that_add_text_alone_are_read_as_one():
+    part = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    texts = ['"', "a", "\n", "b", '"', "é", "c"]  # a text with a quotation mark is read by itself
+    parts = [part, *({"index": 0, "delta": {"content": text}, "finish_reason": None} for text in texts)]
+    stream = "".join(f"data: {json.dumps({'id': 'a', 'choices': [part]})}\n\n" for part in parts)
+    found = read_events(f"{stream}data: [DONE]\n\n").found
+    assert [event["choices"][0]["delta"]["content"] for event in found] == ["", '"', "a\nb", '"', "éc"]
 
 
 def test_tokens_of_a_completion_are_kept_apart_even_where_one_is_named_as_a_key():
@@ -859,13 +927,16 @@ def test_tokens_of_a_completion_are_kept_apart_even_where_one_is_named_as_a_key(
 
 def test_odd_streams_are_put_together():
     told = 'data: {"id": "a"}\n\nevent: more\ndata: {"id": "b"}\n\ndata: {"id":\ndata: "c"}\n\ndata: [DONE]\n\n'
-    assert read_events(told) == ([{"id": "a"}, {"id": "b"}, {"id": "c"}], True)
+    assert read_events(told) == ([{"id": "a"}, {"id": "b"}, {"id": "c"}], True, False)
+    assert read_events(told, 2) == ([{"id": "a"}, {"id": "b"}], True, True)
+    assert read_events(told, 3) == read_events(told, 4) == read_events(told)
     assert read_events('data: {"id": "a"}\n\ndata: [DONE]\n\ndata: {"id": "b"}\n\ndata: [DONE]\n\n') == (
         [{"id": "a"}],
         True,
+        False,
     )
-    assert read_events("data: 1\n\ndata: [DONE]\n\n") == ([], True)
-    events, done = read_events(': ping\r\n\r\ndata: {"id": "a",\r\ndata: "choices": []}\r\n\r\ndata: [DONE]\r\n\r\n')
+    assert read_events("data: 1\n\ndata: [DONE]\n\n") == ([], True, False)
+    events, done, _ = read_events(': ping\r\n\r\ndata: {"id": "a",\r\ndata: "choices": []}\r\n\r\ndata: [DONE]\r\n\r\n')
     assert (events, done) == ([{"id": "a", "choices": []}], True)
     chunks = [
         {"id": "a", "choices": [{"index": 1, "delta": {"role": "assistant", "reasoning_content": "so "}}]},

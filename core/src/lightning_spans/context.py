@@ -91,24 +91,24 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Attempt | None
 
 def current_agent(context: Context | None = None) -> str | None:
     """Name the agent at work in this context; None when nothing named one."""
-    name = (otel_context.get_current() if context is None else context).get(_AGENT)
+    name = (current() if context is None else context).get(_AGENT)
     return name if isinstance(name, str) else None
 
 
 def current_attempt(context: Context | None = None) -> Attempt | None:
     """Give the attempt of this context, else the one that the environment names, else None."""
-    attempt = (otel_context.get_current() if context is None else context).get(_ATTEMPT)
+    attempt = (current() if context is None else context).get(_ATTEMPT)
     return attempt if isinstance(attempt, Attempt) else from_environment()
 
 
 def with_agent(name: str | None, context: Context | None = None) -> Context:
     """Give a context in which this agent is at work."""
-    return otel_context.set_value(_AGENT, name, context)
+    return Context({**(current() if context is None else context), _AGENT: name})
 
 
 def with_attempt(attempt: Attempt, context: Context | None = None) -> Context:
     """Give a context that belongs to this attempt."""
-    return otel_context.set_value(_ATTEMPT, attempt, context)
+    return Context({**(current() if context is None else context), _ATTEMPT: attempt})
 
 
 def at_work(agent: str | None, attempt: Attempt | None, values: Mapping[str, object]) -> Context:
@@ -129,7 +129,7 @@ def entered(context: Context) -> Iterator[Context]:
 
 def overlaid(ours: Context, onto: Context | None = None) -> Context:
     """Give a context with our values of `ours` and everybody else's of `onto` (the current one by default)."""
-    base = otel_context.get_current() if onto is None else onto
+    base = current() if onto is None else onto
     theirs = {key: value for key, value in base.items() if not key.startswith(_PREFIX)}
     return Context({**theirs, **{key: value for key, value in ours.items() if key.startswith(_PREFIX)}})
 

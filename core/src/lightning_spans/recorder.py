@@ -11,12 +11,11 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from lightning_spans import spans as names
 from lightning_spans.agents import selects
-from lightning_spans.context import Attempt, at_work, current_agent, current_attempt, entered, with_agent
+from lightning_spans.context import Attempt, at_work, current, current_agent, current_attempt, entered, with_agent
 from lightning_spans.forks import in_child
 from lightning_spans.spans import Json, Span, Status
 
@@ -163,7 +162,7 @@ def _known(attributes: Mapping[str, Json]) -> dict[str, Json]:
 
 def current_span(context: Context | None = None) -> OpenSpan | None:
     """Give the span of ours that is open in this context; None when there is none."""
-    found = (otel_context.get_current() if context is None else context).get(_SPAN)
+    found = (current() if context is None else context).get(_SPAN)
     return found if isinstance(found, OpenSpan) else None
 
 
@@ -230,7 +229,7 @@ class Recorder:
         if parent is not None:
             context = parent.context
         elif context is None:
-            context = otel_context.get_current()
+            context = current()
         if parent is None:
             parent = current_span(context)
         if agent is _DEFAULT:

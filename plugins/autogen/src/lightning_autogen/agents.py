@@ -11,7 +11,6 @@ from autogen_agentchat.agents import BaseChatAgent
 from autogen_agentchat.base import Response, TaskResult
 from autogen_agentchat.teams import BaseGroupChat
 from autogen_core._message_handler_context import MessageHandlerContext
-from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from lightning_openai.watch import Watch, current_watch, watched
@@ -118,14 +117,14 @@ class AtWork(Following):
     @contextmanager
     def _handling(self, around: Any, agent_id: AgentId) -> Iterator[None]:
         with around:
-            outer = otel_context.get_current()
+            outer = current()
             handling = None
             with self.recorder.guard(PLUGIN):
                 team = self._teams.get(agent_id.key)
-                otel_context.attach(overlaid(team) if team is not None else outer)
+                attach(overlaid(team) if team is not None else outer)
                 name = agent_id.type.removesuffix(f"_{agent_id.key}")
                 handling = Handling(self, name)
-                otel_context.attach(watched(handling, with_agent(name)))
+                attach(watched(handling, with_agent(name)))
             failed: BaseException | None = None
             try:
                 yield
@@ -133,7 +132,7 @@ class AtWork(Following):
                 failed = error
                 raise
             finally:
-                otel_context.attach(overlaid(outer))
+                attach(overlaid(outer))
                 self.end(None if handling is None else handling.span, error=failed)
 
     def _is_at_work(self, agent: Any) -> bool:
@@ -187,4 +186,4 @@ def place() -> Context:
     """Give the context for a tool or model that begins now; a message handler's span begins with it."""
     watch: Watch | None = current_watch()
     context = watch.outside() if watch is not None else None
-    return otel_context.get_current() if context is None else context
+    return current() if context is None else context

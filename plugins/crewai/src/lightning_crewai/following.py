@@ -17,7 +17,6 @@ from crewai import LLM, Agent, Crew, Task
 from crewai.events.event_bus import CrewAIEventsBus
 from crewai.flow.flow import Flow
 from crewai.llms.base_llm import BaseLLM
-from opentelemetry import context as otel_context
 
 from lightning_crewai.bodies import asked_in, request_body, response_body, take_asked
 from lightning_crewai.events import agent_of, error_of, stripped, tell_tool
@@ -37,7 +36,7 @@ from lightning_crewai.works import (
 from lightning_openai.elsewhere import OtherCall, to_json
 from lightning_openai.watch import settled
 from lightning_spans import spans as names
-from lightning_spans.context import current_agent, with_agent
+from lightning_spans.context import current, current_agent, with_agent
 from lightning_spans.patches import Undo, replace
 from lightning_spans.recorder import agent_path
 
@@ -175,7 +174,7 @@ class Following:
             return  # how CrewAI itself runs an agent or its memory
         if kind == AGENT and (failed := innermost(AGENT, TOOL)) is not None and failed.source is source:
             self._finish_through(failed, sys.exception())  # it tries again, and has not told before that it failed
-        here = otel_context.get_current()
+        here = current()
         context = settled(here)
         # Of `here`: what an agent leaves to a thread, such as to remember, is its own also when it is done.
         agent = agent_of(kind, source, event) or current_agent(here)

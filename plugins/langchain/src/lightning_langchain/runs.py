@@ -12,12 +12,11 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
-from lightning_spans.context import current_agent, overlaid
+from lightning_spans.context import current, current_agent, overlaid
 from lightning_spans.recorder import current_span
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Run(Stay):
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
-        here = otel_context.get_current()
+        here = current()
         super().__init__(here)
         self.parent = parent
         self.root: Run = parent.root if parent is not None else self

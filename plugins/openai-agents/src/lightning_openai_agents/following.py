@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 from agents.tool_context import ToolContext
 from agents.tracing import spans as sdk_spans
 from agents.tracing import traces as sdk_traces
-from opentelemetry import context as otel_context
 
 from lightning_openai.elsewhere import OtherCall, to_json
 from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
-from lightning_spans.context import current_agent
+from lightning_spans.context import current, current_agent
 from lightning_spans.patches import Undo, replace
 from lightning_spans.recorder import current_span, log_failure
 
@@ -160,7 +159,7 @@ class Following:
         kind = "trace" if data is None else data.type
         if kind not in _FOLLOWED:
             return
-        here = otel_context.get_current()
+        here = current()
         context = settled(here)
         work = Work(sdk, kind, here)
         if kind == "agent":

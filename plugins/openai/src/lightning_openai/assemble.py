@@ -2,50 +2,121 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
 from lightning_spans.spans import Json
 
 DONE: Final = "[DONE]"
-_FIRST: Final = "data: "
-_BETWEEN: Final = f"\n\n{_FIRST}"  # in JSON there is no such thing, since a text has no line breaks there
-_LAST: Final = f"{_BETWEEN}{DONE}\n\n"
+_BEGIN: Final = "data: "
+_BETWEEN: Final = f"\n\n{_BEGIN}"  # in JSON there is no such thing, since a text has no line breaks there
+_END: Final = f"{_BETWEEN}{DONE}\n\n"
+_ADDS: Final = re.compile('"content": ?"')
 _TEXT: Final = frozenset(
     {"content", "text", "refusal", "reasoning", "reasoning_content", "arguments", "data", "transcript"}
 )
 _WHOLE: Final = frozenset({"prompt_token_ids"})  # some servers send it with every chunk
 
 
-def read_events(body: str) -> tuple[list[dict[str, Json]], bool]:
+class Events(NamedTuple):
+    """What was read of a stream.
+
+    Attributes:
+        found: the JSON objects of its events, in order. Of a chat completion, those are one that only add to its text.
+        done: the stream's end mark was there.
+        more: it has events beyond those that were asked for.
+    """
+
+    found: list[dict[str, Json]]
+    done: bool
+    more: bool
+
+
+def read_events(body: str, taken: int | None = None) -> Events:
     """Read a server-sent event stream, which may be cut anywhere.
 
-    Returns:
-        The JSON objects of its events in order, and whether its end mark was there.
+    Args:
+        body: the stream.
+        taken: how many of its events to give; None: all.
     """
-    if body.startswith(_FIRST) and body.endswith(_LAST):  # as most servers write it: read at once
-        try:
-            events = orjson.loads(f"[{body[len(_FIRST) : -len(_LAST)].replace(_BETWEEN, ',')}]")
+    if body.startswith(_BEGIN) and body.endswith(_END):
+        try:  # as most servers write it: data alone, each in a line
+            return _read(body[len(_BEGIN) : -len(_END)].split(_BETWEEN), taken, done=True)
         except orjson.JSONDecodeError:
-            pass  # it has more than data, or in more lines
-        else:
-            return [event for event in events if isinstance(event, dict)], True
+            pass
+    texts, done = _texts(body)
+    try:
+        return _read(texts, taken, done=done)
+    except orjson.JSONDecodeError:
+        return _first(_whole(texts), taken, done=False)
+
+
+def _read(texts: Sequence[str], taken: int | None, *, done: bool) -> Events:
+    if taken is None or taken >= len(texts):
+        texts, taken = _fewer(texts), None
+    events = orjson.loads(f"[{','.join(texts)}]")  # at once, which takes half the time
+    return _first([event for event in events if isinstance(event, dict)], taken, done=done)
+
+
+def _first(found: list[dict[str, Json]], taken: int | None, *, done: bool) -> Events:
+    return Events(found[:taken], done, more=taken is not None and taken < len(found))
+
+
+def _texts(body: str) -> tuple[list[str], bool]:
+    """Give the data of the events, and whether the end mark was there."""
     texts: list[str] = []
-    done = False
     for block in (body.replace("\r\n", "\n") if "\r" in body else body).split("\n\n"):
         data = block[6:] if block.startswith("data: ") and "\n" not in block else _data_of(block)
         if data.startswith(DONE):
-            done = True
-            break
+            return texts, True
         if data:
             texts.append(data)
+    return texts, False
+
+
+def _fewer(texts: Sequence[str]) -> Sequence[str]:
+    """Make one event of those that differ in the text they add and in nothing else: to read each takes its time."""
+    around = _around(texts[len(texts) // 2]) if texts else None
+    if around is None:
+        return texts
+    before, after = around
+    start, end = len(before), -len(after)
+    made: list[str] = []
+    adds: list[str] = []
+    for text in texts:
+        if text.startswith(before) and text.endswith(after):
+            add = text[start:end]
+            if '"' not in add and add[-1:] != "\\":  # else it may be more than a text
+                adds.append(add)
+                continue
+        if adds:
+            made.append(f"{before}{''.join(adds)}{after}")
+            adds.clear()
+        made.append(text)
+    if adds:
+        made.append(f"{before}{''.join(adds)}{after}")
+    return made
+
+
+def _around(event: str) -> tuple[str, str] | None:
+    """Give what stands before and after the text that an event adds to a chat completion; None if it says more."""
+    begins = _ADDS.search(event)
+    if begins is None or _ADDS.search(event, begins.end()):
+        return None
     try:
-        events = orjson.loads(f"[{','.join(texts)}]")  # at once, which takes half the time
-    except orjson.JSONDecodeError:
-        return _whole(texts), False
-    return [event for event in events if isinstance(event, dict)], done
+        told = orjson.loads(event)
+        (part,) = told["choices"]
+        delta = part["delta"]
+        end = event.index('"', begins.end())
+    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError):
+        return None
+    nested = [value for value in (*told.values(), *part.values()) if isinstance(value, (dict, list))]
+    if list(delta) != ["content"] or nested != [told["choices"], delta] or not _TEXT.isdisjoint(part):
+        return None
+    return event[: begins.end()], event[end:]
 
 
 def _whole(texts: Iterable[str]) -> list[dict[str, Json]]:

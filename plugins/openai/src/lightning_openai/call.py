@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import orjson
-from openai._compat import model_copy
 
 from lightning_openai import gateway
 from lightning_openai.assemble import is_whole, put_together, read_events
@@ -51,7 +50,7 @@ class Call:
         self._recorder = recorder
         self._endpoint = endpoint
         self._streamed = streamed
-        self._body = body = _body(options)
+        self._body: Mapping[str, Json] = _body(options)
         self._request: Any = None
         self._asked: bytes | None = None  # the body of the request
         self._retries: int | None = None
@@ -65,13 +64,13 @@ class Call:
         self.reading = False  # the next item of an event stream is being read: how that ends says what became of it
         watch = current_watch()
         context = watch.outside() if watch is not None else None
-        model = body.get("model")
+        model = self._body.get("model")
         attributes = {
             names.FRAMEWORK: "openai",
             names.PROVIDER: "azure.ai.openai" if "Azure" in type(client).__name__ else "openai",
             names.ENDPOINT: endpoint,
             names.STREAMED: streamed,
-            **request_facts(body),
+            **request_facts(self._body),
         }
         name = "chat" if model is None else str(model)
         self.span = recorder.start(names.CHAT, name, context=context, attributes=attributes)
@@ -82,21 +81,27 @@ class Call:
 
     def _route(self, client: Any, options: Any) -> tuple[Any, Any]:
         span, attempt = self.span, self.span.attempt
-        traceparent = {"traceparent": span.traceparent}
-        if attempt is not None and self._recorder.reroutes(span):
-            headers = {**traceparent, **gateway.agent_header(span.agent)}
-            client, copy = gateway.rerouted(client, options, attempt, self._endpoint, body=self._body, headers=headers)
-            span.set(**{names.REROUTED: True, names.REQUEST_MODEL: attempt.model})
-            span.name = attempt.model
-            self._body["model"] = attempt.model
-            return client, copy
-        copy = model_copy(options)
-        given = options.headers
-        if not (given and _is_mapping(given)):
-            copy.headers = traceparent
-        elif not any(name.lower() == "traceparent" for name in given):
-            copy.headers = {**given, **traceparent}
+        if attempt is None or not self._recorder.reroutes(span):
+            return client, options
+        headers = gateway.agent_header(span.agent)
+        client, copy = gateway.rerouted(client, options, attempt, self._endpoint, body=self._body, headers=headers)
+        span.set(**{names.REROUTED: True, names.REQUEST_MODEL: attempt.model})
+        span.name = attempt.model
+        self._body = {**self._body, "model": attempt.model}
         return client, copy
+
+    def sends(self, client: Any) -> bool:
+        """Whether this client of httpx is the one that sends the call: one that fetches a token for it is not."""
+        return getattr(self.client, "_client", None) is client
+
+    def name(self, request: Any) -> None:
+        """Name the span in a request that is about to be sent, unless the caller has named one of his own there.
+
+        Not in the client's options, for which they would have to be copied: that takes three times as long.
+        """
+        with self._recorder.guard(PLUGIN, self.span):
+            if "traceparent" not in request.headers:
+                request.headers["traceparent"] = self.span.traceparent
 
     def responded(self, response: Any, retries: int | None) -> None:
         """Take the answer, before the client makes its own objects of it; and after how many tries again, if known."""
@@ -191,10 +196,9 @@ class Call:
             told[names.RESPONSE] = text
             told.update(response_facts(self._endpoint, _parse(text) or {}))
             return
-        events, done = read_events(text)
-        taken = events if self.events is None else events[: self.events]
-        response = put_together(self._endpoint, taken)
-        whole = (self._to_end or done) and len(taken) == len(events)
+        events = read_events(text, self.events)
+        response = put_together(self._endpoint, events.found)
+        whole = (self._to_end or events.done) and not events.more
         if self._left and not whole and not is_whole(self._endpoint, response):
             told[names.ABANDONED] = True
         if response is not None:
@@ -202,12 +206,12 @@ class Call:
             told.update(response_facts(self._endpoint, response))
 
 
-def _body(options: Any) -> dict[str, Json]:
-    """Give the JSON body of a request: what the caller gave in pieces, or wrote out himself."""
+def _body(options: Any) -> Mapping[str, Json]:
+    """Give the JSON body of a request, to be read only: what the caller gave in pieces, or wrote out himself."""
     given = options.json_data if options.json_data is not None else getattr(options, "content", None)
     if isinstance(given, bytes | bytearray):
         given = _parse(given)
-    body = dict(given) if _is_mapping(given) else {}
+    body = given if _is_mapping(given) else {}
     return {**body, **options.extra_json} if _is_mapping(options.extra_json) else body
 
 

@@ -8,13 +8,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
-from opentelemetry import context as otel_context
 
 from lightning_openai.facts import request_facts, response_facts
 from lightning_openai.gateway import agent_header
 from lightning_openai.watch import Stay, current_watch, watched
 from lightning_spans import spans as names
-from lightning_spans.context import current_attempt, entered, entered_steps
+from lightning_spans.context import current, current_attempt, entered, entered_steps
 from lightning_spans.spans import Json
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class OtherCall:
         provider: str | None = None,
         streamed: bool = False,
         endpoint: str = "/chat/completions",
-        place: Callable[[], Context] = otel_context.get_current,
+        place: Callable[[], Context] = current,
         stay: Stay | None = None,
     ) -> None:
         self.stay = Stay() if stay is None else stay
@@ -105,7 +104,7 @@ class OtherCall:
         self._endpoint = endpoint
         self._known = {names.FRAMEWORK: framework, names.PROVIDER: provider, names.STREAMED: streamed}
         self._place = place
-        self._outer = otel_context.get_current()
+        self._outer = current()
         self._start_ns = time.time_ns()
         self._span: OpenSpan | None = None  # begun before the end where a request names it
         self._ask = ask
@@ -137,7 +136,7 @@ class OtherCall:
         """Give the items of an answer that is streamed; `body`, as of `asked`, gets the last."""
         last: list[T] = []
         failed: BaseException | None = None
-        steps = entered_steps(watched(self.stay, otel_context.get_current()), items)
+        steps = entered_steps(watched(self.stay, current()), items)
         try:
             async for item in steps:
                 last = [item]

@@ -37,36 +37,41 @@ def response_facts(endpoint: str, response: Mapping[str, Json]) -> dict[str, Jso
         response: the parsed body.
     """
     usage = response.get("usage") or {}
+    facts: dict[str, Json] = {}
+    if (told := response.get("id")) is not None:
+        facts[names.RESPONSE_ID] = told
+    if (told := response.get("model")) is not None:
+        facts[names.RESPONSE_MODEL] = told
     reasons = _finish_of_output(response) if endpoint == "/responses" else _finish_of_choices(response)
-    facts = {
-        names.RESPONSE_ID: _get(response, "id"),
-        names.RESPONSE_MODEL: _get(response, "model"),
-        names.FINISH_REASONS: reasons or None,
-        names.INPUT_TOKENS: _first(usage, "prompt_tokens", "input_tokens"),
-        names.OUTPUT_TOKENS: _first(usage, "completion_tokens", "output_tokens"),
-    }
-    return {key: value for key, value in facts.items() if value is not None}
+    if reasons:
+        facts[names.FINISH_REASONS] = reasons
+    if (told := _either(usage, "prompt_tokens", "input_tokens")) is not None:
+        facts[names.INPUT_TOKENS] = told
+    if (told := _either(usage, "completion_tokens", "output_tokens")) is not None:
+        facts[names.OUTPUT_TOKENS] = told
+    return facts
 
 
-def _finish_of_choices(response: Any) -> list[str]:
-    choices = _get(response, "choices") or ()
+def _finish_of_choices(response: Mapping[str, Json]) -> list[str]:
+    choices = response.get("choices") or ()
     return [str(reason) for choice in choices if (reason := _get(choice, "finish_reason")) is not None]
 
 
-def _finish_of_output(response: Any) -> list[str]:
+def _finish_of_output(response: Mapping[str, Json]) -> list[str]:
     """Say in the words of chat completions why a response of /responses ended."""
-    status = _get(response, "status")
+    status = response.get("status")
     if status == "completed":
-        calls = any(_get(item, "type") == "function_call" for item in _get(response, "output") or ())
+        calls = any(_get(item, "type") == "function_call" for item in response.get("output") or ())
         return ["tool_calls" if calls else "stop"]
     if status == "incomplete":
-        reason = _get(_get(response, "incomplete_details"), "reason")
+        reason = _get(response.get("incomplete_details"), "reason")
         return ["length" if reason == "max_output_tokens" else str(reason)]
     return []
 
 
-def _first(thing: Any, *keys: str) -> Any:
-    return next((value for key in keys if (value := _get(thing, key)) is not None), None)
+def _either(thing: Any, one: str, other: str) -> Any:
+    value = _get(thing, one)
+    return _get(thing, other) if value is None else value
 
 
 def _get(thing: Any, key: str) -> Any:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
-from lightning_spans.context import overlaid
+from lightning_spans.context import attach, current, overlaid
 from lightning_spans.recorder import current_span
 
 if TYPE_CHECKING:
@@ -36,12 +35,12 @@ class Watch(Protocol):
 
 def watched(watch: Watch, context: Context | None = None) -> Context:
     """Give a context in which this watch is told."""
-    return otel_context.set_value(_WATCH, watch, context)
+    return Context({**(current() if context is None else context), _WATCH: watch})
 
 
 def current_watch(context: Context | None = None) -> Watch | None:
     """Give the watch of this context, if any."""
-    watch: Any = (otel_context.get_current() if context is None else context).get(_WATCH)
+    watch: Any = (current() if context is None else context).get(_WATCH)
     return watch  # type: ignore[no-any-return]
 
 
@@ -64,18 +63,18 @@ class Stay:
 
     def enter(self, context: Context) -> None:
         """Make what follows in this execution context part of the work."""
-        self.previous = otel_context.get_current()
+        self.previous = current()
         self.entered = watched(self, context)
-        otel_context.attach(self.entered)
+        attach(self.entered)
 
     def leave(self) -> None:
         """End the work: give back our values that were there before, unless something else of ours is current."""
         self.closed = True
-        context = otel_context.get_current()
+        context = current()
         if context is self.entered:  # as nearly always: nobody put anything on top
-            otel_context.attach(settled(self.previous))
+            attach(settled(self.previous))
         elif self.over(context):
-            otel_context.attach(settled(context))
+            attach(settled(context))
 
     def called(self) -> None:
         """The wire began a chat span in here; what is around is told too."""
@@ -85,7 +84,7 @@ class Stay:
 
     def outside(self) -> Context | None:
         """Give the context around this work, if the current one outlived it."""
-        context = otel_context.get_current()
+        context = current()
         return settled(context) if self.over(context) else None
 
     def over(self, context: Context) -> bool:
@@ -97,7 +96,7 @@ class Stay:
 
 def settled(context: Context | None = None) -> Context:
     """Give the innermost context whose work is not over; everybody else's values in it stay as they are."""
-    context = otel_context.get_current() if context is None else context
+    context = current() if context is None else context
     stay = current_watch(context)
     if not isinstance(stay, Stay) or not stay.closed:  # as nearly always
         return context

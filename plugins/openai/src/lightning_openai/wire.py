@@ -246,10 +246,19 @@ async def _awatched(items: Any, call: Call) -> AsyncIterator[Any]:
         call.closed()
 
 
+def _name(client: Any, request: Any) -> None:
+    """Name the span of a model call in the HTTP request that is about to be sent for it."""
+    call = _current.get()
+    if call is not None and call.sends(client):
+        call.name(request)
+    else:
+        mark(request)
+
+
 def _wrap_send(original: Callable[..., Any]) -> Callable[..., Any]:
     def send(client: Any, request: Any, *args: Any, **options: Any) -> Any:
         if _recorders:
-            mark(request)
+            _name(client, request)
         return original(client, request, *args, **options)
 
     return send
@@ -258,7 +267,7 @@ def _wrap_send(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_async_send(original: Callable[..., Any]) -> Callable[..., Any]:
     async def send(client: Any, request: Any, *args: Any, **options: Any) -> Any:
         if _recorders:
-            mark(request)
+            _name(client, request)
         return await original(client, request, *args, **options)
 
     return send

@@ -6,13 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from opentelemetry import context as otel_context
 from pydantic_ai import Agent
 from pydantic_ai.exceptions import ApprovalRequired, CallDeferred
 from pydantic_ai.messages import ToolReturn, ToolReturnPart
 
 from lightning_spans import spans as names
-from lightning_spans.context import overlaid
+from lightning_spans.context import attach, current, overlaid
 from lightning_spans.following import Following
 from lightning_spans.patches import Undo, replace
 
@@ -58,15 +57,15 @@ class AtWork(Following):
     @asynccontextmanager
     async def _running(self, agent: Any, run: AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
         span = self.begin_agent(agent.name or UNNAMED)
-        outer = otel_context.get_current()
+        outer = current()
         with self.working(span):
             if span is not None:
-                otel_context.attach(span.context)
+                attach(span.context)
             try:
                 async with run as entered:
                     yield entered
             finally:
-                otel_context.attach(overlaid(outer))  # no token: a run that is given up may end in another context
+                attach(overlaid(outer))  # no token: a run that is given up may end in another context
 
     def wrap_tool_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """An agent carries out a tool call of its model's, with its arguments as they were asked for."""

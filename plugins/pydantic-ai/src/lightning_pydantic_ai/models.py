@@ -11,13 +11,12 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from opentelemetry import context as otel_context
 from pydantic_ai.models import Model
 
 from lightning_openai.elsewhere import OtherCall, to_json
 from lightning_openai.watch import watched
 from lightning_pydantic_ai.at_work import FRAMEWORK, PLUGIN
-from lightning_spans.context import overlaid
+from lightning_spans.context import attach, current, overlaid
 from lightning_spans.patches import Undo, replace_in_subclasses
 
 if TYPE_CHECKING:
@@ -81,13 +80,13 @@ class Models:
 
 @asynccontextmanager
 async def _streaming(stream: AbstractAsyncContextManager[Any], call: OtherCall) -> AsyncIterator[Any]:
-    outer = otel_context.get_current()
-    otel_context.attach(watched(call.stay))
+    outer = current()
+    attach(watched(call.stay))
     answer: Callable[[], dict[str, Json]] | None = None
     failed: BaseException | None = None
     try:
         async with stream as opened:
-            otel_context.attach(overlaid(outer))  # the reader's calls are no part of it
+            attach(overlaid(outer))  # the reader's calls are no part of it
             yield opened
             answer = functools.partial(_read, opened)
     except GeneratorExit:
@@ -96,7 +95,7 @@ async def _streaming(stream: AbstractAsyncContextManager[Any], call: OtherCall) 
         failed = error
         raise
     finally:
-        otel_context.attach(overlaid(outer))
+        attach(overlaid(outer))
         call.end(answer, error=failed)
 
 
