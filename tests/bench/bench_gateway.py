@@ -1,6 +1,7 @@
-"""CPU that the gateway spends on a request, beside a bare relay with the same server and the same client.
+"""CPU that the gateway spends on a request, beside bare relays with the same server and the same client.
 
-Three processes: a scripted model server, the one measured, and a client. Where BENCH_LITELLM_PYTHON names an
+There are two of them: one is written with FastAPI, as the gateway is, the other has no framework at all. Three
+processes: a scripted model server, the one measured, and a client. Where BENCH_LITELLM_PYTHON names an
 environment with litellm's proxy, that is measured after them. The replies are 10 KB and 51 KB, whole and as streams,
 with the message's tokens and their log-probabilities, as vLLM sends them when asked; each call is on disk before its
 reply ends. The model thinks for a while, so that as many are under way at once as the client says, and a stream comes
@@ -21,10 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
 from figures import Figure
 
 LITELLM = os.environ.get("BENCH_LITELLM_PYTHON", "")
@@ -65,17 +69,19 @@ def _measured(case: Case) -> list[Figure]:
     with (
         _Process("upstream", str(case.tokens)) as upstream,
         _Process("relay", upstream.url) as relay,
+        _Process("fastapi", upstream.url) as fastapi,
         _Process("gateway", upstream.url) as gateway,
     ):
-        _client(relay, AT_ONCE, case)
-        _client(gateway, AT_ONCE, case)
-        rounds = [(_cpu_ms(relay, case), _cpu_ms(gateway, case))]
+        servers = (relay, fastapi, gateway)
+        for server in servers:
+            _client(server, AT_ONCE, case)
+        rounds = [[_cpu_ms(server, case) for server in servers]]
         start_mib = gateway.usage()["rss_mib"]  # by now caches and buffers have their size
-        rounds += [(_cpu_ms(relay, case), _cpu_ms(gateway, case)) for _ in range(ROUNDS - 1)]  # noise hits both
+        rounds += [[_cpu_ms(server, case) for server in servers] for _ in range(ROUNDS - 1)]  # noise hits all
         grown_mib = gateway.usage()["rss_mib"] - start_mib
         theirs = _beside(upstream, case) if LITELLM and not case.stream else None
-    bare, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
-    above = statistics.median(ours - theirs for theirs, ours in rounds)
+    bare, framework, whole = (statistics.median(times) for times in zip(*rounds, strict=True))
+    above_bare, above = (statistics.median(times[-1] - times[at] for times in rounds) for at in (0, 1))
     sent = len(reply(case.tokens)) if not case.stream else sum(map(len, events(case.tokens)))
     how = f"{ROUNDS} x {REQUESTS} calls, {AT_ONCE} at once, {sent / 1000:.0f} KB from upstream"
     others = OTHERS[case.size] if not case.stream else ""
@@ -86,8 +92,10 @@ def _measured(case: Case) -> list[Figure]:
         Figure(
             what=f"bare relay, {case.name}", value=bare, unit="ms", note="uvicorn and aiohttp, nothing read or kept"
         ),
+        Figure(what=f"FastAPI relay, {case.name}", value=framework, unit="ms", note="the same, written with FastAPI"),
         *([beside] if beside else []),
-        Figure(what=f"above the relay, {case.name}", value=above, unit="ms", goal=case.goal, others=others),
+        Figure(what=f"above the FastAPI relay, {case.name}", value=above, unit="ms", goal=case.goal, others=others),
+        Figure(what=f"above the bare relay, {case.name}", value=above_bare, unit="ms"),
         Figure(what=f"memory grown, {case.name}", value=grown_mib, unit="MiB", note=grown),
     ]
 
@@ -242,6 +250,8 @@ def serve(kind: str, argument: str, folder: str) -> None:
         app: Any = scripted(int(argument))
     elif kind == "relay":
         app = relay(argument)
+    elif kind == "fastapi":
+        app = fastapi_relay(argument)
     else:
         app, key = gateway(argument, Path(folder))
     with_thread = ServerThread(app)
@@ -279,6 +289,26 @@ def scripted(tokens: int) -> Any:
 
 def relay(upstream: str) -> Any:
     return _asgi(*forwarding(upstream))
+
+
+def fastapi_relay(upstream: str) -> Any:
+    forward, close = forwarding(upstream)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await close()
+
+    app = FastAPI(lifespan=lifespan)
+
+    @app.post("/v1/chat/completions")
+    async def completions(request: Request) -> Response:
+        sent = await request.body()
+        if b'"stream"' in sent:
+            return StreamingResponse(forward(request.scope, sent), media_type="text/event-stream")
+        return Response(b"".join([part async for part in forward(request.scope, sent)]), media_type="application/json")
+
+    return app
 
 
 def forwarding(upstream: str) -> tuple[Any, Any]:
@@ -376,7 +406,7 @@ if __name__ == "__main__":
     kind = sys.argv[1] if len(sys.argv) > 1 else ""
     if kind == "client":
         ask(sys.argv[2], sys.argv[3], int(sys.argv[4]), stream=sys.argv[5] == "stream")
-    elif kind in {"upstream", "relay", "gateway"}:
+    elif kind in {"upstream", "relay", "fastapi", "gateway"}:
         serve(*sys.argv[1:4])
     else:
         begin = time.monotonic()
