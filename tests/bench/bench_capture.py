@@ -8,7 +8,10 @@ sent, as OTLP, to a server in another process that throws it away. Beside it sta
 The frameworks live together in an environment of their own: BENCH_FRAMEWORKS_PYTHON names its Python (`nox -s bench`
 sets it). Without it, those that are installed here are measured.
 
-    python tests/bench/bench_capture.py [FRAMEWORK ...]    # prints the whole table
+    python tests/bench/bench_capture.py [FRAMEWORK ...]           # prints the whole table
+    python tests/bench/bench_capture.py --count [FRAMEWORK ...]   # instructions instead of time, by valgrind
+
+A machine that others use has another speed from turn to turn; how many instructions run, it does not change.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import json
 import logging
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -29,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from figures import Figure
@@ -37,6 +42,7 @@ TURNS = 20
 CALLS = 40  # of one turn
 WARM_UP = 20  # calls before: patching a class empties the interpreter's caches for it
 CASES = ("bare", "otel", "embedded", "openinference")
+COUNTED = ("bare", "otel", "openinference")  # both of our tracers do the same
 KINDS = {"a call": False, "a stream of 20 events": True}
 MOST, SHARE = 150, 0.5  # what a call may cost: µs, and of what OpenInference costs
 Recorder = tuple[Callable[[], object], Callable[[], int]]  # what waits until all is sent; and how many spans were
@@ -230,6 +236,69 @@ def openinference(framework: str, url: str) -> Iterator[Recorder]:
     provider.shutdown()
 
 
+def counted(wanted: Sequence[str]) -> str:
+    """Count the instructions of a model call in each framework, in thousands: bare, ours above it, and theirs."""
+    lines = [f"{'framework':14} {'kind':22} {'bare':>8} {'ours':>8} {'theirs':>8} {'of theirs':>9}"]
+    for framework in wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out", sys.executable, __file__]
+            done = subprocess.run(
+                [*command, "--counted", framework, folder], capture_output=True, text=True, check=False
+            )
+        if done.returncode != 0:
+            raise RuntimeError(f"{framework}: {done.stderr}")
+        for kind, found in json.loads(done.stdout.splitlines()[-1]).items():
+            bare, ours, theirs = (found[case] / 1000 for case in COUNTED)
+            share = (ours - bare) / (theirs - bare)
+            lines.append(f"{framework:14} {kind:22} {bare:8.0f} {ours - bare:8.0f} {theirs - bare:8.0f} {share:9.2f}")
+    return "\n".join(lines)
+
+
+def count_here(framework: str, folder: str) -> dict[str, dict[str, float]]:
+    """Count what runs in this process, which valgrind runs, for a call of each kind in each case."""
+    import capture_programs
+
+    from lightning_spans import sinks
+
+    logging.disable(logging.WARNING)
+    sinks.LINGER_S = 3600.0  # else the slow calls are sent one by one, where in a turn that is timed they go together
+    with thrown_away() as url:
+        os.chdir(folder)
+        capture_programs.answer_here()
+        return {
+            kind: _counts(framework, capture_programs.PROGRAMS[framework](stream=stream), url, Path(folder))
+            for kind, stream in KINDS.items()
+        }
+
+
+def _counts(framework: str, call: Callable[[], object], url: str, folder: Path) -> dict[str, float]:
+    recorders = {
+        "bare": lambda: contextlib.nullcontext((lambda: None, lambda: 0)),
+        "otel": lambda: ours(framework, "otel", url),
+        "openinference": lambda: openinference(framework, url),
+    }
+    found = {}
+    for case in COUNTED:
+        with recorders[case]() as (flush, _):
+            for _ in range(CALLS):
+                call()
+            flush()
+            gc.collect()
+            gc.freeze()
+            _valgrind("--zero")
+            for _ in range(CALLS):
+                call()
+            flush()
+            _valgrind("--dump")
+        written = max(folder.glob("out.*"), key=lambda path: int(path.suffix[1:]))
+        found[case] = int(re.findall(r"^(?:summary|totals): (\d+)", written.read_text(), re.M)[0]) / CALLS
+    return found
+
+
+def _valgrind(what: str) -> None:
+    subprocess.run(["callgrind_control", what, str(os.getpid())], capture_output=True, check=True)
+
+
 class _Sink(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -264,6 +333,12 @@ def serve() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--sink"]:
         serve()
+    elif sys.argv[1:2] == ["--counted"]:
+        with contextlib.redirect_stdout(sys.stderr):
+            counts = count_here(*sys.argv[2:4])
+        print(json.dumps(counts))
+    elif sys.argv[1:2] == ["--count"]:
+        print(counted(sys.argv[2:] or frameworks()))
     elif sys.argv[1:2] == ["--json"]:
         with contextlib.redirect_stdout(sys.stderr):
             costs = measure_here(sys.argv[2])
