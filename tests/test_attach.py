@@ -15,9 +15,10 @@ from lightning_spans import agent, attach, hookimpl, open_store, plugins, use_at
 from lightning_spans import spans as names
 from lightning_spans.attach import attached, live_recorder
 from lightning_spans.context import Attempt, current_agent
+from lightning_spans.delivery import Delivery
 from lightning_spans.errors import AttachError, ConfigError
 from lightning_spans.listeners import Listeners, Naming
-from lightning_spans.sinks import BatchSink, Delivery
+from lightning_spans.sinks import BatchSink
 from lightning_spans.tracers import Ids
 
 
@@ -131,7 +132,7 @@ def test_a_store_that_is_gone_changes_nothing_for_the_agent(toy, tmp_path, monke
 def blocked(monkeypatch):
     """A destination that takes nothing, for as long as the test lasts."""
     gate = threading.Event()
-    monkeypatch.setattr("lightning_spans.sinks.Delivery.__call__", lambda *_: gate.wait(60))
+    monkeypatch.setattr("lightning_spans.delivery.Delivery.__call__", lambda *_: gate.wait(60))
     monkeypatch.setattr("lightning_spans.sinks.DETACH_S", 0.05)
     yield
     gate.set()

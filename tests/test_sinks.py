@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from lightning_spans.context import Attempt
-from lightning_spans.sinks import BatchSink, Destination, RefusedError
+from lightning_spans.delivery import Destination, RefusedError
+from lightning_spans.sinks import BatchSink
 from lightning_spans.spans import Span
 from lightning_spans.spool import Spool
 

@@ -16,9 +16,10 @@ import pytest
 
 from lightning_spans import spool as spool_module
 from lightning_spans.context import Attempt
+from lightning_spans.delivery import BusyError, Delivery, Destination, RefusedError
 from lightning_spans.otlp import PROTOBUF
 from lightning_spans.posting import Answer
-from lightning_spans.sinks import BatchSink, BusyError, Delivery, Destination, RefusedError
+from lightning_spans.sinks import BatchSink
 from lightning_spans.spans import Span
 from lightning_spans.spool import STALE_S, Spool
 from lightning_spans.store import open_store
@@ -279,7 +280,8 @@ SENDER = """
 import sys, time
 from pathlib import Path
 from lightning_spans import sinks
-from lightning_spans.sinks import BatchSink, Delivery, Destination
+from lightning_spans.delivery import Delivery, Destination
+from lightning_spans.sinks import BatchSink
 from lightning_spans.spans import Span
 from lightning_spans.spool import Spool
 

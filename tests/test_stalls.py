@@ -23,10 +23,11 @@ from fakes import FakeEngine, served
 
 from lightning_spans import hookimpl, plugins, watch
 from lightning_spans.context import Attempt
+from lightning_spans.delivery import Destination
 from lightning_spans.errors import ConfigError
 from lightning_spans.listeners import Listeners
 from lightning_spans.recorder import Recorder
-from lightning_spans.sinks import BatchSink, Destination
+from lightning_spans.sinks import BatchSink
 from lightning_spans.spool import Spool
 from lightning_spans.store import Rollout, open_store
 from lightning_spans.testing.samples import a_span

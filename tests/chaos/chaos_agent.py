@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 
 from lightning_spans.context import Attempt, current_attempt
-from lightning_spans.sinks import BatchSink, Delivery, Destination, default_spool
+from lightning_spans.delivery import Delivery, Destination
+from lightning_spans.sinks import BatchSink, default_spool
 from lightning_spans.spans import CHAT, RESPONSE_ID, Span
 from lightning_spans.spool import Spool
 from lightning_spans.store import open_store

@@ -15,9 +15,9 @@ from lightning_spans.context import Attempt
 from lightning_spans.errors import AttachError
 
 if TYPE_CHECKING:
+    from lightning_spans.delivery import Delivery, Destination
     from lightning_spans.listeners import Listeners, Naming
     from lightning_spans.recorder import Recorder
-    from lightning_spans.sinks import Delivery, Destination
     from lightning_spans.store import Store
 
 logger = logging.getLogger("lightning_spans")
@@ -207,10 +207,11 @@ def _open_pipeline(options: Options) -> _Pipeline:
     global _pipeline  # noqa: PLW0603 - patches of a framework are process-wide, so what they report to is too
     if _pipeline is not None:
         return _pipeline
+    from lightning_spans.delivery import Delivery
     from lightning_spans.listeners import Listeners, Naming
     from lightning_spans.live import Live, read_live
     from lightning_spans.recorder import Recorder
-    from lightning_spans.sinks import BatchSink, Delivery, default_spool
+    from lightning_spans.sinks import BatchSink, default_spool
     from lightning_spans.spool import Spool
     from lightning_spans.tracers import make_tracer
 
@@ -246,7 +247,7 @@ def _open_store(url: str) -> Store:
 
 
 def _route(options: Options) -> Callable[[Attempt | None], list[Destination]]:
-    from lightning_spans.sinks import Destination
+    from lightning_spans.delivery import Destination
 
     # A server takes them as OTLP, for which a live key is enough.
     own = Destination()

@@ -21,8 +21,9 @@ from typing import Any, ClassVar, Final
 import pytest
 
 from lightning_spans import Attempt, attach, hookimpl, open_store, plugins, use_attempt
+from lightning_spans.delivery import Delivery
 from lightning_spans.recorder import OpenSpan, Recorder
-from lightning_spans.sinks import BatchSink, Delivery
+from lightning_spans.sinks import BatchSink
 from lightning_spans.spans import Span
 from lightning_spans.spool import Spool
 from lightning_spans.testing import program as kit

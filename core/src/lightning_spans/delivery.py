@@ -1,0 +1,120 @@
+"""How a batch of spans reaches its destination: the process's own store, or a server that takes OTLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_spans.forks import in_child
+from lightning_spans.otlp import PROTOBUF, encode, rejected
+from lightning_spans.posting import Posts
+from lightning_spans.rewards import Reward
+from lightning_spans.spans import Span
+
+if TYPE_CHECKING:
+    from lightning_spans.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a batch goes.
+
+    Attributes:
+        url: an OTLP/HTTP endpoint; None: the process's own store.
+        key: bearer key; None: none is sent.
+    """
+
+    url: str | None = None
+    key: str | None = None
+
+
+class RefusedError(Exception):
+    """The destination will never take this batch (4xx), so it is not spooled."""
+
+
+class BusyError(Exception):
+    """The destination will take this batch later, and says when."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Delivery:
+    """Sends batches: to the process's own store, or as OTLP over HTTP.
+
+    Args:
+        store: opens the own store, when a span needs it.
+    """
+
+    def __init__(self, store: Callable[[], Store]) -> None:
+        self._open_store = store
+        self._store: Store | None = None
+        self._send = Posts(timeout_s=10.0)
+        self._parents: tuple[Posts, Store | None] | None = None
+        self.about: Callable[[], str] | None = None  # what each request says of this process's spans
+        in_child(self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        """Leave the parent's store, whose thread is not in a forked child, and connections open for the parent."""
+        self._parents, self._send, self._store = (self._send, self._store), Posts(timeout_s=10.0), None
+
+    def __call__(self, destination: Destination, spans: Sequence[Span]) -> int:
+        """Deliver one batch. Gives how many of its spans the server says it will never take.
+
+        Raises:
+            RefusedError: the server answered 4xx (but for 408 and 429).
+            BusyError: it answered 503 or 429 with the time after which to come back.
+            Exception: whatever else went wrong; the batch may be sent again, delivery is idempotent.
+        """
+        if destination.url is None:
+            self.store.add_spans(spans)
+            return 0
+        return self._post(destination.url, destination.key, spans)
+
+    @property
+    def store(self) -> Store:
+        """The process's own store, opened on first use."""
+        if self._store is None:
+            self._store = self._open_store()
+        return self._store
+
+    def add_rewards(self, rewards: Sequence[Reward]) -> None:
+        """Keep rewards in the process's own store."""
+        self.store.add_rewards(rewards)
+
+    def _post(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
+        headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}
+        if self.about is not None and key:  # a collector of somebody else's is told nothing
+            headers["x-lightning-sender"] = self.about()
+        status, about, said = self._send(url, encode(spans if key else _shown(spans)), headers)
+        if status == 413 and len(spans) > 1:  # too large together
+            middle = len(spans) // 2
+            return self._half(url, key, spans[:middle]) + self._half(url, key, spans[middle:])
+        if status in {429, 503} and about.get("retry-after", "").isdigit():
+            raise BusyError(f"{url} answered {status}", float(about["retry-after"]))
+        if 400 <= status < 500 and status not in {408, 429}:
+            raise RefusedError(f"{url} answered {status}: {said[:200].decode(errors='replace')}")
+        if not 200 <= status < 300:
+            raise OSError(f"{url} answered {status}")
+        return rejected(said, about.get("content-type", ""))
+
+    def _half(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
+        try:
+            return self._post(url, key, spans)
+        except RefusedError:  # of these alone; the others are taken
+            return len(spans)
+
+    def close(self) -> None:
+        """Close the store and the connections."""
+        self._send.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def _shown(spans: Sequence[Span]) -> list[Span]:
+    """Give spans for a collector of the user's own, which is one that we have no key for, with what viewers read."""
+    from lightning_spans.viewers import shown
+
+    return [shown(span) for span in spans]
