@@ -129,9 +129,21 @@ async def answer(question):
 def ask(question):
     return asyncio.run(answer(question))
 """
+CREWAI = """
+import lightning_crewai
+from crewai import LLM, Agent
+
+flush = lightning_crewai.attach().flush
+
+def ask(question):
+    options = {"is_litellm": True, "max_tokens": 100, "num_retries": 2}
+    llm = LLM(model=f"hosted_vllm/{MODEL}", base_url=f"{ENDPOINT}/v1", api_key=KEY, stream="on" in question, **options)
+    return Agent(role="writer", goal="to help", backstory=ROLE, llm=llm, max_retry_limit=0).kickoff(question).raw
+"""
 OTHER_CLIENTS = {
     "LangChain, Anthropic": (LANGCHAIN, ["langchain", "langchain_anthropic"]),
     "Agents SDK, LiteLLM": (AGENTS_SDK, ["agents", "litellm"]),
+    "CrewAI, LiteLLM": (CREWAI, ["crewai", "litellm"]),
 }
 PROGRAMS = {  # program, what it takes, who its spans say is at work
     "openai, completions": (COMPLETIONS, [], "writer"),
@@ -145,7 +157,8 @@ ENDPOINT, KEY, MODEL, ROLE = os.environ["LIGHTNING_ENDPOINT"], os.environ["LIGHT
 LOOP = asyncio.new_event_loop()
 {program}
 for question in {questions}:
-    assert ask(question).startswith("writer answers")
+    answer = ask(question)
+    assert answer.startswith("writer answers"), answer
 {more}
 flush(60_000)  # on a slow machine the end of the process would spool what the next one delivers
 print(0.5)
@@ -158,7 +171,7 @@ with ThreadPoolExecutor(3) as pool:
 """
 
 
-FRAMEWORKS = {"LangChain": "langchain", "Agents SDK": "openai-agents"}
+FRAMEWORKS = {"LangChain": "langchain", "Agents SDK": "openai-agents", "CrewAI": "crewai"}
 
 
 @contextmanager
@@ -196,7 +209,8 @@ def run_of(folder: Path, program: str, packages: list[str], *, tasks: int, more:
                 store = open_store(path)
                 store.enqueue(queued)
                 until(lambda: {r.status for r in store.rollouts()} <= {"succeeded", "failed"})
-                assert {rollout.status for rollout in store.rollouts()} == {"succeeded"}
+                errors = [record.error for record in store.attempts() if record.error]
+                assert {rollout.status for rollout in store.rollouts()} == {"succeeded"}, errors
                 traces = traces_of(store)
                 store.close()
         return traces, upstream.requests
