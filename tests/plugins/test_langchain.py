@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Annotated, Any, TypedDict
 
+import httpx
 import openai
 import pytest
 
@@ -30,7 +31,7 @@ from opentelemetry import context as otel_context
 from lightning_langchain import agent, attach
 from lightning_openai import wire
 from lightning_openai.watch import current_watch, settled
-from lightning_spans import open_store
+from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
 from lightning_spans.recorder import current_span
@@ -719,6 +720,23 @@ def test_detach_in_the_middle_of_a_run_ends_what_is_open(tmp_path, monkeypatch):
     store = open_store(str(tmp_path / "traces.db"))
     assert [span.operation for span in store.spans()] == ["invoke_workflow", "invoke_agent", "chat"]
     store.close()
+
+
+def test_detach_ends_a_span_that_a_request_has_named(tmp_path, monkeypatch):
+    sent, named = [], []
+    monkeypatch.setattr("lightning_spans.delivery.Delivery.__call__", lambda self, to, spans: sent.extend(spans))
+
+    class Posting(FakeListChatModel):
+        def _call(self, *args, **kwargs):
+            named.append(httpx.post(f"{server.base}/v1/messages", json={}).request.headers["traceparent"])
+            attachment.detach()
+            return "hello"
+
+    with ScriptedServer() as server, use_attempt(Attempt("r", "a", endpoint=server.base)):
+        attachment = attach(store=str(tmp_path / "traces.db"))
+        Posting(responses=[""]).invoke("hello")
+    (span,) = [span for span in sent if span.operation == names.CHAT]
+    assert named == [f"00-{span.trace_id}-{span.span_id}-01"]
 
 
 def test_runs_that_nobody_ended_are_let_go_with_their_root():

@@ -93,6 +93,8 @@ class Runs:
     def end_spans(self) -> None:
         """End every span that is open: recording stops."""
         for run in reversed(list(self._open.values())):
+            if run.call is not None and run.call.named:
+                run.call.end()
             if run.span is not None:
                 run.span.end()
 
