@@ -40,6 +40,7 @@ from figures import Figure
 
 TURNS = 20
 CALLS = 40  # of one turn
+COUNTED_CALLS = 20
 WARM_UP = 20  # calls before: patching a class empties the interpreter's caches for it
 CASES = ("bare", "otel", "embedded", "openinference")
 COUNTED = ("bare", "otel", "openinference")  # both of our tracers do the same
@@ -261,7 +262,9 @@ def count_here(framework: str, folder: str) -> dict[str, dict[str, float]]:
     from lightning_spans import sinks
 
     logging.disable(logging.WARNING)
-    sinks.LINGER_S = 3600.0  # else the slow calls are sent one by one, where in a turn that is timed they go together
+    sinks.LINGER_S = sinks.IDLE_S = (
+        3600.0  # else, as slow as they are, calls are sent one by one
+    )
     with thrown_away() as url:
         os.chdir(folder)
         capture_programs.answer_here()
@@ -286,12 +289,12 @@ def _counts(framework: str, call: Callable[[], object], url: str, folder: Path) 
             gc.collect()
             gc.freeze()
             _valgrind("--zero")
-            for _ in range(CALLS):
+            for _ in range(COUNTED_CALLS):
                 call()
             flush()
             _valgrind("--dump")
         written = max(folder.glob("out.*"), key=lambda path: int(path.suffix[1:]))
-        found[case] = int(re.findall(r"^(?:summary|totals): (\d+)", written.read_text(), re.M)[0]) / CALLS
+        found[case] = int(re.findall(r"^(?:summary|totals): (\d+)", written.read_text(), re.M)[0]) / COUNTED_CALLS
     return found
 
 

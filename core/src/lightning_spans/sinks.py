@@ -30,6 +30,7 @@ logger = logging.getLogger("lightning_spans")
 QUEUE_SIZE: Final = 16_384
 BATCH_SIZE: Final = 512
 LINGER_S: Final = 0.1  # a batch waits this long for company
+IDLE_S: Final = 0.5  # and a thread that has nothing to deliver for something, or for what is spooled
 RETRY_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
 CLOSE_S: Final = 5.0  # at the end of the process, for a destination that does not answer
 DETACH_S: Final = 2.0  # the same when the process goes on without us
@@ -214,7 +215,7 @@ class BatchSink:
 
     def _run(self) -> None:
         while not self._abandoned:
-            self._wake.wait(LINGER_S if self._queue else 0.5)
+            self._wake.wait(LINGER_S if self._queue else IDLE_S)
             self._wake.clear()
             closing = self._closing
             self._work(closing=closing)
