@@ -262,9 +262,7 @@ def count_here(framework: str, folder: str) -> dict[str, dict[str, float]]:
     from lightning_spans import sinks
 
     logging.disable(logging.WARNING)
-    sinks.LINGER_S = sinks.IDLE_S = (
-        3600.0  # else, as slow as they are, calls are sent one by one
-    )
+    sinks.LINGER_S = sinks.IDLE_S = 3600.0  # else, as slow as they are, calls are sent one by one
     with thrown_away() as url:
         os.chdir(folder)
         capture_programs.answer_here()
