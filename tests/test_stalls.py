@@ -122,9 +122,8 @@ def store_locked(scene: Scene) -> None:
     other = sqlite3.connect(scene.folder / "store.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     scene.stack.callback(other.close)
-    scene.stack.callback(other.rollback)
-    scene.patch.setattr(scene, "held", other.rollback)
     scene.aside(lambda: watched_store(store).add_spans([a_span()]))
+    scene.stack.callback(other.rollback)  # first of all that is undone, so that the write goes on
 
 
 def request_body(scene: Scene) -> None:
