@@ -157,8 +157,8 @@ ENDPOINT, KEY, MODEL, ROLE = os.environ["LIGHTNING_ENDPOINT"], os.environ["LIGHT
 LOOP = asyncio.new_event_loop()
 {program}
 for question in {questions}:
-    answer = ask(question)
-    assert answer.startswith("writer answers"), answer
+    said = ask(question)
+    assert said.startswith("writer answers"), said
 {more}
 flush(60_000)  # on a slow machine the end of the process would spool what the next one delivers
 print(0.5)
