@@ -134,3 +134,12 @@ def test_one_value_that_the_format_can_not_hold_does_not_lose_the_batch(value, a
     )
     (back,) = decode(encode([odd]))
     assert back.attributes["a"] == arrives
+
+
+def test_values_that_are_equal_but_not_the_same_keep_their_kind():
+    given = [0.0, -0.0, 0, False, 1, True, 1.0, "1", ["1"], ["1", "1"]]  # what one leaves behind is not another's
+    for value in [*given, *reversed(given)]:
+        ids = {"trace_id": "1" * 32, "span_id": "1" * 16}
+        given_one = Span(operation="chat", name="x", start_ns=0, end_ns=0, attributes={"x": value}, **ids)
+        (span,) = decode(encode([given_one]))
+        assert repr(span.attributes["x"]) == repr(value)

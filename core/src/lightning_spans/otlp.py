@@ -28,10 +28,10 @@ _SMALL = [bytes([number]) for number in range(0x80)]
 _TIMES = struct.Struct("<BQBQ")
 _TWO = struct.Struct("BB")
 _DOUBLE = struct.Struct("<d")
-_LABELS = frozenset({str, int, bool, float})
+_LABELS = frozenset({str, int, bool})  # no floats: -0.0 is equal to 0.0
 _LABEL = 64  # most characters of an attribute whose bytes are kept for the next span: names, labels, numbers
 _KNOWN = 4096  # and of how many
-_known: dict[tuple[str, type, str | float], bytes] = {}
+_known: dict[tuple[str, type, str | int], bytes] = {}
 
 
 def flatten(span: Span) -> dict[str, Json]:
@@ -63,8 +63,8 @@ def lift(attributes: Mapping[str, Json]) -> dict[str, Any]:
     return {**fields, "attributes": rest}
 
 
-# Written by hand, because in the agent's process protobuf's own objects take three times as long. The numbers are those
-# of opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
+# Written by hand, because in the agent's process protobuf's own objects take longer. The numbers are those of
+# opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
 
 
 def encode(spans: Iterable[Span], *, resource: Mapping[str, str] | None = None) -> bytes:

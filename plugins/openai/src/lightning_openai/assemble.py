@@ -46,7 +46,7 @@ def read_events(body: str, taken: int | None = None) -> Events:
         try:  # as most servers write it: data alone, each in a line
             return _read(body[len(_BEGIN) : -len(_END)].split(_BETWEEN), taken, done=True)
         except orjson.JSONDecodeError:
-            pass
+            pass  # it has more than data, or in more lines
     texts, done = _texts(body)
     try:
         return _read(texts, taken, done=done)

@@ -95,10 +95,7 @@ class Call:
         return getattr(self.client, "_client", None) is client
 
     def name(self, request: Any) -> None:
-        """Name the span in a request that is about to be sent, unless the caller has named one of his own there.
-
-        Not in the client's options, for which they would have to be copied: that takes three times as long.
-        """
+        """Name the span in a request that is about to be sent, unless the caller has named one of his own there."""
         with self._recorder.guard(PLUGIN, self.span):
             if "traceparent" not in request.headers:
                 request.headers["traceparent"] = self.span.traceparent
