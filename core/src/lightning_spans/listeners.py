@@ -34,6 +34,7 @@ class Listeners:
 
     def __init__(self, *, queue_size: int = QUEUE_SIZE) -> None:
         self._queue_size = queue_size
+        self._heard_by = plugins.manager().hook.lightning_span_ended.get_hookimpls
         self._warned_at = -60.0
         self._begin()
         in_child(self._begin)  # the thread does not live on in a forked child
@@ -48,7 +49,7 @@ class Listeners:
 
     def tell(self, span: OpenSpan) -> None:
         """Have the listeners told of an ended span, if there are any."""
-        if not plugins.listens(_ENDED):
+        if not self._heard_by():
             return
         with self._changed:
             if self._closing or len(self._queue) >= self._queue_size:
@@ -111,6 +112,7 @@ class Naming:
 
     def __init__(self, *, limit_s: float = NAMING_S) -> None:
         self._limit_s = limit_s
+        self._known_by = plugins.manager().hook.lightning_agent_name.get_hookimpls
         self._begin()
         in_child(self._begin)
 
@@ -121,7 +123,7 @@ class Naming:
 
     def __call__(self, span: OpenSpan) -> str | None:
         """Name the agent of an ended span; None where no plugin does, or not in time."""
-        if not plugins.listens("lightning_agent_name"):
+        if not self._known_by():
             return None
         if self._overdue is not None and not self._overdue.answered.is_set():
             return None

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 from opentelemetry.context import Context
 
 from lightning_spans import spans as names
 from lightning_spans.agents import selects
-from lightning_spans.context import Attempt, at_work, current, current_agent, current_attempt, entered, with_agent
+from lightning_spans.context import (
+    Attempt,
+    at_work,
+    current,
+    current_agent,
+    current_attempt,
+    entered,
+    overlaid,
+    with_agent,
+)
 from lightning_spans.forks import in_child
 from lightning_spans.spans import Json, Span, Status
 
 logger = logging.getLogger("lightning_spans")
-F = TypeVar("F", bound=Callable[..., Any])
 
 _DEFAULT: Any = object()
 _finishing = threading.Lock()
@@ -96,6 +103,10 @@ class OpenSpan:
             # Not OTel's own current span: the user's traces would get a parent that is in no backend of his.
             self._context = at_work(self.agent, self.attempt, {**self._begun_in, _SPAN: self})
         return self._context
+
+    def context_in(self, context: Context) -> Context:
+        """Give this context with the span as current one and its agent at work; others' values in it are kept."""
+        return self.context if context is self._begun_in else overlaid(self.context, context)
 
     @property
     def parent_id(self) -> str | None:
@@ -284,11 +295,15 @@ class Recorder:
             if span._record is None:
                 later, span._later = span._later, None
                 if later is not None:
-                    with self.guard("what was left for later", span):
+                    try:
                         later()
+                    except Exception as raised:  # noqa: BLE001 - logged
+                        log_failure("what was left for later", raised, span)
                 if span.agent is None:
-                    with self.guard("lightning_agent_name", span):
+                    try:
                         span.agent = self._name_agent(span)
+                    except Exception as raised:  # noqa: BLE001 - logged
+                        log_failure("lightning_agent_name", raised, span)
                 span._record = span._made()
             return span._record
 
@@ -298,19 +313,6 @@ class Recorder:
             return _Guard(plugin, span)
         known = self._guards.get(plugin)
         return known if known is not None else self._guards.setdefault(plugin, _Guard(plugin, None))
-
-    def guarded(self, plugin: str) -> Callable[[F], F]:
-        """Decorate an event handler so that it never raises; it returns None when it fails."""
-
-        def decorate(function: F) -> F:
-            @functools.wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with self.guard(plugin):
-                    return function(*args, **kwargs)
-
-            return call  # type: ignore[return-value]
-
-        return decorate
 
 
 def log_failure(plugin: str, error: Exception, span: OpenSpan | None = None) -> None:

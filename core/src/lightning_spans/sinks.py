@@ -256,12 +256,17 @@ class BatchSink:
 
     def _grouped(self, batch: Sequence[tuple[Span | Ended, Attempt | None]]) -> list[tuple[Destination, list[Span]]]:
         groups: dict[Destination, list[Span]] = {}
+        lists: list[list[Span]] | None = None  # of the attempt before, whose spans go to the same places
+        before: Attempt | None = None
         for ended, attempt in batch:
             given = ended if isinstance(ended, Span) else ended.record()
             span = given if self._prepare is None else self._prepare(given, attempt)
             self.counts.redacted += span.attributes is not given.attributes
-            for destination in self._route(attempt):
-                groups.setdefault(destination, []).append(span)
+            if lists is None or attempt is not before:
+                lists = [groups.setdefault(destination, []) for destination in self._route(attempt)]
+                before = attempt
+            for spans in lists:
+                spans.append(span)
         return list(groups.items())
 
     def _settle(self, destination: Destination, spans: Sequence[Span], *, closing: bool) -> bool:

@@ -6,6 +6,7 @@ is called where the work is done, in order, so that what is entered there is wha
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from lightning_openai.watch import settled
 from lightning_spans import spans as names
 from lightning_spans.context import current, current_agent, with_agent
 from lightning_spans.patches import Undo, replace
-from lightning_spans.recorder import agent_path
+from lightning_spans.recorder import agent_path, log_failure
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -97,8 +98,10 @@ class Following:
         def emit(bus: Any, source: Any, event: Any) -> Any:
             answer = original(bus, source, event)
             if self._live:
-                with self._recorder.guard(PLUGIN):
+                try:
                     self._hear(source, event)
+                except Exception as error:  # noqa: BLE001 - logged
+                    log_failure(PLUGIN, error)
             return answer
 
         return emit
@@ -183,7 +186,7 @@ class Following:
         if kind == MODEL:
             self._calls[event.call_id] = work
             work.call_id = event.call_id
-            if not _is_wired(source):
+            if not _is_wired(type(source)):
                 self._follow_call(work, event, with_agent(agent, context))
         else:
             work.span = self._span(kind, event, agent, context)
@@ -285,5 +288,6 @@ def _wrap_started(original: Callable[..., Any]) -> Callable[..., Any]:
     return emit_call_started_event
 
 
-def _is_wired(llm: Any) -> bool:
-    return any(kind.__module__.startswith(_WIRED) for kind in type(llm).__mro__)
+@functools.lru_cache(256)
+def _is_wired(kind: type) -> bool:
+    return any(known.__module__.startswith(_WIRED) for known in kind.__mro__)

@@ -20,6 +20,7 @@ from lightning_langchain.words import tool_result
 from lightning_openai.elsewhere import to_json
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent
+from lightning_spans.recorder import log_failure
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -54,8 +55,10 @@ def _start(method: Callable[..., None]) -> Any:
     @functools.wraps(method)
     def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
         if self.live:
-            with self.recorder.guard(PLUGIN):
+            try:
                 method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - logged
+                log_failure(PLUGIN, error)
 
     return handle
 
@@ -65,8 +68,10 @@ def _end(method: Callable[..., None]) -> Any:
 
     @functools.wraps(method)
     def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
-        with self.recorder.guard(PLUGIN):
+        try:
             method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(PLUGIN, error)
 
     return handle
 

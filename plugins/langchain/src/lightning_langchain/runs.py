@@ -16,7 +16,7 @@ from opentelemetry.context import Context
 
 from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
-from lightning_spans.context import current, current_agent, overlaid
+from lightning_spans.context import current, current_agent
 from lightning_spans.recorder import current_span
 
 if TYPE_CHECKING:
@@ -191,10 +191,12 @@ class Runs:
         """
         context = settled(context)
         home = self.home(run)
+        if home is None:
+            return context
         inside = current_span(context)
         while inside is not None and inside is not home:
             inside = inside.parent
-        return context if home is inside or home is None else overlaid(home.context, context)
+        return context if inside is home else home.context_in(context)
 
 
 def _is_of_loop(node: str, run: Run, graph: Run | None) -> bool:

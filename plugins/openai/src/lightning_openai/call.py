@@ -17,6 +17,7 @@ from lightning_openai.leftovers import leftovers
 from lightning_openai.tee import Kept, body_of, tee
 from lightning_openai.watch import current_watch
 from lightning_spans import spans as names
+from lightning_spans.recorder import log_failure
 
 if TYPE_CHECKING:
     from lightning_spans.recorder import Recorder
@@ -37,6 +38,9 @@ def endpoint_of(method: str, url: str) -> str | None:
         return None
     path = url.partition("?")[0].rstrip("/")
     return next((known for known in _PATHS if path.endswith(known) or f"/{path}" == known), None)
+
+
+# Where every call passes there is `try` and no `guard`: entering and leaving one costs three calls.
 
 
 class Call:
@@ -96,13 +100,15 @@ class Call:
 
     def name(self, request: Any) -> None:
         """Name the span in a request that is about to be sent, unless the caller has named one of his own there."""
-        with self._recorder.guard(PLUGIN, self.span):
+        try:
             if "traceparent" not in request.headers:
                 request.headers["traceparent"] = self.span.traceparent
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(PLUGIN, error, self.span)
 
     def responded(self, response: Any, retries: int | None) -> None:
         """Take the answer, before the client makes its own objects of it; and after how many tries again, if known."""
-        with self._recorder.guard(PLUGIN):
+        try:
             self._request, self._retries = response.request, retries
             response.extensions[PLUGIN] = self
             self.seen_ns = time.time_ns()
@@ -112,13 +118,13 @@ class Call:
                 unfinished.add(self)
             else:
                 self._kept = Kept([response.content])
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(PLUGIN, error, self.span)
 
     def returned(self) -> None:
         """End the span of a call that is complete as it returns to the agent."""
-        if self.pending:
-            return
-        with self._recorder.guard(PLUGIN):
-            self._end(None)
+        if not self.pending:
+            self.end_left()
 
     def failed(self, error: BaseException) -> None:
         """End the span of a call that raised."""
@@ -155,8 +161,10 @@ class Call:
     def end_left(self) -> None:
         """End the span with what was read."""
         if self.span.end_ns is None:
-            with self._recorder.guard(PLUGIN, self.span):
+            try:
                 self._end(None)
+            except Exception as error:  # noqa: BLE001 - logged
+                log_failure(PLUGIN, error, self.span)
 
     def _end(self, error: BaseException | None) -> None:
         """Note what is the agent's, and leave the rest for later: what `_told` reads does not change any more."""

@@ -26,6 +26,7 @@ from lightning_openai.call import PLUGIN, Call, endpoint_of, unfinished
 from lightning_openai.elsewhere import mark
 from lightning_openai.leftovers import leftovers
 from lightning_spans.patches import Undo, clear, put_back, replace, replace_in_subclasses
+from lightning_spans.recorder import log_failure
 
 if TYPE_CHECKING:
     from lightning_spans.recorder import Recorder
@@ -114,9 +115,11 @@ def _begin(client: Any, options: Any, streamed: object) -> Call | None:
         return None
     if endpoint is None:
         return None
-    with recorder.guard(PLUGIN):
+    try:
         return Call(recorder, client, options, endpoint, streamed=bool(streamed))
-    return None
+    except Exception as error:  # noqa: BLE001 - logged
+        log_failure(PLUGIN, error)
+        return None
 
 
 # Below, a call whose options are those of the current one is already being recorded: we are patched in twice, with
