@@ -186,7 +186,7 @@ class Following:
         if kind == MODEL:
             self._calls[event.call_id] = work
             work.call_id = event.call_id
-            if not _is_wired(type(source)):
+            if not _is_wired(source.__class__):
                 self._follow_call(work, event, with_agent(agent, context))
         else:
             work.span = self._span(kind, event, agent, context)
