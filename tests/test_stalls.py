@@ -170,6 +170,7 @@ def silent_server(scene: Scene, answer: bytes = b"") -> str:
                 continue
             line.sendall(answer)
             scene.lever.wait(20.0)
+            listener.close()  # before the line: who asks again is refused
             line.close()
 
     threading.Thread(target=serve, daemon=True).start()
