@@ -4,16 +4,18 @@ import asyncio
 import logging
 import random
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
 from fake_sink import ListSink
+from opentelemetry.context import Context
 
 from lightning_spans import Attempt, use_attempt
 from lightning_spans import spans as names
-from lightning_spans.context import current_agent, current_attempt, entered, from_environment, with_agent
+from lightning_spans.context import current_agent, current_attempt, entered, from_environment, with_agent, with_attempt
 from lightning_spans.otlp import flatten
-from lightning_spans.recorder import Recorder, agent_path
+from lightning_spans.recorder import Recorder, agent_path, current_span
 from lightning_spans.tracers import TRACERS, make_tracer
 
 
@@ -246,3 +248,20 @@ def test_an_agents_path_tells_what_is_around_it(recorder):
     tool = recorder.start("execute_tool", "ask", context=boss.context)
     assert agent_path("writer", team.context) == "team/writer"
     assert agent_path("writer", tool.context) == boss.attributes[names.AGENT_PATH] + "/writer" == "team/boss//1/writer"
+
+
+def test_a_span_that_has_ended_keeps_its_place_and_nothing_of_what_was_around_it(recorder):
+    class Thing:
+        pass
+
+    attempt, thing = Attempt("r", "a"), Thing()
+    kept = weakref.ref(thing)
+    with entered(Context({**with_attempt(attempt), "theirs": thing})):
+        span = recorder.start(names.INVOKE_AGENT, "writer", agent="writer")
+        assert span.context["theirs"] is thing
+        span.end()
+    del thing
+    assert kept() is None, "what waits for its delivery holds memory of the agent's"
+    late = recorder.start(names.CHAT, "m", parent=span)
+    assert (late.parent, late.agent, late.attempt) == (span, "writer", attempt)
+    assert current_span(span.context) is span

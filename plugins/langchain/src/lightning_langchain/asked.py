@@ -27,7 +27,7 @@ def remember(run: Run, response: LLMResult) -> None:
     messages = [getattr(generation, "message", None) for row in response.generations for generation in row]
     for call in [call for message in messages for call in getattr(message, "tool_calls", None) or ()]:
         if call_id := call.get("id"):
-            run.root.asked[call_id] = Asked(call_id, current_agent(run.context), call["name"], call["args"])
+            run.asked[call_id] = Asked(call_id, current_agent(run.context), call["name"], call["args"])
 
 
 def who_asked(run: Run, call_id: str | None, arguments: Mapping[str, Any] | None) -> Asked | None:
@@ -35,7 +35,7 @@ def who_asked(run: Run, call_id: str | None, arguments: Mapping[str, Any] | None
 
     By id, or by name and arguments where the framework does not tell the id (langchain-core before 1.0).
     """
-    asked = run.root.asked
+    asked = run.asked
     if call_id is None:
         same = (known for known in list(asked.values()) if (known.name, known.arguments) == (run.name, arguments))
         call_id = next((known.call_id for known in same), None)

@@ -70,13 +70,16 @@ class Elsewhere:
         serialized: Mapping[str, Any] | None,
         asked: Sequence[BaseMessage] | str,
         params: Mapping[str, Any],
-    ) -> None:
+    ) -> bool:
         """Keep what is asked, at once: the messages are the agent's, and may change.
 
         Of a class that the wire has seen only references are kept: it will hardly be needed, and text costs time.
+
+        Returns:
+            Whether this run must be told of what the wire sees: not for a model that is known to be the wire's.
         """
         if params.get("_type") in _WIRED:
-            return
+            return False
         run.model = ".".join((serialized or {}).get("id") or [run.name])
         OtherCall(
             self._recorder,
@@ -92,6 +95,7 @@ class Elsewhere:
             place=lambda: run.context,
             stay=run,
         )
+        return True
 
     def end(self, run: Run, response: LLMResult | None, error: BaseException | None) -> None:
         """Make the span, unless the wire made one, or a cache answered.

@@ -19,7 +19,7 @@ from lightning_langchain.runs import Runs
 from lightning_langchain.words import tool_result
 from lightning_openai.elsewhere import to_json
 from lightning_spans import spans as names
-from lightning_spans.context import current_agent
+from lightning_spans.context import current, current_agent
 from lightning_spans.recorder import log_failure
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from langchain_core.messages import BaseMessage
     from langchain_core.outputs import LLMResult
 
+    from lightning_langchain.runs import Run
     from lightning_spans.recorder import Recorder
 
 
@@ -195,9 +196,7 @@ class Handler(BaseCallbackHandler):
         **details: Any,
     ) -> None:
         run = self._runs.begin(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
-        run.context = self._runs.place(run.parent)
-        self._elsewhere.begin(run, serialized, messages[0], details.get("invocation_params") or {})
-        run.enter(run.context)
+        self._begin_call(run, serialized, messages[0], details.get("invocation_params") or {})
 
     @_start
     def on_llm_start(  # noqa: D102
@@ -211,9 +210,18 @@ class Handler(BaseCallbackHandler):
         **details: Any,
     ) -> None:
         run = self._runs.begin(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
+        self._begin_call(run, serialized, prompts[0], details.get("invocation_params") or {})
+
+    def _begin_call(
+        self,
+        run: Run,
+        serialized: Mapping[str, Any] | None,
+        asked: Sequence[BaseMessage] | str,
+        params: Mapping[str, Any],
+    ) -> None:
         run.context = self._runs.place(run.parent)
-        self._elsewhere.begin(run, serialized, prompts[0], details.get("invocation_params") or {})
-        run.enter(run.context)
+        if self._elsewhere.begin(run, serialized, asked, params) or run.context is not current():
+            run.enter(run.context)  # else nobody asks in whose context the call is: that of the node around it will do
 
     @_end
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:  # noqa: D102

@@ -37,16 +37,16 @@ class Run(Stay):
 
     __slots__ = (
         "agent", "asked", "cached", "context", "graph", "inner", "kind", "lc_agent", "metadata", "model", "name",
-        "namespace", "parent", "root", "span", "start_ns",
+        "namespace", "parent", "span", "start_ns",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
         here = current()
         super().__init__(here)
         self.parent = parent
-        self.root: Run = parent.root if parent is not None else self
-        self.inner: dict[UUID, Run] = {}  # of a root: every open run of its tree
-        self.asked: dict[str, Asked] = {}  # of a root: the tool calls that models asked for, until they are made
+        # Of the whole tree: its open runs, and the tool calls that models asked for, until they are made.
+        self.inner: dict[UUID, Run] = {} if parent is None else parent.inner
+        self.asked: dict[str, Asked] = {} if parent is None else parent.asked
         self.kind = kind  # chain, tool or chat
         self.name = name
         self.metadata = metadata
@@ -73,7 +73,7 @@ class Runs:
         """Take a run that starts."""
         run = Run(self._open.get(parent_id) if parent_id is not None else None, kind, name, metadata)
         self._open[run_id] = run
-        run.root.inner[run_id] = run
+        run.inner[run_id] = run
         return run
 
     def end(self, run_id: UUID) -> Run | None:
@@ -82,7 +82,7 @@ class Runs:
         if run is None:
             return None
         run.leave()
-        run.root.inner.pop(run_id, None)
+        run.inner.pop(run_id, None)
         if run.parent is None:
             for inner_id, inner in reversed(list(run.inner.items())):  # cancelled without a word
                 self.end(inner_id)
