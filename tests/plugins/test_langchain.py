@@ -30,11 +30,11 @@ from opentelemetry import context as otel_context
 
 from lightning_langchain import agent, attach
 from lightning_openai import wire
-from lightning_openai.watch import current_watch, settled
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans import spans as names
-from lightning_spans.context import current_agent
+from lightning_spans.context import current_agent, settled
 from lightning_spans.recorder import current_span
+from lightning_spans.stays import current_watch
 from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
 from lightning_spans.testing.program import record
 from lightning_spans.testing.script import agent_of

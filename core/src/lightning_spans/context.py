@@ -19,6 +19,7 @@ from opentelemetry.context import Context
 
 from lightning_spans.agents import selects
 
+WATCH = "lightning-watch"  # under which the work that is entered is kept, see `stays`
 _PREFIX = "lightning-"  # of all that we keep in the OTel Context
 _AGENT = "lightning-agent"
 _ATTEMPT = "lightning-attempt"
@@ -89,26 +90,55 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Attempt | None
     )
 
 
+def settled(context: Context | None = None) -> Context:
+    """Give a context without what works that are over have left in it.
+
+    A framework may report the end of a work in a copy of its context (asyncio shields callbacks), so that who awaited
+    it is still in the work's own. What was put on top since then stays: an attempt, an agent, everybody else's values.
+
+    Args:
+        context: by default the current one.
+    """
+    context = current() if context is None else context
+    while (stay := context.get(WATCH)) is not None and _is_over(stay):  # nearly always not once
+        context = (stay.previous or Context()) if context is stay.entered else _without(context, stay)
+    return context
+
+
+def _is_over(stay: Any) -> bool:
+    return getattr(stay, "closed", False) and stay.entered is not None
+
+
+def _without(context: Context, stay: Any) -> Context:
+    """Undo in a context what entering a work changed, but for what was changed again on top of it."""
+    entered, before = stay.entered, stay.previous or Context()
+    values = {
+        key: value for key, value in context.items() if not (key.startswith(_PREFIX) and value is entered.get(key))
+    }
+    ours = {key: value for key, value in before.items() if key.startswith(_PREFIX)}
+    return Context({**ours, **values})
+
+
 def current_agent(context: Context | None = None) -> str | None:
     """Name the agent at work in this context; None when nothing named one."""
-    name = (current() if context is None else context).get(_AGENT)
+    name = (settled() if context is None else context).get(_AGENT)
     return name if isinstance(name, str) else None
 
 
 def current_attempt(context: Context | None = None) -> Attempt | None:
     """Give the attempt of this context, else the one that the environment names, else None."""
-    attempt = (current() if context is None else context).get(_ATTEMPT)
+    attempt = (settled() if context is None else context).get(_ATTEMPT)
     return attempt if isinstance(attempt, Attempt) else from_environment()
 
 
 def with_agent(name: str | None, context: Context | None = None) -> Context:
     """Give a context in which this agent is at work."""
-    return Context({**(current() if context is None else context), _AGENT: name})
+    return Context({**(settled() if context is None else context), _AGENT: name})
 
 
 def with_attempt(attempt: Attempt, context: Context | None = None) -> Context:
     """Give a context that belongs to this attempt."""
-    return Context({**(current() if context is None else context), _ATTEMPT: attempt})
+    return Context({**(settled() if context is None else context), _ATTEMPT: attempt})
 
 
 def at_work(agent: str | None, attempt: Attempt | None, values: Mapping[str, object]) -> Context:

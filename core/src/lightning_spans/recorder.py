@@ -17,11 +17,11 @@ from lightning_spans.agents import selects
 from lightning_spans.context import (
     Attempt,
     at_work,
-    current,
     current_agent,
     current_attempt,
     entered,
     overlaid,
+    settled,
     with_agent,
 )
 from lightning_spans.forks import in_child
@@ -174,7 +174,7 @@ def _known(attributes: Mapping[str, Json]) -> dict[str, Json]:
 
 def current_span(context: Context | None = None) -> OpenSpan | None:
     """Give the span of ours that is open in this context; None when there is none."""
-    found = (current() if context is None else context).get(_SPAN)
+    found = (settled() if context is None else context).get(_SPAN)
     return found if isinstance(found, OpenSpan) else None
 
 
@@ -241,7 +241,7 @@ class Recorder:
         if parent is not None:
             context = parent.context
         elif context is None:
-            context = current()
+            context = settled()
         if parent is None:
             parent = current_span(context)
         if agent is _DEFAULT:

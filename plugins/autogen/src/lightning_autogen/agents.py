@@ -13,12 +13,12 @@ from autogen_agentchat.teams import BaseGroupChat
 from autogen_core._message_handler_context import MessageHandlerContext
 from opentelemetry.context import Context
 
-from lightning_openai.watch import Watch, current_watch, watched
 from lightning_spans import spans as names
-from lightning_spans.context import Steps, attach, current, overlaid, with_agent
+from lightning_spans.context import Steps, attach, current, overlaid, settled, with_agent
 from lightning_spans.following import Following
 from lightning_spans.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.recorder import agent_path, current_span
+from lightning_spans.stays import Watch, current_watch, watched
 
 if TYPE_CHECKING:
     from autogen_core import AgentId
@@ -186,4 +186,4 @@ def place() -> Context:
     """Give the context for a tool or model that begins now; a message handler's span begins with it."""
     watch: Watch | None = current_watch()
     context = watch.outside() if watch is not None else None
-    return current() if context is None else context
+    return settled() if context is None else context

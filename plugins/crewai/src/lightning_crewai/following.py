@@ -35,9 +35,8 @@ from lightning_crewai.works import (
     works_around,
 )
 from lightning_openai.elsewhere import OtherCall, to_json
-from lightning_openai.watch import settled
 from lightning_spans import spans as names
-from lightning_spans.context import current, current_agent, with_agent
+from lightning_spans.context import current, current_agent, settled, with_agent
 from lightning_spans.patches import Undo, replace
 from lightning_spans.recorder import agent_path, log_failure
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_openai.watch import Stay, current_watch
+from lightning_spans.stays import Stay, current_watch
 
 if TYPE_CHECKING:
     from lightning_crewai.bodies import Asked

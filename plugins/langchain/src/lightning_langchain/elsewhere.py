@@ -11,8 +11,8 @@ from langchain_core.caches import BaseCache
 
 from lightning_langchain.words import request_text, response_body
 from lightning_openai.elsewhere import OtherCall
-from lightning_openai.watch import current_watch
 from lightning_spans.patches import Undo, replace_in_subclasses
+from lightning_spans.stays import current_watch
 
 if TYPE_CHECKING:
     from langchain_core.messages import BaseMessage

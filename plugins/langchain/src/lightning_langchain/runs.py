@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry.context import Context
 
-from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
-from lightning_spans.context import current, current_agent
+from lightning_spans.context import current_agent, settled
 from lightning_spans.recorder import current_span
+from lightning_spans.stays import Stay
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -41,7 +41,7 @@ class Run(Stay):
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
-        here = current()
+        here = settled()
         super().__init__(here)
         self.parent = parent
         # Of the whole tree: its open runs, and the tool calls that models asked for, until they are made.

@@ -16,11 +16,11 @@ from agents.tracing import spans as sdk_spans
 from agents.tracing import traces as sdk_traces
 
 from lightning_openai.elsewhere import OtherCall, to_json
-from lightning_openai.watch import Stay, settled
 from lightning_spans import spans as names
-from lightning_spans.context import current, current_agent
+from lightning_spans.context import current, current_agent, settled
 from lightning_spans.patches import Undo, replace
 from lightning_spans.recorder import current_span, log_failure
+from lightning_spans.stays import Stay
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -15,9 +15,9 @@ from lightning_openai.assemble import is_whole, put_together, read_events
 from lightning_openai.facts import request_facts, response_facts
 from lightning_openai.leftovers import leftovers
 from lightning_openai.tee import Kept, body_of, tee
-from lightning_openai.watch import current_watch
 from lightning_spans import spans as names
 from lightning_spans.recorder import log_failure
+from lightning_spans.stays import current_watch
 
 if TYPE_CHECKING:
     from lightning_spans.recorder import Recorder

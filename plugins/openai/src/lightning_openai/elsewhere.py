@@ -11,10 +11,10 @@ import orjson
 
 from lightning_openai.facts import request_facts, response_facts
 from lightning_openai.gateway import agent_header
-from lightning_openai.watch import Stay, current_watch, watched
 from lightning_spans import spans as names
-from lightning_spans.context import current, current_attempt, entered, entered_steps
+from lightning_spans.context import current, current_attempt, entered, entered_steps, settled
 from lightning_spans.spans import Json
+from lightning_spans.stays import Stay, current_watch, watched
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -93,7 +93,7 @@ class OtherCall:
         provider: str | None = None,
         streamed: bool = False,
         endpoint: str = "/chat/completions",
-        place: Callable[[], Context] = current,
+        place: Callable[[], Context] = settled,
         stay: Stay | None = None,
     ) -> None:
         self.stay = Stay() if stay is None else stay
@@ -104,7 +104,7 @@ class OtherCall:
         self._endpoint = endpoint
         self._known = {names.FRAMEWORK: framework, names.PROVIDER: provider, names.STREAMED: streamed}
         self._place = place
-        self._outer = current()
+        self._outer = settled()
         self._start_ns = time.time_ns()
         self._span: OpenSpan | None = None  # begun before the end where a request names it
         self._ask = ask

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_ai.models import Model
 
 from lightning_openai.elsewhere import OtherCall, to_json
-from lightning_openai.watch import watched
 from lightning_pydantic_ai.at_work import FRAMEWORK, PLUGIN
 from lightning_spans.context import attach, current, overlaid
 from lightning_spans.patches import Undo, replace_in_subclasses
+from lightning_spans.stays import watched
 
 if TYPE_CHECKING:
     from lightning_spans.recorder import Recorder
