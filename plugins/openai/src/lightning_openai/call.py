@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_spans.spans import Json
 
 PLUGIN: Final = "lightning_openai"
-unfinished: Final[set[Call]] = set()  # calls whose bodies are still read
+unfinished: Final[set[Call]] = set()  # calls whose answers are still waited for, or read
 _PATHS: Final = ("/chat/completions", "/completions", "/responses")  # the first that fits counts
 
 
@@ -50,8 +50,12 @@ class Call:
     Until then nothing of the client's is held: what waits in memory the agent can't use again, and new memory is slow.
     """
 
-    def __init__(self, recorder: Recorder, client: Any, options: Any, endpoint: str, *, streamed: bool) -> None:
+    def __init__(
+        self, recorder: Recorder, client: Any, options: Any, endpoint: str, method: Any, *, streamed: bool
+    ) -> None:
         self._recorder = recorder
+        self._user = client
+        self._method = method  # of the client's class: what it passes on is the same call
         self._endpoint = endpoint
         self._streamed = streamed
         self._body: Mapping[str, Json] = _body(options)
@@ -78,20 +82,36 @@ class Call:
         }
         name = "chat" if model is None else str(model)
         self.span = recorder.start(names.CHAT, name, context=context, attributes=attributes)
-        self.client, self.options = self._route(client, options)
-        self._base_url = self.client.base_url
+        self.client: Any = client
+        self._options: Any = options
+        self._base_url = client.base_url
         if watch is not None:
             watch.called()
 
-    def _route(self, client: Any, options: Any) -> tuple[Any, Any]:
+    def covers(self, client: Any, options: Any, method: Any) -> bool:
+        """Whether a request is this call on its way through the methods of its client's classes, or somebody's patch.
+
+        A method of a subclass may pass on other options than it was given.
+        """
+        if client is self._user:
+            return options is self._options or method is not self._method
+        return client is not None and client is self.client  # the one that sends it to the gateway
+
+    def sent_by(self, client: Any, options: Any) -> tuple[Any, Any]:
+        """Give the client and the options that send the call: to the gateway where its agent is in training."""
         span, attempt = self.span, self.span.attempt
-        if attempt is None or not self._recorder.reroutes(span):
+        if client is not self._user or attempt is None or not self._recorder.reroutes(span):
             return client, options
-        headers = gateway.agent_header(span.agent)
-        client, copy = gateway.rerouted(client, options, attempt, self._endpoint, body=self._body, headers=headers)
-        span.set(**{names.REROUTED: True, names.REQUEST_MODEL: attempt.model})
-        span.name = attempt.model
-        self._body = {**self._body, "model": attempt.model}
+        try:
+            body, headers = _body(options), gateway.agent_header(span.agent)
+            client, copy = gateway.rerouted(client, options, attempt, self._endpoint, body=body, headers=headers)
+            span.set(**{names.REROUTED: True, names.REQUEST_MODEL: attempt.model})
+            span.name = attempt.model
+            self._body = {**body, "model": attempt.model}
+            self.client, self._base_url = client, client.base_url
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(PLUGIN, error, span)
+            return self._user, options
         return client, copy
 
     def sends(self, client: Any) -> bool:
@@ -108,6 +128,8 @@ class Call:
 
     def responded(self, response: Any, retries: int | None) -> None:
         """Take the answer, before the client makes its own objects of it; and after how many tries again, if known."""
+        if self.span.end_ns is not None:  # recording stopped meanwhile
+            return
         try:
             self._request, self._retries = response.request, retries
             response.extensions[PLUGIN] = self
@@ -115,7 +137,6 @@ class Call:
             self.pending = not response.is_stream_consumed
             if self.pending:
                 self._kept = tee(response, self)
-                unfinished.add(self)
             else:
                 self._kept = Kept([response.content])
         except Exception as error:  # noqa: BLE001 - logged
@@ -180,7 +201,7 @@ class Call:
         elif self._retries is None:
             self._retries = _retries(request)
         self._left = error is None or isinstance(error, asyncio.CancelledError)
-        self.client = self.options = None
+        self.client = self._user = self._options = None
         self._body = {}
         self.span.end(error=error, end_ns=end_ns, later=self._told)
 
@@ -193,6 +214,8 @@ class Call:
             if self._retries:
                 told["http.request.resend_count"] = self._retries
         if self._kept is None:
+            if self.span.status == "ok":
+                told[names.ABANDONED] = True  # recording stopped before the answer came
             return
         text = body_of(self._kept, self._chunks)
         if not (self.pending and self._streamed):

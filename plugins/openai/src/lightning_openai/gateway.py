@@ -18,6 +18,7 @@ from openai._base_client import AsyncAPIClient
 from openai._compat import model_copy
 
 from lightning_spans.context import Attempt
+from lightning_spans.forks import in_child
 from lightning_spans.spans import Json
 from lightning_spans.trust import trusted
 
@@ -133,6 +134,19 @@ def forget() -> None:
     with _lock:
         _sync.clear()
         _by_loop.clear()
+
+
+def _after_fork() -> None:
+    """Make new clients in a forked child: over the parent's connections it would read what is not meant for it."""
+    global _lock  # noqa: PLW0603 - another thread of the parent's may hold it
+    _lock = threading.Lock()
+    _parents.extend([*_sync.values(), *_by_loop.items()])
+    _sync.clear()
+    _by_loop.clear()
+
+
+_parents: Final[list[object]] = []  # in a forked child: not closed here, since the parent uses them
+in_child(_after_fork)
 
 
 # Given, so that the client does not look for them in the environment; the key is replaced in every request.

@@ -25,6 +25,7 @@ from lightning_openai import gateway
 from lightning_openai.call import PLUGIN, Call, endpoint_of, unfinished
 from lightning_openai.elsewhere import mark
 from lightning_openai.leftovers import leftovers
+from lightning_spans.forks import in_child
 from lightning_spans.patches import Undo, clear, put_back, replace, replace_in_subclasses
 from lightning_spans.recorder import log_failure
 
@@ -104,7 +105,17 @@ def _end_unfinished() -> None:
         call.end_left()
 
 
-def _begin(client: Any, options: Any, streamed: object) -> Call | None:
+def _after_fork() -> None:
+    """Leave calls to the parent: the child reads none of their answers to the end."""
+    global _lock  # noqa: PLW0603 - another thread of the parent's may hold it
+    _lock = threading.Lock()
+    unfinished.clear()
+
+
+in_child(_after_fork)
+
+
+def _begin(client: Any, options: Any, streamed: object, method: Any) -> Call | None:
     """Begin the span of a model call; None for any other request, and while nothing is attached."""
     recorder = _recorders[-1] if _recorders else None
     endpoint = endpoint_of(options.method, str(options.url))
@@ -116,28 +127,35 @@ def _begin(client: Any, options: Any, streamed: object) -> Call | None:
     if endpoint is None:
         return None
     try:
-        return Call(recorder, client, options, endpoint, streamed=bool(streamed))
+        call = Call(recorder, client, options, endpoint, method, streamed=bool(streamed))
     except Exception as error:  # noqa: BLE001 - logged
         log_failure(PLUGIN, error)
         return None
+    unfinished.add(call)
+    return call
 
 
-# Below, a call whose options are those of the current one is already being recorded: we are patched in twice, with
-# somebody else's patch between. Others patch `OpenAI`, not its base, so subclasses are patched too; their patches may
-# be descriptors that want to be bound.
+# Below, a request that the current call `covers` is already being recorded: we are patched in twice, in a class and in
+# its parent, perhaps with somebody else's patch between. Others patch `OpenAI`, not its base, so subclasses are patched
+# too; their patches may be descriptors that want to be bound. A subclass of the user's own may have a `request` too: it
+# is called on his client, and what it passes on to the client's base is sent to where the call goes.
 
 
 def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    sends = not _is_of_subclass(original)
+
     def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
         outer = _current.get()
-        if outer is not None and outer.options is options:
-            return original.__get__(self)(cast_to, options, **kwargs)
-        call = _begin(self, options, kwargs.get("stream"))
+        if outer is not None and outer.covers(self, options, original):
+            client, given = outer.sent_by(self, options) if sends else (self, options)
+            return original.__get__(client)(cast_to, given, **kwargs)
+        call = _begin(self, options, kwargs.get("stream"), original)
         _current.set(call)
         try:
             if call is None:
                 return original.__get__(self)(cast_to, options, **kwargs)
-            answer = original.__get__(call.client)(cast_to, call.options, **kwargs)
+            client, given = call.sent_by(self, options) if sends else (self, options)
+            answer = original.__get__(client)(cast_to, given, **kwargs)
         except BaseException as error:
             if call is not None:
                 call.failed(error)
@@ -151,16 +169,20 @@ def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    sends = not _is_of_subclass(original)
+
     async def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
         outer = _current.get()
-        if outer is not None and outer.options is options:
-            return await original.__get__(self)(cast_to, options, **kwargs)
-        call = _begin(self, options, kwargs.get("stream"))
+        if outer is not None and outer.covers(self, options, original):
+            client, given = outer.sent_by(self, options) if sends else (self, options)
+            return await original.__get__(client)(cast_to, given, **kwargs)
+        call = _begin(self, options, kwargs.get("stream"), original)
         _current.set(call)
         try:
             if call is None:
                 return await original.__get__(self)(cast_to, options, **kwargs)
-            answer = await original.__get__(call.client)(cast_to, call.options, **kwargs)
+            client, given = call.sent_by(self, options) if sends else (self, options)
+            answer = await original.__get__(client)(cast_to, given, **kwargs)
         except BaseException as error:
             if call is not None:
                 call.failed(error)
@@ -171,6 +193,12 @@ def _wrap_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
         return answer
 
     return request
+
+
+def _is_of_subclass(method: Any) -> bool:
+    """Whether a method is written in the body of a subclass, so that it needs an object of that class."""
+    kind, _, name = str(getattr(method, "__qualname__", "")).rpartition(".")
+    return name == "request" and kind.rpartition(".")[2] not in {"", "<locals>", "SyncAPIClient", "AsyncAPIClient"}
 
 
 def _wrap_process_response(original: Callable[..., Any]) -> Callable[..., Any]:
