@@ -213,6 +213,7 @@ def _open_pipeline(options: Options) -> _Pipeline:
     from lightning_spans.recorder import Recorder
     from lightning_spans.sinks import BatchSink, default_spool
     from lightning_spans.spool import Spool
+    from lightning_spans.threads import carry_context
     from lightning_spans.tracers import make_tracer
 
     live = read_live()
@@ -228,8 +229,8 @@ def _open_pipeline(options: Options) -> _Pipeline:
     delivery.about = sink.about
     tracer = make_tracer(options.tracer, sink)
     listeners, naming = Listeners(), Naming()
-    recorder = Recorder(tracer, on_end=listeners.tell, name_agent=naming, agents=options.agents)
-    _pipeline = _Pipeline(options, recorder, delivery, listeners, naming, _instrument_threads())
+    recorder = Recorder(tracer, on_end=listeners.tell, name_agent=naming, agents=options.agents, store=options.store)
+    _pipeline = _Pipeline(options, recorder, delivery, listeners, naming, carry_context())
     return _pipeline
 
 
@@ -261,15 +262,3 @@ def _route(options: Options) -> Callable[[Attempt | None], list[Destination]]:
         return [own, *extra]
 
     return route
-
-
-def _instrument_threads() -> Callable[[], None]:
-    """Carry the OTel Context into threads and executors, unless the user's own tracing already does."""
-    from opentelemetry.instrumentation.threading import ThreadingInstrumentor
-
-    instrumentor = ThreadingInstrumentor()
-    if instrumentor.is_instrumented_by_opentelemetry:
-        return lambda: None
-    instrumentor.instrument()
-    undo: Callable[[], None] = instrumentor.uninstrument
-    return undo

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lightning_spans.errors import StoreGoneError
 from lightning_spans.forks import in_child
 from lightning_spans.otlp import PROTOBUF, encode, rejected
 from lightning_spans.posting import Posts
@@ -14,6 +16,8 @@ from lightning_spans.spans import Span
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store
+
+logger = logging.getLogger("lightning_spans")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,18 @@ class Delivery:
             Exception: whatever else went wrong; the batch may be sent again, delivery is idempotent.
         """
         if destination.url is None:
-            self.store.add_spans(spans)
+            self._keep(spans)
             return 0
         return self._post(destination.url, destination.key, spans)
+
+    def _keep(self, spans: Sequence[Span]) -> None:
+        try:
+            self.store.add_spans(spans)
+        except StoreGoneError as error:
+            logger.warning("lightning: %s A new one is begun.", error)
+            store, self._store = self.store, None
+            store.close()
+            self.store.add_spans(spans)
 
     @property
     def store(self) -> Store:

@@ -27,6 +27,10 @@ class StoreError(LightningError):
     """The store can't be opened, read or written."""
 
 
+class StoreGoneError(StoreError):
+    """The store's file is not there any more. Nothing is written to it until it is opened again."""
+
+
 class RefusedError(StoreError):
     """The store will not do what it was asked, and would not another time: a record or request is wrong."""
 

@@ -92,7 +92,7 @@ class Listeners:
             try:
                 with waiting("span listener", f"{_ENDED} of {plugins.listens(_ENDED)}"):
                     plugins.notify(_ENDED, span=span.record())
-            except Exception:
+            except BaseException:  # what would end a program ends no thread of ours
                 logger.exception("lightning: %s was not told of span %s", _ENDED, span.span_id)
 
     def _warn(self) -> None:
@@ -148,7 +148,7 @@ class Naming:
             try:
                 name = plugins.manager().hook.lightning_agent_name(span=question.span)
                 question.name = name if isinstance(name, str) else None
-            except Exception:
+            except BaseException:  # what would end a program ends no thread of ours
                 logger.exception("lightning: lightning_agent_name failed at span %s", question.span.span_id)
             question.answered.set()
 

@@ -199,8 +199,10 @@ class Recorder:
         on_end: Callable[[OpenSpan], None] = lambda _: None,
         name_agent: Callable[[OpenSpan], str | None] = lambda _: None,
         agents: Sequence[str] | None = None,
+        store: str | None = None,
     ) -> None:
         self.tracer = tracer
+        self.store = store  # where spans outside of attempts go
         self._on_end = on_end
         self._name_agent = name_agent
         self._agents = agents
@@ -244,6 +246,8 @@ class Recorder:
             context = settled()
         if parent is None:
             parent = current_span(context)
+        if parent is not None and parent._recorder is not self and not self._joins(parent):
+            parent = None
         if agent is _DEFAULT:
             agent = current_agent(context)
         kept = {} if attributes is None else _known(attributes)
@@ -257,6 +261,10 @@ class Recorder:
         span.start_ns = time.time_ns() if start_ns is None else start_ns
         self.tracer.start(span, context)
         return span
+
+    def _joins(self, parent: OpenSpan) -> bool:
+        """Whether a span of an earlier recorder lies where ours go: under one that lies elsewhere it is an orphan."""
+        return parent._recorder.store == self.store or (parent.attempt is not None and bool(parent.attempt.endpoint))
 
     def end(
         self,

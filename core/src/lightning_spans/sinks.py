@@ -15,6 +15,8 @@ import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -128,10 +130,17 @@ class BatchSink:
         self._lines: defaultdict[str, _Line] = defaultdict(_Line)
         self._warned_at = -60.0
         self._begin()
-        in_child(self._begin)  # the thread does not live on in a forked child
+        in_child(self._begin_again)
         atexit.register(self.close)
+        if parent_process() is not None:
+            _close_with_worker(self)
         if spool.pending():  # what an earlier process left is delivered, even where this one never records a span
             self._start()
+
+    def _begin_again(self) -> None:
+        """Begin anew in a forked child: the thread does not live on there."""
+        self._begin()
+        register_after_fork(self, _close_with_worker)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
@@ -334,6 +343,11 @@ class BatchSink:
         if time.monotonic() - self._warned_at >= 60.0:
             self._warned_at = time.monotonic()
             logger.warning("lightning: spans are not delivered: %s", why)
+
+
+def _close_with_worker(sink: BatchSink) -> None:
+    """Deliver what waits at the end of a worker of multiprocessing, which ends without `atexit`."""
+    Finalize(None, sink.close, exitpriority=-100)  # last
 
 
 def default_spool() -> Path:

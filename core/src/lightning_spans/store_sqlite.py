@@ -16,7 +16,7 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, create_engine, event
 
-from lightning_spans.errors import StoreError
+from lightning_spans.errors import StoreError, StoreGoneError
 from lightning_spans.store_database import Database
 
 if sys.platform != "win32":
@@ -44,9 +44,10 @@ def open_database(url: URL, *, create: bool) -> Database:
     """
     path = _path(url, create=create)
     turnstile = Turnstile(path)
+    opened = _identity(path)
     engine = create_engine(url, pool_size=8, max_overflow=-1, connect_args={"timeout": _BUSY_S})
     event.listen(engine, "connect", _on_connect)
-    event.listen(engine, "begin", _begin(turnstile))
+    event.listen(engine, "begin", _begin(turnstile, lambda: _check(path, opened)))
 
     def close() -> None:
         engine.dispose()
@@ -100,13 +101,31 @@ def _on_connect(connection: Any, _record: object) -> None:
             time.sleep(0.01)
 
 
-def _begin(turnstile: Turnstile) -> Callable[[Connection], None]:
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _check(path: Path, opened: tuple[int, int] | None) -> None:
+    """See that a write goes to the file that is there: SQLite would go on writing to one that was deleted."""
+    if _identity(path) != opened:
+        raise StoreGoneError(
+            f"store {path}: the file was deleted or replaced while it was in use, and what it held is gone. "
+            "Nothing more is written to it; open the store again to begin a new one."
+        )
+
+
+def _begin(turnstile: Turnstile, check: Callable[[], None]) -> Callable[[Connection], None]:
     def on_begin(connection: Connection) -> None:
         if not connection.get_execution_options().get(_WRITER):
             connection.exec_driver_sql("BEGIN")
             return
         # A writer takes the lock at once: a transaction that reads first and then writes would fail, not wait, when
         # another process wrote in between.
+        check()
         with turnstile:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
 
