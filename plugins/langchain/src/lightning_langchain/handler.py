@@ -149,8 +149,9 @@ class Handler(BaseCallbackHandler):
         run = self._runs.begin(run_id, parent_run_id, "tool", _name_of(serialized, "tool"), metadata or {})
         arguments: Any = input_str if inputs is None else inputs
         context = self._runs.place(run.parent)
-        asked = who_asked(run, tool_call_id, inputs)
-        run.agent = asked.agent if asked is not None else current_agent(context)
+        at_work = current_agent(context)
+        asked = run.made = who_asked(run, tool_call_id, inputs, at_work)
+        run.agent = at_work if asked is None else asked.agent
         run.span = self.recorder.start(
             names.EXECUTE_TOOL,
             run.name,
@@ -179,6 +180,8 @@ class Handler(BaseCallbackHandler):
     @_end
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
         run = self._runs.end(run_id)
+        if run is not None and run.made is not None and _is_control_flow(error):
+            run.asked.append(run.made)  # it will be called again
         if run is not None and run.span is not None:
             run.span.end(error=None if _is_control_flow(error) else error)
 

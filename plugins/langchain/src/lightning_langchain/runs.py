@@ -7,6 +7,7 @@ run is a graph shows when its first node starts, so its span is begun then, with
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry.context import Context
 
+from lightning_langchain.asked import Asked, Waiting
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent, settled
 from lightning_spans.recorder import current_span
@@ -22,7 +24,6 @@ from lightning_spans.stays import Stay
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from lightning_langchain.asked import Asked
     from lightning_spans.recorder import OpenSpan, Recorder
 
 UNNAMED: Final = "LangGraph"  # what LangGraph calls a graph that has no name
@@ -36,8 +37,8 @@ class Run(Stay):
     """One run of LangChain."""
 
     __slots__ = (
-        "agent", "asked", "cached", "context", "graph", "inner", "kind", "lc_agent", "metadata", "model", "name",
-        "namespace", "parent", "span", "start_ns",
+        "agent", "asked", "cached", "context", "graph", "inner", "kind", "lc_agent", "made", "metadata", "model",
+        "name", "namespace", "parent", "span", "start_ns",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
@@ -46,7 +47,8 @@ class Run(Stay):
         self.parent = parent
         # Of the whole tree: its open runs, and the tool calls that models asked for, until they are made.
         self.inner: dict[UUID, Run] = {} if parent is None else parent.inner
-        self.asked: dict[str, Asked] = {} if parent is None else parent.asked
+        self.asked: list[Asked] = [] if parent is None else parent.asked
+        self.made: Asked | None = None  # of a tool: what was asked for
         self.kind = kind  # chain, tool or chat
         self.name = name
         self.metadata = metadata
@@ -67,11 +69,14 @@ class Runs:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._open: dict[UUID, Run] = {}
+        self._waiting = Waiting()
         self._lock = threading.RLock()  # branches of one graph that start at once begin its span once
 
     def begin(self, run_id: UUID, parent_id: UUID | None, kind: str, name: str, metadata: Mapping[str, Any]) -> Run:
         """Take a run that starts."""
         run = Run(self._open.get(parent_id) if parent_id is not None else None, kind, name, metadata)
+        if run.parent is None:
+            self._waiting.begin(run)
         self._open[run_id] = run
         run.inner[run_id] = run
         return run
@@ -86,8 +91,11 @@ class Runs:
         if run.parent is None:
             for inner_id, inner in reversed(list(run.inner.items())):  # cancelled without a word
                 self.end(inner_id)
+                if inner.call is not None:
+                    inner.call.end(error=asyncio.CancelledError())
                 if inner.span is not None:
                     inner.span.end()
+            self._waiting.end(run)
         return run
 
     def end_spans(self) -> None:

@@ -46,7 +46,11 @@ def _end(
     response: Mapping[str, Json] | None,
     error: BaseException | str | None,
 ) -> None:
-    bodies = {names.REQUEST: to_json(request), names.RESPONSE: None if response is None else to_json(response)}
+    bodies: dict[str, Json] = {names.REQUEST: to_json(request)}
+    if response is not None:
+        bodies[names.RESPONSE] = to_json(response)
+    if isinstance(error, GeneratorExit):  # its reader left
+        bodies[names.ABANDONED], error = True, None
     facts = {} if response is None else response_facts(endpoint, response)
     span.end(error=error, attributes={names.ENDPOINT: endpoint, **bodies, **facts})
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic_ai import Agent
+from pydantic_ai import Agent, CallToolsNode, ModelRequestNode
 from pydantic_ai.exceptions import ApprovalRequired, CallDeferred
 from pydantic_ai.messages import ToolReturn, ToolReturnPart
+from pydantic_ai.run import AgentRun
 
 from lightning_spans import spans as names
-from lightning_spans.context import attach, current, overlaid
+from lightning_spans.context import attach, current, entered, overlaid
 from lightning_spans.following import Following
 from lightning_spans.patches import Undo, replace
+from lightning_spans.recorder import current_span
 
 try:
     from pydantic_ai.tool_manager import ToolManager
@@ -21,7 +23,9 @@ except ImportError:  # 1.x
     from pydantic_ai._tool_manager import ToolManager
 
 if TYPE_CHECKING:
-    from lightning_spans.recorder import Recorder
+    from opentelemetry.context import Context
+
+    from lightning_spans.recorder import OpenSpan, Recorder
 
 PLUGIN: Final = "lightning_pydantic_ai"
 FRAMEWORK: Final = "pydantic-ai"
@@ -36,6 +40,10 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     undo = Undo()
     undo.add(at_work.stop)
     undo.add(replace(Agent, "iter", at_work.wrap_iter))
+    for step in ("next", "__anext__"):
+        undo.add(replace(AgentRun, step, at_work.wrap_step))
+    for node in (ModelRequestNode, CallToolsNode):
+        undo.add(replace(node, "stream", at_work.wrap_stream))
     undo.add(replace(ToolManager, TOOL_CALL, at_work.wrap_tool_call))
     if "validate_tool_call" in vars(ToolManager):
         undo.add(replace(ToolManager, "validate_tool_call", at_work.wrap_check))
@@ -43,7 +51,15 @@ def bind(recorder: Recorder) -> Callable[[], None]:
 
 
 class AtWork(Following):
-    """Begins and ends our spans with the agents' runs and their tools' calls."""
+    """Begins and ends our spans with the agents' runs and their tools' calls.
+
+    A run is entered for as long as the caller's block lasts, so that what he does there is done in the agent's name. He
+    may have entered another since, or be in another task; so each step of a run enters it anew.
+    """
+
+    def __init__(self, recorder: Recorder, plugin: str, framework: str) -> None:
+        super().__init__(recorder, plugin, framework)
+        self._runs: dict[int, OpenSpan] = {}  # by the id of the run's state, which lives as long
 
     def wrap_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """An agent runs: every way to run one, streamed or not, goes through `iter`."""
@@ -62,10 +78,38 @@ class AtWork(Following):
             if span is not None:
                 attach(span.context)
             try:
-                async with run as entered:
-                    yield entered
+                async with run as begun:
+                    state = id(begun.ctx.state)
+                    if span is not None:
+                        self._runs[state] = span
+                    try:
+                        yield begun
+                    finally:
+                        self._runs.pop(state, None)
             finally:
                 attach(overlaid(outer))  # no token: a run that is given up may end in another context
+
+    def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A run goes on to its next node."""
+
+        async def step(run: Any, *args: Any, **kwargs: Any) -> Any:
+            span = self._runs.get(id(run.ctx.state))
+            if span is None or current_span() is span:
+                return await original(run, *args, **kwargs)
+            with entered(span.context):
+                return await original(run, *args, **kwargs)
+
+        return step
+
+    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A node begins to stream what it does."""
+
+        def stream(node: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            span = self._runs.get(id(ctx.state))
+            streaming = original(node, ctx, *args, **kwargs)
+            return streaming if span is None else _begun_in(span.context, streaming)
+
+        return stream
 
     def wrap_tool_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """An agent carries out a tool call of its model's, with its arguments as they were asked for."""
@@ -101,6 +145,14 @@ class AtWork(Following):
                 raise
 
         return check
+
+
+@asynccontextmanager
+async def _begun_in(context: Context, streaming: AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
+    async with AsyncExitStack() as stack:
+        with entered(context):
+            items = await stack.enter_async_context(streaming)
+        yield items
 
 
 def _is_answer(manager: Any, call: Any) -> bool:
