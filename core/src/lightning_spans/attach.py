@@ -207,7 +207,7 @@ def _open_pipeline(options: Options) -> _Pipeline:
     global _pipeline  # noqa: PLW0603 - patches of a framework are process-wide, so what they report to is too
     if _pipeline is not None:
         return _pipeline
-    from lightning_spans.delivery import Delivery
+    from lightning_spans.delivery import Delivery, own_store
     from lightning_spans.listeners import Listeners, Naming
     from lightning_spans.live import Live, read_live
     from lightning_spans.recorder import Recorder
@@ -221,6 +221,7 @@ def _open_pipeline(options: Options) -> _Pipeline:
     sink = BatchSink(
         delivery,
         route=_route(options),
+        own=own_store(options.store),
         spool=Spool(default_spool()),
         keeps=live.keeps if live.rate < 1 else None,
         prepare=live.prepare if live != Live() else None,
@@ -248,10 +249,10 @@ def _open_store(url: str) -> Store:
 
 
 def _route(options: Options) -> Callable[[Attempt | None], list[Destination]]:
-    from lightning_spans.delivery import Destination
+    from lightning_spans.delivery import Destination, own_store
 
     # A server takes them as OTLP, for which a live key is enough.
-    own = Destination()
+    own = Destination(own_store(options.store))
     if options.store.startswith(("http://", "https://")):
         own = Destination(f"{options.store.rstrip('/')}/v1/traces", os.environ.get("LIGHTNING_KEY"))
     extra = [Destination(options.otlp)] if options.otlp else []

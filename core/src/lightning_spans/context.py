@@ -100,13 +100,11 @@ def settled(context: Context | None = None) -> Context:
         context: by default the current one.
     """
     context = current() if context is None else context
-    while (stay := context.get(WATCH)) is not None and _is_over(stay):  # nearly always not once
+    stay: Any = context.get(WATCH)
+    while stay is not None and getattr(stay, "closed", False) and stay.entered is not None:  # nearly always not once
         context = (stay.previous or Context()) if context is stay.entered else _without(context, stay)
+        stay = context.get(WATCH)
     return context
-
-
-def _is_over(stay: Any) -> bool:
-    return getattr(stay, "closed", False) and stay.entered is not None
 
 
 def _without(context: Context, stay: Any) -> Context:

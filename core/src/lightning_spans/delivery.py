@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from lightning_spans.errors import StoreGoneError
 from lightning_spans.forks import in_child
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_spans.store import Store
 
 logger = logging.getLogger("lightning_spans")
+_OWN: Final = "store:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +28,24 @@ class Destination:
     """Where a batch goes.
 
     Attributes:
-        url: an OTLP/HTTP endpoint; None: the process's own store.
+        url: an OTLP/HTTP endpoint; `own_store` or None: the process's own store.
         key: bearer key; None: none is sent.
     """
 
     url: str | None = None
     key: str | None = None
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is a server."""
+        return self.url is not None and not self.url.startswith(_OWN)
+
+
+def own_store(store: str) -> str:
+    """Name a process's own store as a destination: what is spooled for it is for no other. It tells no password."""
+    if "://" not in store or store.startswith("sqlite:"):
+        store = os.path.abspath(store.removeprefix("sqlite:///"))  # noqa: PTH100 - no link is followed
+    return _OWN + hashlib.sha256(store.encode()).hexdigest()[:16]
 
 
 class RefusedError(Exception):
@@ -72,7 +87,7 @@ class Delivery:
             BusyError: it answered 503 or 429 with the time after which to come back.
             Exception: whatever else went wrong; the batch may be sent again, delivery is idempotent.
         """
-        if destination.url is None:
+        if destination.url is None or not destination.remote:
             self._keep(spans)
             return 0
         return self._post(destination.url, destination.key, spans)

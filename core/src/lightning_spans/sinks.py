@@ -100,6 +100,8 @@ class BatchSink:
         deliver: sends one batch, and raises when it could not; `RefusedError` when it never can. See `Deliver`.
         route: gives the destinations of a span: usually the training side of its attempt, else the own store.
         spool: keeps on disk what could not be delivered.
+        own: the URL of the process's own store as a destination. It is the fastest to take spans, so it waits for no
+            other; and what is spooled for another process's store is left to that.
         queue_size: spans that may wait; more are dropped and counted.
         keeps: whether a span is recorded at all; the rest is counted.
         prepare: masks what must not leave the process, before anything is sent or spooled; one that raises drops its
@@ -113,6 +115,7 @@ class BatchSink:
         *,
         route: Callable[[Attempt | None], Sequence[Destination]],
         spool: Spool,
+        own: str | None = None,
         queue_size: int = QUEUE_SIZE,
         keeps: Callable[[Span | Ended, Attempt | None], bool] | None = None,
         prepare: Callable[[Span, Attempt | None], Span] | None = None,
@@ -121,6 +124,8 @@ class BatchSink:
         self._deliver = deliver
         self._route = route
         self._spool = spool
+        self._own = own
+        self._trying: Destination | None = None
         self._queue_size = queue_size
         self._keeps = keeps
         self._prepare = prepare
@@ -236,8 +241,9 @@ class BatchSink:
             logger.exception("lightning: what delivers spans did not close")
 
     def _work(self, *, closing: bool) -> None:
-        """Deliver what waits in the spool, then what waits here; hold on to what can neither be sent nor spooled."""
-        self._replay()
+        """Deliver what waits here, then what waits in the spool; hold on to what can neither be sent nor spooled."""
+        if not (self._current or self._queue):
+            self._replay()
         while self._current or self._queue:
             try:
                 if not self._current:
@@ -252,6 +258,7 @@ class BatchSink:
                 logger.exception("lightning: %d spans are dropped", self._taken)
             if self._abandoned:
                 return
+            self._replay()
             with self._done:
                 self._finished += self._taken
                 self._taken = 0
@@ -278,7 +285,7 @@ class BatchSink:
                 spans.append(span)
         return list(groups.items())
 
-    def _settle(self, destination: Destination, spans: Sequence[Span], *, closing: bool) -> bool:
+    def _settle(self, destination: Destination, spans: Sequence[Span], *, closing: bool = False) -> bool:
         """Deliver or spool; at the end drop. False: neither worked, and it may another time.
 
         What comes after something that waits in the spool waits behind it: a destination gets spans in their order.
@@ -299,8 +306,10 @@ class BatchSink:
 
     def _try(self, destination: Destination, spans: Sequence[Span]) -> bool:
         line = self._lines[line_of(destination.url)]
+        self._trying = destination
         try:
-            with waiting("sink delivery", f"{destination.url or 'the own store'} to take {len(spans)} spans"):
+            where = destination.url if destination.remote else "the own store"
+            with waiting("sink delivery", f"{where} to take {len(spans)} spans"):
                 refused = self._deliver(destination, spans) or 0
         except RefusedError as error:
             self.counts.refused += len(spans)
@@ -317,15 +326,22 @@ class BatchSink:
             if refused:
                 self._warn(f"{destination.url} will never take {refused} of {len(spans)}")
             line.failures = 0
+        finally:
+            self._trying = None
         return True
 
     def _replay(self) -> None:
         def send(url: str | None, key: str | None, spans: Sequence[Span]) -> bool:
+            destination = Destination(url, key)
+            if url is not None and url != self._own and not destination.remote:  # it is for another process's store
+                return False
             self.counts.retried += len(spans)
-            return self._try(Destination(url, key), spans)
+            return self._try(destination, spans)
 
         try:
-            self._spool.replay(send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at)
+            self._spool.replay(
+                send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at, first=line_of(self._own)
+            )
         except OSError as error:  # what waits there goes on waiting
             self._warn(f"the spool {self._spool.folder} can't be read: {error}")
 
@@ -336,8 +352,12 @@ class BatchSink:
         with self._lock:
             rest += self._grouped(list(self._queue))
             self._queue.clear()
+        hangs = self._trying
         for destination, spans in rest:
-            self.counts.dropped += len(spans) - self._keep(destination, spans)
+            # A server that hangs is no reason to keep the own store waiting, perhaps for ever: the next process may be
+            # held up by the same server.
+            if hangs is None or not hangs.remote or destination.remote or not self._settle(destination, spans):
+                self.counts.dropped += len(spans) - self._keep(destination, spans)
 
     def _warn(self, why: str) -> None:
         if time.monotonic() - self._warned_at >= 60.0:

@@ -103,6 +103,7 @@ class Spool:
         send: Callable[[str | None, str | None, Sequence[Span]], bool],
         *,
         ready: Callable[[str], bool] = lambda _: True,
+        first: str | None = None,
     ) -> int:
         """Deliver waiting batches, each line oldest first until one fails. Gives the number of batches delivered.
 
@@ -111,18 +112,22 @@ class Spool:
         Args:
             send: takes URL, key and spans; True when the batch needs no further delivery.
             ready: whether a line, as `line_of` names it, is worth a try.
+            first: the line that is served before all others, which may be slow to fail.
         """
         if not self._waiting():
             return 0
         with self._alone() as alone:
-            return self._deliver(send, ready) if alone else 0
+            return self._deliver(send, ready, first) if alone else 0
 
     def _deliver(
-        self, send: Callable[[str | None, str | None, Sequence[Span]], bool], ready: Callable[[str], bool]
+        self,
+        send: Callable[[str | None, str | None, Sequence[Span]], bool],
+        ready: Callable[[str], bool],
+        first: str | None,
     ) -> int:
         count = 0
         stuck: set[str] = set()
-        for path in self._waiting():
+        for path in sorted(self._waiting(), key=lambda path: _line(path) != first):
             named = _line(path)
             if named is not None and (named in stuck or not ready(named)):
                 continue

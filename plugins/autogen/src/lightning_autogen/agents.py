@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from autogen_agentchat.agents import BaseChatAgent
 from autogen_agentchat.base import Response, TaskResult
 from autogen_agentchat.teams import BaseGroupChat
+from autogen_core import FunctionCall, SingleThreadedAgentRuntime
+from autogen_core import _single_threaded_agent_runtime as runtimes
 from autogen_core._message_handler_context import MessageHandlerContext
 from opentelemetry.context import Context
 
 from lightning_spans import spans as names
-from lightning_spans.context import Steps, attach, current, overlaid, settled, with_agent
+from lightning_spans.context import Steps, attach, current, entered, overlaid, settled, with_agent
 from lightning_spans.following import Following
 from lightning_spans.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.recorder import agent_path, current_span
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
 
 PLUGIN: Final = "lightning_autogen"
 FRAMEWORK: Final = "autogen"
+_SENDER: Final = "_lightning_sender"
+# Whether the message that is handled is a tool call: it is carried out for the agent that sent it.
+_tool_call: ContextVar[bool] = ContextVar("lightning_autogen_tool_call", default=False)
 
 
 def bind(recorder: Recorder) -> Callable[[], None]:
@@ -38,6 +44,9 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     undo.add(replace_in_subclasses(BaseChatAgent, "on_messages_stream", at_work.wrap_on_messages_stream))
     undo.add(replace_in_subclasses(BaseGroupChat, "run_stream", at_work.wrap_run_stream))
     undo.add(replace(MessageHandlerContext, "populate_context", at_work.wrap_populate_context))
+    undo.add(replace(runtimes, "get_telemetry_envelope_metadata", at_work.wrap_metadata))
+    for name in ("_process_send", "_process_publish"):
+        undo.add(replace(SingleThreadedAgentRuntime, name, at_work.wrap_process))
     return undo
 
 
@@ -105,12 +114,40 @@ class AtWork(Following):
 
         return run_stream
 
+    def wrap_metadata(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A message is sent: what AutoGen keeps for its own tracing keeps its sender's context too.
+
+        A runtime works in the context in which it was started, which may be another attempt's.
+        """
+
+        def get_telemetry_envelope_metadata() -> Any:
+            metadata = original()
+            if self.live:
+                with self.recorder.guard(PLUGIN):
+                    setattr(metadata, _SENDER, _sender())
+            return metadata
+
+        return get_telemetry_envelope_metadata
+
+    def wrap_process(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A message is handed to its handlers, in a task of the runtime's."""
+
+        async def process(runtime: Any, envelope: Any) -> Any:
+            sender = getattr(envelope.metadata, _SENDER, None)
+            _tool_call.set(isinstance(envelope.message, FunctionCall))
+            if sender is None or not self.live:
+                return await original(runtime, envelope)
+            with entered(overlaid(sender)):
+                return await original(runtime, envelope)
+
+        return process
+
     def wrap_populate_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A message handler of the core runs."""
 
         def populate_context(cls: Any, ctx: AgentId) -> Any:
             around = original(cls, ctx)
-            return self._handling(around, ctx) if self.live else around
+            return self._handling(around, ctx) if self.live and not _tool_call.get() else around
 
         return populate_context
 
@@ -180,6 +217,14 @@ class AtWork(Following):
                 await steps.close(items)
                 if self._teams and span is not None:
                     self._teams = {key: value for key, value in self._teams.items() if value is not span.context}
+
+
+def _sender() -> Context:
+    """Give the context of who sends a message: an agent of the core begins its span with it, unless one is around."""
+    watch, context = current_watch(), None
+    if isinstance(watch, Handling) and (watch.span is not None or current_span() is None):
+        context = watch.outside()
+    return settled() if context is None else context
 
 
 def place() -> Context:
