@@ -55,11 +55,17 @@ def _transitions(node: Node, turn: int, rewards: tuple[Reward, ...]) -> list[Tra
             message=choice.message,
             finish_reason=choice.finish_reason,
             sampling={} if call is None else call.sampling,
-            error=node.error,
+            # What the model said to the end is what it would say; that the client could not read it is its fault too.
+            error=None if choice.finish_reason is not None and not _broke(node) else node.error,
             rewards=rewards,
         )
         for choice in answer.choices or (_NO_CHOICE,)
     ]
+
+
+def _broke(node: Node) -> bool:
+    """Whether the call failed where the model ran."""
+    return node.call is not None and node.call.error is not None
 
 
 def _tokens(prompt: tuple[int, ...] | None, choice: Choice) -> Tokens | None:

@@ -44,7 +44,7 @@ class Transition:
         message: the message of this choice, as the agent got it.
         finish_reason: ``stop``, ``length``, ``tool_calls``, ...
         sampling: the sampling parameters in force, where the gateway recorded them.
-        error: why the call failed; None for one that did not.
+        error: why the call failed; None for one that did not, also where the client refused a whole answer.
         rewards: what this transition earned by itself (AIR, rewards tied to its span).
     """
 

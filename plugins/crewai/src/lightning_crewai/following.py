@@ -162,6 +162,9 @@ class Following:
             for work in reversed(list(self._open.values())):
                 if work.number > begun and work.place == here:
                     self._finish(work, error)
+            for work in reversed(list(self._open.values())) if error is not None else ():
+                if work.number > begun and work.kind == TOOL and _is_left(work):  # it ran in a thread of its own
+                    self._finish(work, error)
 
     def _hear(self, source: Any, event: Any) -> None:
         if kind := BEGINS.get(event.type):
@@ -174,8 +177,9 @@ class Following:
     def _begin(self, kind: str, source: Any, event: Any) -> None:
         if kind == FLOW and type(source).__module__.startswith("crewai."):
             return  # how CrewAI itself runs an agent or its memory
-        if kind == AGENT and (failed := innermost(AGENT, TOOL)) is not None and failed.source is source:
-            self._finish_through(failed, sys.exception())  # it tries again, and has not told before that it failed
+        failed, error = innermost(AGENT, TOOL), sys.exception()
+        if kind == AGENT and error is not None and failed is not None and failed.source is source:
+            self._finish_through(failed, error)  # it tries again, and has not told before that it failed
         here = current()
         context = settled(here)
         # Of `here`: what an agent leaves to a thread, such as to remember, is its own also when it is done.
@@ -285,6 +289,14 @@ def _wrap_started(original: Callable[..., Any]) -> Callable[..., Any]:
             _offered.reset(token)
 
     return emit_call_started_event
+
+
+def _is_left(work: Work) -> bool:
+    """Whether what a work was begun in is over."""
+    around: Any = work.outer
+    while around is not None and not isinstance(around, Work):
+        around = getattr(around, "outer", None)
+    return around is not None and around.closed
 
 
 @functools.lru_cache(256)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from agents.tool_context import ToolContext
@@ -18,9 +19,9 @@ from agents.tracing import traces as sdk_traces
 from lightning_openai.elsewhere import OtherCall, to_json
 from lightning_spans import spans as names
 from lightning_spans.context import current, current_agent, settled
-from lightning_spans.patches import Undo, replace
+from lightning_spans.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.recorder import current_span, log_failure
-from lightning_spans.stays import Stay
+from lightning_spans.stays import Stay, current_watch
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -46,6 +47,10 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     for kind in (sdk_spans.SpanImpl, sdk_spans.NoOpSpan):
         undo.add(replace(kind, "set_error", following.wrap_set_error))
     undo.add(replace(ToolContext, "from_agent_context", following.wrap_from_agent_context))
+    if find_spec("mcp") is not None:
+        from agents.mcp.server import MCPServer
+
+        undo.add(replace_in_subclasses(MCPServer, "call_tool", following.wrap_call_tool))
     return undo
 
 
@@ -147,12 +152,31 @@ class Following:
             if self._live and tool is not None and tool.operation == names.EXECUTE_TOOL:
                 with self._recorder.guard(PLUGIN, tool):
                     tool_call = kwargs.get("tool_call", args[0] if args else None)
+                    asker = kwargs.get("agent", args[1] if len(args) > 1 else None)
+                    if tool.agent is None and asker is not None:  # approved: it runs before its agent's span (0.20)
+                        tool.agent = asker.name
                     if names.TOOL_CALL_ID not in tool.attributes:
                         arguments = getattr(tool_call, "arguments", None)
                         tool.set(**{names.TOOL_CALL_ID: tool_call_id, names.TOOL_ARGUMENTS: arguments})
             return answer
 
         return from_agent_context
+
+    def wrap_call_tool(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A server of tools carries out a call; of one that failed the SDK keeps the text alone."""
+
+        async def call_tool(server: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = await original(server, *args, **kwargs)
+            if self._live and (getattr(answer, "isError", False) or getattr(answer, "is_error", False)):
+                with self._recorder.guard(PLUGIN):
+                    work: Any = current_watch()
+                    while work is not None and getattr(work, "kind", None) != "function":
+                        work = getattr(work, "outer", None)
+                    if work is not None:
+                        work.error = " ".join(str(getattr(part, "text", "")) for part in answer.content)
+            return answer
+
+        return call_tool
 
     def _begin(self, sdk: Any) -> None:
         data: Any = getattr(sdk, "span_data", None)

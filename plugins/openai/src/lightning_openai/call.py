@@ -69,6 +69,7 @@ class Call:
         self.events: int | None = None  # items of an event stream that the agent took; None: it reads in another way
         self.seen_ns = 0
         self.pending = False  # the body is still to be read
+        self._events = False  # the body is an event stream
         self.reading = False  # the next item of an event stream is being read: how that ends says what became of it
         watch = current_watch()
         context = watch.outside() if watch is not None else None
@@ -136,9 +137,10 @@ class Call:
             self.seen_ns = time.time_ns()
             self.pending = not response.is_stream_consumed
             if self.pending:
-                self._kept = tee(response, self)
+                self._kept, self._events = tee(response, self), self._streamed
             else:
                 self._kept = Kept([response.content])
+                self._events = self._streamed and "text/event-stream" in response.headers.get("content-type", "")
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, self.span)
 
@@ -218,7 +220,7 @@ class Call:
                 told[names.ABANDONED] = True  # recording stopped before the answer came
             return
         text = body_of(self._kept, self._chunks)
-        if not (self.pending and self._streamed):
+        if not self._events:
             if self.pending and not self._to_end:
                 told[names.ABANDONED] = True
             told[names.RESPONSE] = text
@@ -226,7 +228,7 @@ class Call:
             return
         events = read_events(text, self.events)
         response = put_together(self._endpoint, events.found)
-        whole = (self._to_end or events.done) and not events.more
+        whole = (self._to_end or events.done or not self.pending) and not events.more
         if self._left and not whole and not is_whole(self._endpoint, response):
             told[names.ABANDONED] = True
         if response is not None:
