@@ -95,6 +95,9 @@ class TestConformance(PluginConformance):
     async def asynchronous(self, url):
         return await ask_all(["writer", "rewriter"], url, "asynchronous")
 
+    async def awaited(self, url):
+        return await make("writer", url).run(PROMPTS["awaited"])
+
     def threads(self, url):
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(lambda number: asyncio.run(make("writer", url).run(f"hello {number}")), range(2)))

@@ -170,6 +170,9 @@ class TestConformance(PluginConformance):
     async def asynchronous(self, url):
         return await asyncio.gather(*(ask(name, url, PROMPTS["asynchronous"]) for name in ("writer", "rewriter")))
 
+    async def awaited(self, url):
+        return await ask("writer", url, PROMPTS["awaited"])
+
     def threads(self, url):
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(lambda number: run(ask("writer", url, f"hello {number}")), range(2)))

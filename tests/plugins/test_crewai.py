@@ -157,6 +157,9 @@ class TestConformance(PluginConformance):
         crews = [crew(task(PROMPTS["asynchronous"], make(role, url))) for role in ("writer", "rewriter")]
         return [output.raw for output in await asyncio.gather(*(one.akickoff() for one in crews))]
 
+    async def awaited(self, url):
+        return (await crew(task(PROMPTS["awaited"], make("writer", url))).akickoff()).raw
+
     def threads(self, url):
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(lambda number: ask("writer", url, f"hello {number}"), range(2)))

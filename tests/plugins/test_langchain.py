@@ -201,6 +201,9 @@ class TestConformance(PluginConformance):
         answers = await asyncio.gather(*(named(url, name).ainvoke(text) for name in ("writer", "rewriter")))
         return [last(answer) for answer in answers]
 
+    async def awaited(self, url):
+        return last(await named(url, "writer").ainvoke(user(PROMPTS["awaited"])))
+
     def threads(self, url):
         def writer(state):
             with ThreadPoolExecutor(2) as pool:

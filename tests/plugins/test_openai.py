@@ -120,6 +120,11 @@ class TestConformance(PluginConformance):
 
             return await asyncio.gather(work("writer"), work("rewriter"))
 
+    async def awaited(self, url):
+        async with openai.AsyncOpenAI(base_url=url) as client:
+            with agent("writer"):
+                return text_of(await ask_async(client, "writer", PROMPTS["awaited"]))
+
     def threads(self, url):
         with agent("writer"), ThreadPoolExecutor(2) as pool:
             return [text_of(a) for a in pool.map(lambda n: ask(url, "writer", f"hello {n}"), range(2))]

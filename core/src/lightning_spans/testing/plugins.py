@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_spans import Attempt, attach, open_store, otlp, use_attempt
+from lightning_spans import Attempt, agent, attach, open_store, otlp, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.spans import Span
 from lightning_spans.testing.harmless import HarmlessPromises
@@ -208,6 +208,37 @@ class PluginConformance(RecordedPromises, HarmlessPromises):
             await asyncio.gather(*(work(number, server) for number in range(4)))
 
         self._check_attempts(lambda server: asyncio.run(gather(server)), tracer, tmp_path)
+
+    @both_tracers
+    def test_what_comes_after_a_run_is_no_part_of_it(self, tracer: str, tmp_path: Path) -> None:
+        """An attempt and an agent that begin after a run, in the task that awaited it, are what they say.
+
+        If it fails: the run's end came in a copy of the context, and what the run entered is still current. Begin from
+        `settled()`, and enter what the framework reports by start and end as a `Stay`.
+        """
+        program = self.program("awaited")
+
+        async def one_after_another(server: ScriptedServer) -> None:
+            await program(server.url_of("m0"))
+            with use_attempt(Attempt("r1", "a1")):
+                await program(server.url_of("m1"))
+                with use_attempt(Attempt("r2", "a2")):
+                    await program(server.url_of("m2"))
+                with agent("judge"):
+                    pass
+
+        with user_environment(tmp_path), ScriptedServer() as server:
+            with attach(self.framework, store=str(tmp_path / "traces.db"), tracer=tracer) as attachment:
+                asyncio.run(one_after_another(server))
+                attachment.flush(PATIENCE_S)
+            spans = {span.span_id: span for span in _spans_in(tmp_path / "traces.db")}
+            for request in server.requests:
+                expected = {"m0": None, "m1": "a1", "m2": "a2"}[request.path.split("/")[1]]
+                assert spans[span_of(request)].attempt_id == expected
+        (judge,) = [span for span in spans.values() if span.name == "judge"]
+        assert (judge.parent_id, judge.attempt_id, judge.attributes[names.AGENT_PATH]) == (None, "a1", "judge")
+        traces = {(span.trace_id, span.attempt_id) for span in spans.values()}
+        assert len(traces) == len({trace_id for trace_id, _ in traces})
 
     def _check_attempts(self, start: Callable[[ScriptedServer], None], tracer: str, folder: Path) -> None:
         with user_environment(folder), ScriptedServer() as server:

@@ -35,6 +35,7 @@ SCENARIOS: Final = {
     "parallel": "The agents `left` and `right` are asked at the same time.",
     "nested": "The agent `boss` is asked; it has the tool `ask(question: str)`, which asks the agent `writer`.",
     "asynchronous": "A coroutine: the agents `writer` and `rewriter` are asked at the same time, in one event loop.",
+    "awaited": "A coroutine: the agent `writer` is asked, and its answer awaited in the same task.",
     "threads": "The agent `writer` is asked from two threads of a pool that the program makes itself.",
     "retried": "The agent `writer` is asked with a client that tries again; the first try is refused with 429.",
     "failed": "The agent `writer` is asked with a client that does not try again; the answer is 500.",
