@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 import time
@@ -334,6 +335,7 @@ class BatchSink:
         def send(url: str | None, key: str | None, spans: Sequence[Span]) -> bool:
             destination = Destination(url, key)
             if url is not None and url != self._own and not destination.remote:  # it is for another process's store
+                self._lines[line_of(url)].retry_at = math.inf
                 return False
             self.counts.retried += len(spans)
             return self._try(destination, spans)
