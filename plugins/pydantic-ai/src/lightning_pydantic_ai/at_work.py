@@ -79,7 +79,7 @@ class AtWork(Following):
                 attach(span.context)
             try:
                 async with run as begun:
-                    state = id(begun.ctx.state)
+                    state = _state(begun)
                     if span is not None:
                         self._runs[state] = span
                     try:
@@ -93,10 +93,10 @@ class AtWork(Following):
         """A run goes on to its next node."""
 
         async def step(run: Any, *args: Any, **kwargs: Any) -> Any:
-            span = self._runs.get(id(run.ctx.state))
+            span = self._runs.get(_state(run))
             if span is None or current_span() is span:
                 return await original(run, *args, **kwargs)
-            with entered(span.context):
+            with entered(overlaid(span.context)):
                 return await original(run, *args, **kwargs)
 
         return step
@@ -105,7 +105,7 @@ class AtWork(Following):
         """A node begins to stream what it does."""
 
         def stream(node: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
-            span = self._runs.get(id(ctx.state))
+            span = self._runs.get(id(getattr(ctx, "state", None)))
             streaming = original(node, ctx, *args, **kwargs)
             return streaming if span is None else _begun_in(span.context, streaming)
 
@@ -147,10 +147,14 @@ class AtWork(Following):
         return check
 
 
+def _state(run: Any) -> int:
+    return id(getattr(getattr(run, "ctx", None), "state", None))
+
+
 @asynccontextmanager
 async def _begun_in(context: Context, streaming: AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
     async with AsyncExitStack() as stack:
-        with entered(context):
+        with entered(overlaid(context)):
             items = await stack.enter_async_context(streaming)
         yield items
 
