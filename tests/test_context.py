@@ -1,12 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import copy_context
 
 import pytest
 from opentelemetry import context as otel_context
 
+from lightning_spans import Attempt
 from lightning_spans import context as contexts
-from lightning_spans.context import current_agent, entered, entered_steps, overlaid, with_agent
+from lightning_spans.context import (
+    current_agent,
+    current_attempt,
+    entered,
+    entered_steps,
+    overlaid,
+    settled,
+    with_agent,
+    with_attempt,
+)
+from lightning_spans.stays import Stay, current_watch
 
 
 def test_only_our_own_values_are_laid_over():
@@ -94,3 +106,63 @@ def test_a_runtime_of_the_users_own_keeps_the_context(monkeypatch):
     attach(before)
     monkeypatch.setattr(otel_context, "_RUNTIME_CONTEXT", object())
     assert contexts._direct() == (otel_context.get_current, otel_context.attach)
+
+
+def ended_elsewhere(stay):
+    """Have a work end as asyncio reports it: in a copy of its context."""
+    copy_context().run(stay.leave)
+
+
+@pytest.mark.parametrize("before", [None, "reader"])
+def test_what_a_work_that_is_over_entered_goes(before):
+    def work():
+        otel_context.attach(otel_context.set_value("theirs", "kept", with_agent(before)))
+        stay = Stay()
+        stay.enter(with_attempt(Attempt("r", "a"), with_agent("worker")))
+        assert (current_agent(), current_attempt()) == ("worker", Attempt("r", "a"))
+        ended_elsewhere(stay)
+        assert otel_context.get_current() is stay.entered
+        assert (current_agent(), current_attempt(), current_watch(settled())) == (before, None, None)
+        assert settled()["theirs"] == "kept"
+
+    copy_context().run(work)
+
+
+def test_what_was_put_on_top_of_a_work_stays_when_it_is_over():
+    def work():
+        otel_context.attach(with_agent("reader"))
+        stay = Stay()
+        stay.enter(with_agent("worker"))
+        tops = {
+            "agent": with_agent("judge"),
+            "attempt": with_attempt(Attempt("r", "a")),
+            "theirs": otel_context.set_value("theirs", 1),
+        }
+        ended_elsewhere(stay)
+        left = {name: settled(top) for name, top in tops.items()}
+        assert {name: current_agent(top) for name, top in left.items()} == {
+            "agent": "judge",
+            "attempt": "reader",
+            "theirs": "reader",
+        }
+        assert current_attempt(left["attempt"]) == Attempt("r", "a")
+        assert left["theirs"]["theirs"] == 1
+        assert {current_watch(top) for top in left.values()} == {None}
+
+    copy_context().run(work)
+
+
+@pytest.mark.parametrize("top", [{}, {"theirs": 1}])
+def test_works_that_are_over_hold_none_before_them(top):
+    def work():
+        outer = Stay()
+        outer.enter(settled())
+        for _ in range(3):
+            stay = Stay()
+            stay.enter(settled())
+            otel_context.attach(otel_context.Context({**otel_context.get_current(), **top}))
+            ended_elsewhere(stay)
+            assert current_watch(stay.previous) is outer
+            assert stay.outer is outer
+
+    copy_context().run(work)

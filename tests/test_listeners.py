@@ -124,6 +124,20 @@ def test_a_listener_that_raises_is_logged_and_the_next_one_is_told(registered, l
     assert "lightning_span_ended of plugin listener-1 failed" in caplog.text
 
 
+def test_a_listener_that_would_end_the_program_ends_no_thread(registered, listeners, recorder, caplog):
+    class Exits:
+        @hookimpl(trylast=True)
+        def lightning_span_ended(self, span):
+            raise SystemExit(span.name)
+
+    first, _ = registered(Listener()), registered(Exits())
+    with caplog.at_level(logging.ERROR, logger="lightning_spans"):
+        end(recorder, "a", "b")
+        assert listeners.flush(PATIENCE_S)
+    assert [span.name for span in first.spans] == ["a", "b"]
+    assert "SystemExit: b" in caplog.text
+
+
 def test_what_does_not_fit_the_queue_is_not_told_and_that_is_logged(registered, listeners, recorder, caplog):
     listener = registered(Listener(blocked=True))
     end(recorder, "taken")
@@ -217,5 +231,21 @@ def test_naming_that_raises_is_logged_and_the_span_is_kept(registered, caplog):
     naming = Naming()
     with caplog.at_level(logging.ERROR, logger="lightning_spans"):
         assert named(naming, "a") == [None]
+    assert "lightning_agent_name failed" in caplog.text
+    naming.close()
+
+
+def test_naming_that_would_end_the_program_ends_no_thread(registered, caplog):
+    class Exits(Names):
+        @hookimpl
+        def lightning_agent_name(self, span):
+            if span.name == "a":
+                raise SystemExit
+            return super().lightning_agent_name(span)
+
+    registered(Exits("writer"))
+    naming = Naming(limit_s=PATIENCE_S)
+    with caplog.at_level(logging.ERROR, logger="lightning_spans"):
+        assert named(naming, "a", "b") == [None, "writer"]
     assert "lightning_agent_name failed" in caplog.text
     naming.close()

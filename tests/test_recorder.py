@@ -265,3 +265,27 @@ def test_a_span_that_has_ended_keeps_its_place_and_nothing_of_what_was_around_it
     late = recorder.start(names.CHAT, "m", parent=span)
     assert (late.parent, late.agent, late.attempt) == (span, "writer", attempt)
     assert current_span(span.context) is span
+
+
+@pytest.mark.parametrize("kind", TRACERS)
+@pytest.mark.parametrize("given", ["context", "parent"])
+def test_a_span_of_another_store_is_no_parent(sink, kind, given):
+    earlier, later = (Recorder(make_tracer(kind, sink), store=store) for store in ("one.db", "two.db"))
+    with use_attempt(Attempt("r", "a")):
+        outer = earlier.start(names.INVOKE_AGENT, "writer", agent="writer")
+    span = later.start(names.CHAT, "m", **{given: outer if given == "parent" else outer.context})
+    assert (span.parent_id, span.agent, span.attempt) == (None, "writer", Attempt("r", "a"))
+    assert span.trace_id != outer.trace_id
+
+
+@pytest.mark.parametrize(
+    ("store", "attempt"),
+    [("one.db", None), ("one.db", Attempt("r", "a")), ("two.db", Attempt("r", "a", endpoint="http://127.0.0.1:1"))],
+)
+def test_a_span_of_an_earlier_recorder_is_a_parent_where_both_go_to_one_store(sink, store, attempt):
+    earlier, later = (Recorder(make_tracer("embedded", sink), store=path) for path in ("one.db", store))
+    with use_attempt(attempt) if attempt is not None else entered(Context()):
+        outer = earlier.start(names.INVOKE_AGENT, "writer", agent="writer")
+        with entered(outer.context):
+            span = later.start(names.CHAT, "m")
+    assert (span.parent, span.trace_id, span.agent, span.attempt) == (outer, outer.trace_id, "writer", attempt)

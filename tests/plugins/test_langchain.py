@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import operator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -29,8 +30,9 @@ from langgraph.types import Command, Send, interrupt
 from opentelemetry import context as otel_context
 
 from lightning_langchain import agent, attach
+from lightning_langchain.runs import Run
 from lightning_openai import wire
-from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import Attempt, emit_reward, open_store, use_attempt
 from lightning_spans import spans as names
 from lightning_spans.context import current_agent, settled
 from lightning_spans.recorder import current_span
@@ -109,6 +111,15 @@ def node(url, name, text, **options):
         return {"notes": [model(url, **options).invoke(asked(name, text)).content]}
 
     return name, work
+
+
+async def run_async(url, name):
+    """Run a graph of one agent."""
+
+    async def work(state):
+        return {"notes": [(await model(url).ainvoke(asked(name, "hello"))).content]}
+
+    return await graph_of((name, work), edges=[(START, name)]).ainvoke({"notes": []})
 
 
 class Events(BaseCallbackHandler):
@@ -344,6 +355,60 @@ def test_a_tool_call_belongs_to_the_agent_that_asked_for_it(spans_of):
     assert [span.agent for span in found.tools] == ["writer", "rewriter"]
 
 
+@pytest.mark.parametrize("how", ["interrupt_before", "in the tool"])
+@pytest.mark.parametrize("called", ["tools", "shared"])
+def test_a_tool_call_that_waited_for_approval_belongs_to_the_agent_that_asked_for_it(spans_of, called, how):
+    @tool
+    def pay(amount: int) -> int:
+        """Pay."""
+        return interrupt("fine?") if how == "in the tool" else amount
+
+    def program(url):
+        def writer(state):
+            messages = [SystemMessage(instructions("writer")), *state["messages"]]
+            return {"messages": [model(url).bind_tools([pay]).invoke(messages)]}
+
+        builder = StateGraph(MessagesState).add_node(writer).add_node(called, ToolNode([pay]))
+        builder.add_edge(START, "writer").add_edge(called, "writer")
+        builder.add_conditional_edges("writer", tools_condition, {"tools": called, END: END})
+        before = [called] if how == "interrupt_before" else []
+        graph = builder.compile(checkpointer=InMemorySaver(), interrupt_before=before)
+        config = {"configurable": {"thread_id": "t"}}
+        graph.invoke(user('call pay {"amount": 5}'), config)
+        return last(graph.invoke(Command(resume=5) if how == "in the tool" else None, config))
+
+    found = spans_of(program)
+    assert "[5]" in found.output
+    assert {span.agent for span in found.tools} == {"writer"}
+    assert [span.attributes.get(names.TOOL_RESULT) for span in found.tools][-1] == "5"
+    assert len(found.tools) == (2 if how == "in the tool" else 1)
+
+
+@pytest.mark.parametrize("order", [("left", "right"), ("right", "left")])
+def test_equal_calls_of_two_agents_are_told_apart(spans_of, monkeypatch, order):
+    monkeypatch.setattr("lightning_spans.testing.script._call_id", lambda key, choice, index: f"functions.add:{index}")
+
+    def program(url):
+        def team(state):
+            calls = {}
+            for name in ("left", "right"):  # both ask before a tool is called
+                with agent(name):
+                    answer = model(url).bind_tools([add]).invoke(asked(name, PROMPTS["tool_call"]))
+                calls[name] = answer.tool_calls[0]
+            for name in order:
+                with agent(name):
+                    add.invoke(calls[name])
+            return state
+
+        graph_of(team, edges=[(START, "team")]).invoke({"notes": []})
+
+    found = spans_of(program)
+    assert [(span.agent, above(found, span)[0]) for span in found.tools] == [
+        (name, ("invoke_agent", name)) for name in order
+    ]
+    assert {span.attributes[names.TOOL_CALL_ID] for span in found.tools} == {"functions.add:0"}
+
+
 def test_with_agent_inside_a_node_is_the_innermost(spans_of):
     def program(url):
         def writer(state):
@@ -547,6 +612,91 @@ def test_a_handoff_between_agents_is_no_error(spans_of):
     assert found.tools[0].attributes[names.TOOL_RESULT] == "handed over"
 
 
+# What comes after an asynchronous run in the same task
+
+
+def test_runs_of_one_task_hold_none_before_them(spans_of):
+    async def program(url):
+        for _ in range(20):
+            await model(url).ainvoke(asked("writer", "hello"))
+            await run_async(url, "writer")
+        gc.collect()
+        return sum(type(known) is Run for known in gc.get_objects())
+
+    found = spans_of(program)
+    assert found.output <= 3
+    assert [span.agent for span in found.chats] == [None, "writer"] * 20
+
+
+def test_an_attempt_after_an_asynchronous_run_is_the_one_recorded(spans_of):
+    async def program(url):
+        await run_async(url, "writer")
+        with use_attempt(Attempt("outer", "a")):
+            await run_async(url, "writer")
+            with use_attempt(Attempt("inner", "a")):
+                await run_async(url, "writer")
+                await model(url).ainvoke(asked("nobody", "hello"))
+            await run_async(url, "writer")
+        await run_async(url, "writer")
+
+    found = spans_of(program)
+    assert [span.rollout_id for span in found.chats] == [None, "outer", "inner", "inner", "outer", None]
+    assert [span.agent for span in found.chats] == ["writer"] * 3 + [None] + ["writer"] * 2
+
+
+def test_an_attempts_agent_is_rerouted_after_an_asynchronous_run(tmp_path):
+    async def program(url):
+        await run_async(url, "writer")
+        await model(url).ainvoke(asked("writer", "hello"))
+        with use_attempt(Attempt("outer", "a")), use_attempt(attempt):
+            await run_async(url, "writer")
+            await run_async(url, "critic")
+            with agent("writer"):
+                await model(url).ainvoke(asked("writer", "hello"))
+
+    with ScriptedServer() as policy:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="attempt-key", agents=("writer",))
+        found = record(program, tmp_path, framework="langchain", tracer="embedded")
+        assert [agent_of(request.body) for request in found.requests] == ["writer", "writer", "critic"]
+        assert [agent_of(request.body) for request in policy.requests] == ["writer", "writer"]
+    assert {span.rollout_id for span in found.spans} == {None}, "what belongs to the attempt goes to its endpoint"
+
+
+@pytest.mark.parametrize("how", ["a graph", "a stream"])
+def test_with_agent_after_an_asynchronous_run_is_a_root(spans_of, how):
+    async def program(url):
+        if how == "a graph":
+            await run_async(url, "writer")
+        else:
+            async for _ in named(url, "writer").astream(user("hello")):
+                pass
+        with agent("judge"):
+            await model(url).ainvoke(asked("judge", "hello"))
+
+    found = spans_of(program)
+    assert path_of(found, "judge") == {"judge"}
+    (judge,) = [span for span in found.spans if span.name == "judge"]
+    assert judge.parent_id is None
+    assert above(found, found.chats[-1]) == [("invoke_agent", "judge")]
+    assert found.chats[-1].agent == "judge"
+
+
+def test_a_reward_in_a_node_after_an_asynchronous_run_belongs_to_the_attempt(spans_of, tmp_path):
+    async def program(url):
+        async def writer(state):
+            emit_reward(0.5)
+            return state
+
+        await run_async(url, "writer")
+        with use_attempt(Attempt("r", "a")):
+            await graph_of(writer, edges=[(START, "writer")]).ainvoke({"notes": []})
+
+    spans_of(program)
+    store = open_store(str(tmp_path / "traces.db"))
+    assert [(reward.rollout_id, reward.value) for reward in store.rewards()] == [("r", 0.5)]
+    store.close()
+
+
 # Tools
 
 
@@ -632,6 +782,63 @@ def test_a_failing_model_without_the_openai_client_is_one_error(spans_of):
 
     (span,) = spans_of(program).chats
     assert (span.status, span.status_message) == ("error", "out of ink")
+
+
+class Stuck(BaseChatModel):
+    """A model that never answers: who waits for it gives up at once."""
+
+    limit: Any
+
+    @property
+    def _llm_type(self):
+        return "stuck"
+
+    def _generate(self, messages, stop=None, run_manager=None, **kwargs):
+        raise NotImplementedError
+
+    async def _agenerate(self, messages, stop=None, run_manager=None, **kwargs):
+        self.limit.reschedule(0)
+        await asyncio.Event().wait()
+
+
+def test_a_model_without_the_openai_client_that_is_not_waited_for_is_an_error(spans_of):
+    async def program(url):
+        async def writer(state):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(None) as limit:
+                    await Stuck(limit=limit).ainvoke("hello")
+            return state
+
+        await graph_of(writer, edges=[(START, "writer")]).ainvoke({"notes": []})
+
+    found = spans_of(program)
+    (span,) = found.chats
+    assert (span.agent, span.status, span.attributes[names.ERROR_TYPE]) == ("writer", "error", "CancelledError")
+    assert '"content":"hello"' in span.attributes[names.REQUEST]
+    assert above(found, span)[0] == ("invoke_agent", "writer")
+
+
+@pytest.mark.parametrize("way", ["stream", "astream"])
+def test_a_stream_without_the_openai_client_that_its_reader_leaves_is_abandoned(spans_of, way):
+    async def program(url):
+        async def writer(state):
+            llm = FakeListChatModel(responses=["abc def"])
+            if way == "stream":
+                parts = llm.stream("hello")
+                first = next(parts)
+                parts.close()
+            else:
+                parts = llm.astream("hello")
+                first = await anext(parts)
+                await parts.aclose()
+            return {"notes": [first.content]}
+
+        return await graph_of(writer, edges=[(START, "writer")]).ainvoke({"notes": []})
+
+    found = spans_of(program)
+    (span,) = found.chats
+    assert (span.agent, span.status, span.attributes[names.ABANDONED]) == ("writer", "ok", True)
+    assert found.output == {"notes": ["a"]}
 
 
 class Wrapped(BaseChatModel):
