@@ -19,6 +19,7 @@ from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import tool
 from langchain_core.tracers import context as tracers_context
 from langchain_openai import ChatOpenAI, OpenAI
@@ -679,6 +680,23 @@ def test_with_agent_after_an_asynchronous_run_is_a_root(spans_of, how):
     assert judge.parent_id is None
     assert above(found, found.chats[-1]) == [("invoke_agent", "judge")]
     assert found.chats[-1].agent == "judge"
+
+
+@pytest.mark.parametrize("before", ["a call", "nothing"])
+def test_with_agent_inside_a_plain_chain_names_its_calls(spans_of, before):
+    def program(url):
+        def team(_):
+            if before == "a call":
+                model(url).invoke(asked("nobody", "hello"))
+            for name in ("left", "right"):
+                with agent(name):
+                    model(url).invoke(asked(name, "hello"))
+
+        RunnableLambda(team).invoke(None)
+
+    found = spans_of(program)
+    assert [chat.agent for chat in found.chats][-2:] == ["left", "right"]
+    assert above(found, found.chats[-1]) == [("invoke_agent", "right")]
 
 
 def test_a_reward_in_a_node_after_an_asynchronous_run_belongs_to_the_attempt(spans_of, tmp_path):

@@ -252,7 +252,7 @@ class Recorder:
             agent = current_agent(context)
         kept = {} if attributes is None else _known(attributes)
         if operation == names.INVOKE_AGENT:
-            kept.setdefault(names.AGENT_PATH, agent_path(name, context))
+            kept.setdefault(names.AGENT_PATH, agent_path(name, _NOWHERE if parent is None else context))
         span = OpenSpan(self, operation, name, agent, kept)
         span._begun_in = context
         span.parent = parent

@@ -198,13 +198,31 @@ class Runs:
         A context may be inside through a `with agent(...)` of the user's, and outside where it was not handed on.
         """
         context = settled(context)
+        inside = current_span(context)
+        if inside is not None and names.FRAMEWORK not in inside.attributes and _began_in_chain(inside, run):
+            return context
         home = self.home(run)
         if home is None:
             return context
-        inside = current_span(context)
         while inside is not None and inside is not home:
             inside = inside.parent
         return context if inside is home else home.context_in(context)
+
+
+def _began_in_chain(span: OpenSpan, run: Run | None) -> bool:
+    """Whether a `with agent(...)` of the user's was begun in a plain chain, whose own span is not entered."""
+    while run is not None:
+        if run.span is not None:
+            above = run.span if run.span.operation == names.INVOKE_WORKFLOW else None
+            if above is None:
+                return False
+            while above is not None and above is not span:
+                above = above.parent
+            return above is None
+        if run.parent is None:
+            return run.kind == "chain" and span is not current_span(settled(run.context))
+        run = run.parent
+    return False
 
 
 def _is_of_loop(node: str, run: Run, graph: Run | None) -> bool:
