@@ -95,6 +95,22 @@ def test_a_failed_call_is_kept_with_its_error() -> None:
     assert [each.error for each in adapt(Trace.build([], [failed]))] == ["engine stopped"]
 
 
+@pytest.mark.parametrize("recorded", [[], [call(1)]], ids=["span alone", "with its gateway call"])
+def test_a_whole_answer_that_the_client_refused_is_no_failure(recorded: list[Any]) -> None:
+    body = {"id": "r1", "choices": [{"index": 0, "message": {"content": "?"}, "finish_reason": "stop"}]}
+    span = chat(1, status="error", status_message="not what was asked for", attributes={RESPONSE: json.dumps(body)})
+    (transition,) = adapt(Trace.build([span], recorded))
+    assert (transition.finish_reason, transition.error) == ("stop", None)
+
+
+def test_an_answer_that_broke_off_is_a_failure() -> None:
+    body = {"id": "r1", "choices": [{"index": 0, "message": {"content": "so"}}]}
+    span = chat(1, status="error", status_message="cut", attributes={RESPONSE: json.dumps(body)})
+    assert [each.error for each in adapt(Trace.build([span]))] == ["cut"]
+    whole = chat(1, status="error", status_message="refused")
+    assert [each.error for each in adapt(Trace.build([whole], [call(1, error="engine stopped")]))] == ["refused"]
+
+
 def test_without_a_gateway_everything_comes_from_the_span() -> None:
     request = {"model": "asked", "messages": []}
     content = [{"logprob": -0.5}]

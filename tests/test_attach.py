@@ -128,6 +128,24 @@ def test_a_store_that_is_gone_changes_nothing_for_the_agent(toy, tmp_path, monke
     assert len(list((tmp_path / "spool").glob("*.spans"))) == 1
 
 
+@pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
+def test_a_store_that_is_deleted_is_begun_anew_and_that_is_said(toy, tmp_path, caplog, replaced):
+    with attach("toy") as attachment:
+        toy.call("lost")
+        assert attachment.flush(60)
+        for file in tmp_path.glob("lightning.db*"):
+            file.unlink()
+        if replaced:
+            assert stored() == []
+        with agent("writer"):
+            for _ in range(3):
+                toy.call("kept")
+                assert attachment.flush(60)
+    assert [s.agent for s in stored()] == ["writer"] * 4
+    assert caplog.text.count("deleted or replaced") == 1
+    assert not list(tmp_path.glob("lightning-spool/*.spans"))
+
+
 @pytest.fixture
 def blocked(monkeypatch):
     """A destination that takes nothing, for as long as the test lasts."""
@@ -223,11 +241,59 @@ def test_the_agent_is_known_in_threads_and_executors(toy):
     assert [(s.agent, s.attempt_id) for s in chats] == [("writer", "a")] * 2
 
 
+class Calling(threading.Thread):
+    def __init__(self, toy):
+        super().__init__()
+        self.toy = toy
+
+    def run(self):
+        self.toy.call("a")
+        self.own = "run" not in vars(self)
+
+
+class CallingMore(Calling):
+    def run(self):
+        super().run()
+        self.toy.call("b")
+
+
+@pytest.mark.parametrize("kind", [Calling, CallingMore])
+def test_the_agent_is_known_in_threads_with_a_run_of_their_own(toy, kind):
+    with attach("toy"):
+        with use_attempt(Attempt("r", "a")), agent("writer"):
+            thread = kind(toy)
+            thread.start()
+        thread.join()
+    chats = [s for s in stored() if s.operation == "chat"]
+    assert [(s.agent, s.attempt_id) for s in chats] == [("writer", "a")] * len(chats)
+    assert len(chats) == (2 if kind is CallingMore else 1)
+    assert thread.own
+
+
+def test_detach_leaves_threads_alone(toy):
+    start = threading.Thread.start
+    with attach("toy"):
+        assert threading.Thread.start is not start
+    assert threading.Thread.start is start
+
+
 def test_rewards_given_while_attached_without_a_runner_are_stored(toy):
     with attach("toy"), use_attempt(Attempt("r", "a")):
         lightning_spans.emit_reward(0.5, agent="writer")
     store = open_store("lightning.db")
     assert [(r.value, r.agent, r.attempt_id) for r in store.rewards()] == [(0.5, "writer", "a")]
+    store.close()
+
+
+def test_a_reward_after_the_store_was_deleted_is_stored(toy, tmp_path):
+    with attach("toy") as attachment, use_attempt(Attempt("r", "a")):
+        toy.call("lost")
+        assert attachment.flush(60)
+        for file in tmp_path.glob("lightning.db*"):
+            file.unlink()
+        lightning_spans.emit_reward(0.5)
+    store = open_store("lightning.db")
+    assert [r.value for r in store.rewards()] == [0.5]
     store.close()
 
 
@@ -274,6 +340,64 @@ BEFORE = {
 def test_an_attached_program_can_fork(before, tmp_path):
     pytest.importorskip("lightning_openai")
     program = FORKED.format(before=BEFORE[before])
+    environ = {**os.environ, "LIGHTNING_SPOOL": str(tmp_path / "spool")}
+    command = [sys.executable, "-c", program]
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+WORKERS = """
+import multiprocessing
+from lightning_spans import agent, attach, hookimpl, open_store, plugins
+
+class Toy:
+    @hookimpl
+    def lightning_attach(self, framework, recorder):
+        return lambda: None
+
+def work(number):
+    with agent(f"worker {{number}}"):
+        pass
+
+def attach_and_work(number):
+    attach("toy", store="own.db")
+    work(number)
+
+plugins.register(Toy(), "toy")
+forking = multiprocessing.get_context("fork")
+{program}
+store = open_store("own.db")
+assert {{span.agent for span in store.spans()}} >= {{f"worker {{number}}" for number in range(4)}}, store.spans()
+store.close()
+"""
+PROCESSES = """
+workers = [forking.Process(target=work, args=(number,)) for number in range(4)]
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+"""
+POOL = """
+with forking.Pool(2) as pool:
+    pool.map(work, range(4), 1)
+    pool.close()
+    pool.join()
+"""
+ATTACHED = "attachment = attach('toy', store='own.db')"
+DELIVERED = "with agent('parent'): pass\nassert attachment.flush(60)"
+WORKING = {
+    "processes": ATTACHED + PROCESSES,
+    "processes after a span was delivered": f"{ATTACHED}\n{DELIVERED}{PROCESSES}",
+    "processes that attach": PROCESSES.replace("work,", "attach_and_work,"),
+    "a pool": ATTACHED + POOL,
+    "a pool that attaches": POOL.replace("work,", "attach_and_work,"),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("working", WORKING)
+def test_workers_of_multiprocessing_deliver_at_their_end(working, tmp_path):
+    program = WORKERS.format(program=WORKING[working])
     environ = {**os.environ, "LIGHTNING_SPOOL": str(tmp_path / "spool")}
     command = [sys.executable, "-c", program]
     ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, text
 
-from lightning_spans.errors import ConfigError, RefusedError, StoreError
+from lightning_spans.errors import ConfigError, RefusedError, StoreError, StoreGoneError
 from lightning_spans.store import Store, open_store
 from lightning_spans.store_schema import VERSION
 from lightning_spans.store_sql import SqlStore
@@ -180,6 +180,24 @@ def test_another_process_that_holds_the_file_is_waited_for(path: Path, opened: C
     threading.Timer(0.2, lambda: other.execute("COMMIT")).start()
     assert store.add_spans([a_span()]) == 1
     other.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
+def test_nothing_is_written_to_a_file_that_was_deleted(
+    path: Path, opened: Callable[..., SqlStore], replaced: bool
+) -> None:
+    store = opened()
+    store.add_spans([a_span()])
+    for file in path.parent.glob(f"{path.name}*"):
+        file.unlink()
+    others = [a_span()] if replaced else []
+    if replaced:
+        opened().add_spans(others)
+    for _ in range(2):
+        with pytest.raises(StoreGoneError, match=r"deleted or replaced.*open the store again"):
+            store.add_spans([a_span()])
+    store.close()
+    assert opened().spans() == others
 
 
 def test_a_newer_schema_is_refused(path: Path, opened: Callable[..., SqlStore]) -> None:

@@ -5,7 +5,10 @@ import copy
 import gc
 import gzip
 import json
+import os
+import subprocess
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -22,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 import lightning_openai
 from lightning_openai import agent, gateway, wire
 from lightning_openai.assemble import is_whole, put_together, read_events
-from lightning_openai.call import endpoint_of
+from lightning_openai.call import endpoint_of, unfinished
 from lightning_openai.facts import response_facts
 from lightning_openai.leftovers import leftovers
 from lightning_spans import Attempt, open_store, use_attempt
@@ -203,6 +206,7 @@ def check_whole(wired):
     assert span.attributes[names.RESPONSE_ID] == request.answer["id"]
     assert names.ABANDONED not in span.attributes
     assert span.status == "ok"
+    assert not unfinished
     return span
 
 
@@ -453,6 +457,43 @@ def test_detach_ends_the_streams_that_are_open(wired):
     assert len(wired.sink.spans) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_call_that_waits_for_its_answer_at_detach_is_an_abandoned_span(stream):
+    sink, arrived, go_on = ListSink(), threading.Event(), threading.Event()
+    recorder = Recorder(make_tracer("embedded", sink))
+
+    def wait(body, seen):
+        arrived.set()
+        go_on.wait(60)
+        return Reply("late")
+
+    def work(client):
+        answer = ask(None, "writer", "hi", client=client, stream=stream)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in answer) if stream else text_of(answer)
+
+    with (
+        ScriptedServer(wait) as server,
+        ThreadPoolExecutor(1) as pool,
+        openai.OpenAI(base_url=server.url, api_key="sk") as client,
+    ):
+        undo = wire.bind(recorder)
+        asked = pool.submit(work, client)
+        arrived.wait(60)
+        undo()
+        spans = sink.spans
+        undo = wire.bind(recorder)  # to be recorded again changes nothing for this call
+        go_on.set()
+        assert asked.result() == "late"
+        assert not unfinished
+        undo()
+    (span,), (request,) = spans, server.requests
+    assert request.headers["traceparent"].split("-")[2] == span.span_id
+    assert json.loads(span.attributes[names.REQUEST])["messages"] == request.body["messages"]
+    assert (span.status, span.attributes[names.ABANDONED]) == ("ok", True)
+    assert names.RESPONSE not in span.attributes
+    assert len(sink.spans) == 1
+
+
 async def test_an_async_stream_that_is_left_or_cancelled_is_marked(wired):
     async with openai.AsyncOpenAI(base_url=wired.server.url, api_key="sk") as client:
 
@@ -556,6 +597,22 @@ def test_a_compressed_stream_is_kept_in_clear(wired):
     assert chunks[0].choices[0].delta.content == "hi"
     (span,) = wired.sink.spans
     assert json.loads(span.attributes[names.RESPONSE])["choices"][0]["message"]["content"] == "hi"
+
+
+STREAMED = ["stream", "stream of choices", "stream of tool calls", "completion stream", "responses stream"]
+
+
+@pytest.mark.parametrize("way", STREAMED)
+def test_a_stream_that_a_hook_of_the_users_reads_is_put_together(wired, way):
+    hooks = {"response": [lambda response: response.read()]}
+    with openai.OpenAI(
+        base_url=wired.server.url, api_key="sk", http_client=openai.DefaultHttpxClient(event_hooks=hooks)
+    ) as client:
+        assert WAYS[way](client)
+    span = check_whole(wired)
+    assert {names.FINISH_REASONS, names.RESPONSE_MODEL} <= span.attributes.keys()
+    if "usage" in wired.server.requests[0].answer:
+        assert names.OUTPUT_TOKENS in span.attributes
 
 
 # What the agent sees
@@ -826,6 +883,197 @@ def test_attach_can_limit_which_agents_are_rerouted(policy, tmp_path, monkeypatc
                 with agent(name):
                     client.chat.completions.create(model=MODEL, messages=MESSAGES)
         assert (len(policy.requests), len(origin.requests)) == (1, 1)
+
+
+# Clients with a `request` of their own
+
+
+class Counting(openai.OpenAI):
+    count = 0
+
+    def request(self, *args, **options):
+        self.count += 1
+        return super().request(*args, **options)
+
+
+class AsyncCounting(openai.AsyncOpenAI):
+    count = 0
+
+    async def request(self, *args, **options):
+        self.count += 1
+        return await super().request(*args, **options)
+
+
+def check_one_chat(wired, server):
+    (span,), (request,) = wired.sink.spans, server.requests
+    assert request.headers["traceparent"].split("-")[2] == span.span_id
+    assert json.loads(span.attributes[names.REQUEST]) == request.body
+    assert json.loads(span.attributes[names.RESPONSE]) == request.answer
+    assert span.status == "ok"
+    assert not unfinished
+    return span, request
+
+
+REROUTED = pytest.mark.parametrize("rerouted", [False, True], ids=["recorded", "rerouted"])
+
+
+def around(wired, policy, *, rerouted):
+    """Give an attempt that reroutes or does not, and the server that its calls go to."""
+    return attempt_at(policy, *["writer"] * rerouted), policy if rerouted else wired.server
+
+
+@REROUTED
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_clients_own_request_is_run_wherever_its_call_goes(wired, policy, rerouted, stream):
+    attempt, server = around(wired, policy, rerouted=rerouted)
+    client = Counting(base_url=wired.server.url, api_key="sk")
+    with attempt, agent("writer"):
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=stream)
+    assert list(answer) if stream else text_of(answer)
+    assert client.count == 1
+    span, request = check_one_chat(wired, server)
+    assert span.attributes.get(names.REROUTED, False) is rerouted
+    assert request.body["model"] == ("policy" if rerouted else MODEL)
+    assert len(wired.server.requests) + len(policy.requests) == 1
+
+
+@REROUTED
+async def test_an_async_clients_own_request_is_run_wherever_its_call_goes(wired, policy, rerouted):
+    attempt, server = around(wired, policy, rerouted=rerouted)
+    async with AsyncCounting(base_url=wired.server.url, api_key="sk") as client:
+        with attempt, agent("writer"):
+            assert text_of(await client.chat.completions.create(model=MODEL, messages=MESSAGES))
+        assert client.count == 1
+    span, _ = check_one_chat(wired, server)
+    assert span.attributes.get(names.REROUTED, False) is rerouted
+    assert len(wired.server.requests) + len(policy.requests) == 1
+
+
+@REROUTED
+def test_what_a_clients_own_request_changes_in_a_copy_is_sent(wired, policy, rerouted):
+    class Cooler(openai.OpenAI):
+        def request(self, cast_to, options, **more):
+            copied = copy.copy(options)
+            copied.json_data = {**options.json_data, "temperature": 0.25}
+            return super().request(cast_to, copied, **more)
+
+    attempt, server = around(wired, policy, rerouted=rerouted)
+    with attempt, agent("writer"):
+        Cooler(base_url=wired.server.url, api_key="sk").chat.completions.create(
+            model=MODEL, messages=MESSAGES, temperature=1.0
+        )
+    _, request = check_one_chat(wired, server)
+    assert request.body["temperature"] == 0.25
+
+
+@REROUTED
+@pytest.mark.parametrize("by", ["itself", "another"])
+def test_a_call_inside_a_clients_own_request_is_a_span_of_its_own(wired, policy, rerouted, by):
+    class Asking(openai.OpenAI):
+        asked = False
+
+        def request(self, cast_to, options, **more):
+            if not self.asked:
+                self.asked = True
+                ask(None, "writer", "first", client=self if by == "itself" else wired.client)
+            return super().request(cast_to, options, **more)
+
+    attempt, server = around(wired, policy, rerouted=rerouted)
+    with attempt, agent("writer"):
+        ask(None, "writer", "second", client=Asking(base_url=wired.server.url, api_key="sk"))
+    spans = {span.span_id: span for span in wired.sink.spans if span.operation == names.CHAT}
+    assert [request.body["messages"][1]["content"] for request in server.requests] == ["first", "second"]
+    assert len(spans) == 2
+    for request in server.requests:
+        span = spans[request.headers["traceparent"].split("-")[2]]
+        assert json.loads(span.attributes[names.REQUEST]) == request.body
+        assert json.loads(span.attributes[names.RESPONSE]) == request.answer
+    assert not unfinished
+
+
+# Forked children
+
+
+FORKING = """
+import gc, multiprocessing, os, sys
+import openai, lightning_openai
+from lightning_openai import agent, gateway, wire
+from lightning_spans import Attempt, open_store, use_attempt
+
+url, base = sys.argv[1:]
+attachment = lightning_openai.attach(store="own.db")
+client = openai.OpenAI(base_url=url, api_key="sk")
+
+def ask(**options):
+    messages = [{{"role": "system", "content": "You are writer."}}, {{"role": "user", "content": "say a b c d e"}}]
+    return client.chat.completions.create(model="m", messages=messages, **options)
+
+{program}
+"""
+OWN_CONNECTIONS = """
+def rerouted():
+    attempt = Attempt("r", "a", endpoint=base, key="k", agents=("writer",))
+    with use_attempt(attempt), agent("writer"):
+        ask()
+
+def work():
+    assert not gateway._sync
+    rerouted()
+    assert gateway._sync.keys() == parents.keys()
+    assert all(gateway._sync[key] is not parents[key] for key in parents)
+    attachment.detach()
+
+rerouted()
+parents = dict(gateway._sync)
+gateway._lock.acquire()
+wire._lock.acquire()
+child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+child.start()
+child.join(60)
+gateway._lock.release()
+wire._lock.release()
+if child.is_alive():
+    child.kill()
+    sys.exit("the child hangs")
+assert child.exitcode == 0, child.exitcode
+"""
+OPEN_STREAM = """
+stream = ask(stream=True)
+taken = [next(stream) for _ in range(2)]
+child = os.fork()
+if child == 0:
+    {end}
+assert os.waitpid(child, 0)[1] == 0
+taken += stream
+assert "".join(chunk.choices[0].delta.content or "" for chunk in taken) == "a b c d e"
+attachment.detach()
+store = open_store("own.db")
+(span,) = store.spans()
+assert "lightning.abandoned" not in span.attributes, span
+assert "a b c d e" in span.attributes["lightning.response"], span
+"""
+
+
+def run_forking(program, tmp_path, policy):
+    environ = {**os.environ, "LIGHTNING_SPOOL": str(tmp_path / "spool")}
+    command = [sys.executable, "-c", FORKING.format(program=program), policy.url, policy.base]
+    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+@FORKS
+def test_a_forked_child_has_connections_and_locks_of_its_own(tmp_path, policy):
+    run_forking(OWN_CONNECTIONS, tmp_path, policy)
+    assert len(policy.requests) == 2
+
+
+@FORKS
+@pytest.mark.parametrize("end", ["sys.exit()", "del stream; gc.collect(); wire.leftovers.wait(60); sys.exit()"])
+def test_a_child_that_ends_does_not_end_its_parents_stream(tmp_path, policy, end):
+    run_forking(OPEN_STREAM.format(end=end), tmp_path, policy)
 
 
 # Streams put together

@@ -467,20 +467,29 @@ server.run()
 """
 
 
+async def ask_mcp(server, folder, prompt):
+    (folder / "double_server.py").write_text(MCP_SERVER)
+    params = {"command": sys.executable, "args": [str(folder / "double_server.py")]}
+    async with MCPServerStdio(params=params, client_session_timeout_seconds=30) as mcp:
+        return await ask("caller", server.url, prompt, mcp_servers=[mcp])
+
+
 def test_tools_of_a_local_mcp_server(server, seen, tmp_path):
-    (tmp_path / "double_server.py").write_text(MCP_SERVER)
-
-    async def work():
-        params = {"command": sys.executable, "args": [str(tmp_path / "double_server.py")]}
-        async with MCPServerStdio(params=params, client_session_timeout_seconds=30) as mcp:
-            return await ask("caller", server.url, 'call double {"number": 21}', mcp_servers=[mcp])
-
-    assert "42" in run(work())
+    assert "42" in run(ask_mcp(server, tmp_path, 'call double {"number": 21}'))
     check_calls(seen, server)
     (tool,) = seen.tools
     assert (tool.name, tool.agent, tool.status) == ("double", "caller", "ok")
     assert json.loads(tool.attributes[names.TOOL_ARGUMENTS]) == {"number": 21}
     assert "42" in tool.attributes[names.TOOL_RESULT]
+
+
+def test_a_tool_that_fails_on_its_mcp_server_is_an_error(server, seen, tmp_path):
+    run(ask_mcp(server, tmp_path, 'call refuse {"reason": "no such moon"}\ncall double {"number": 21}'))
+    check_calls(seen, server)
+    tools = {tool.name: tool for tool in seen.tools}
+    assert {name: tool.status for name, tool in tools.items()} == {"refuse": "error", "double": "ok"}
+    assert "Error executing tool refuse" in tools["refuse"].status_message
+    assert tools["refuse"].agent == "caller"
 
 
 def test_a_client_called_inside_a_tool_is_the_tools_agents(server, seen):

@@ -88,18 +88,20 @@ class Delivery:
             Exception: whatever else went wrong; the batch may be sent again, delivery is idempotent.
         """
         if destination.url is None or not destination.remote:
-            self._keep(spans)
+            self._keep(lambda store: store.add_spans(spans))
             return 0
         return self._post(destination.url, destination.key, spans)
 
-    def _keep(self, spans: Sequence[Span]) -> None:
+    def _keep(self, add: Callable[[Store], object]) -> None:
+        store = self.store
         try:
-            self.store.add_spans(spans)
+            add(store)
         except StoreGoneError as error:
             logger.warning("lightning: %s A new one is begun.", error)
-            store, self._store = self.store, None
+            if self._store is store:
+                self._store = None
             store.close()
-            self.store.add_spans(spans)
+            add(self.store)
 
     @property
     def store(self) -> Store:
@@ -110,7 +112,7 @@ class Delivery:
 
     def add_rewards(self, rewards: Sequence[Reward]) -> None:
         """Keep rewards in the process's own store."""
-        self.store.add_rewards(rewards)
+        self._keep(lambda store: store.add_rewards(rewards))
 
     def _post(self, url: str, key: str | None, spans: Sequence[Span]) -> int:
         headers = {"content-type": PROTOBUF, **({"authorization": f"Bearer {key}"} if key else {})}

@@ -189,6 +189,10 @@ class Call:
             except Exception as error:  # noqa: BLE001 - logged
                 log_failure(PLUGIN, error, self.span)
 
+    def leave(self) -> None:
+        """Leave the span to the parent of a forked child: here it counts as ended."""
+        self.span.end_ns = self.span.start_ns
+
     def _end(self, error: BaseException | None) -> None:
         """Note what is the agent's, and leave the rest for later: what `_told` reads does not change any more."""
         end_ns = None
@@ -226,7 +230,7 @@ class Call:
             told[names.RESPONSE] = text
             told.update(response_facts(self._endpoint, _parse(text) or {}))
             return
-        events = read_events(text, self.events)
+        events = read_events(text, self.events if self.pending else None)  # else it ended before the agent took any
         response = put_together(self._endpoint, events.found)
         whole = (self._to_end or events.done or not self.pending) and not events.more
         if self._left and not whole and not is_whole(self._endpoint, response):

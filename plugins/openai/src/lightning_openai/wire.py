@@ -106,10 +106,11 @@ def _end_unfinished() -> None:
 
 
 def _after_fork() -> None:
-    """Leave calls to the parent: the child reads none of their answers to the end."""
+    """Leave calls to the parent: that the child lets go of their answers says nothing."""
     global _lock  # noqa: PLW0603 - another thread of the parent's may hold it
     _lock = threading.Lock()
-    unfinished.clear()
+    while unfinished:
+        unfinished.pop().leave()
 
 
 in_child(_after_fork)
