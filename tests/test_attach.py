@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from opentelemetry.sdk.trace import SpanProcessor
@@ -187,6 +190,40 @@ def test_detach_waits_for_no_span_processor_that_blocks(toy, monkeypatch):
         assert toy.call is toy.original
     finally:
         gate.set()
+
+
+def test_a_server_that_never_answers_keeps_no_span_from_the_own_store(toy, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        attachment = attach("toy", otlp=f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces")
+        toy.call("a")
+        line, _ = silent.accept()  # what delivers waits there from now on
+        toy.call("b")
+        monkeypatch.setattr("lightning_spans.sinks.DETACH_S", 0.05)
+        with line:
+            attachment.detach()
+            assert len(stored()) == 2
+
+
+def test_what_is_spooled_for_one_store_is_delivered_to_no_other(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_spans.store_sqlite._PRAGMAS", ("PRAGMA busy_timeout=20",))
+
+    def waiting():
+        return len(list((tmp_path / "lightning-spool").glob("*.spans")))
+
+    with closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
+        with attach("toy", store="a.db") as attachment:
+            toy.call("a")
+            assert attachment.flush(60)
+            other.execute("BEGIN EXCLUSIVE")
+            toy.call("a")
+        other.rollback()
+    with attach("toy", store="b.db"):
+        toy.call("b")
+    assert (len(stored("a.db")), len(stored("b.db")), waiting()) == (1, 1, 1)
+    with attach("toy", store=str(tmp_path / "a.db")):
+        pass
+    assert (len(stored("a.db")), len(stored("b.db")), waiting()) == (2, 1, 0)
 
 
 def test_an_undo_that_fails_is_logged_and_all_else_is_undone(toy, caplog):

@@ -21,7 +21,7 @@ from lightning_spans.otlp import PROTOBUF
 from lightning_spans.posting import Answer
 from lightning_spans.sinks import BatchSink
 from lightning_spans.spans import Span
-from lightning_spans.spool import STALE_S, Spool
+from lightning_spans.spool import STALE_S, Spool, line_of
 from lightning_spans.store import open_store
 
 
@@ -104,6 +104,24 @@ def test_what_comes_after_waits_behind_what_waits(sink: BatchSink, receivers: Re
     sink.put(make(300), to("http://x"))
     assert sink.flush(10)
     assert receivers.at("http://x") == list(range(301))
+
+
+def test_what_waits_for_the_own_store_is_delivered_before_what_waits_for_others(
+    receivers: Receivers, spool: Spool
+) -> None:
+    for number, url in enumerate(("http://slow", "store:own", "store:other", "http://slow", "store:own")):
+        spool.append(url, None, [make(number)])
+    BatchSink(receivers, route=lambda _: [], spool=spool, own="store:own").close()
+    assert receivers.got == [("store:own", 1), ("store:own", 4), ("http://slow", 0), ("http://slow", 3)]
+    assert spool.pending() == 1  # of the other store
+
+
+def test_the_first_line_is_delivered_before_all_others(spool: Spool) -> None:
+    for number, url in enumerate(("http://a", "http://b", "http://a", "http://b")):
+        spool.append(url, None, [make(number)])
+    got: list[int] = []
+    spool.replay(lambda _, __, spans: not got.extend(span.start_ns for span in spans), first=line_of("http://b"))
+    assert got == [1, 3, 0, 2]
 
 
 HOLD = """

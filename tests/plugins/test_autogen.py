@@ -35,10 +35,13 @@ from autogen_core import (
     MessageContext,
     RoutedAgent,
     SingleThreadedAgentRuntime,
+    TopicId,
+    TypeSubscription,
     message_handler,
 )
 from autogen_core._message_handler_context import MessageHandlerContext
-from autogen_core.models import ChatCompletionClient, CreateResult, RequestUsage
+from autogen_core.models import ChatCompletionClient, CreateResult, RequestUsage, SystemMessage, UserMessage
+from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
 from autogen_core.tools import BaseStreamTool, FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from opentelemetry import context as otel_context
@@ -412,6 +415,9 @@ def test_a_teams_agents_are_its_own_on_a_runtime_that_was_started_elsewhere(serv
     for request in server.requests:
         assert by_id[request.headers["traceparent"].split("-")[2]].attempt_id == f"a{request.path[2]}"
     assert len([span for span in seen.spans if span.parent_id is None]) == 3
+    assert len(seen.of(names.INVOKE_AGENT)) == len(seen.chats) == 6
+    for span in seen.chats:
+        assert seen.above(span) == [(names.INVOKE_AGENT, span.agent), (names.INVOKE_WORKFLOW, "RoundRobinGroupChat")]
 
 
 @dataclass
@@ -451,6 +457,124 @@ def test_an_agent_of_the_core_has_its_types_name(server, seen):
     assert agent.name == "worker"
     assert {span.parent_id for span in [*seen.chats, *seen.tools]} == {agent.span_id}
     assert [(t.name, t.agent, t.attributes[names.TOOL_RESULT]) for t in seen.tools] == [("add", "worker", "3")]
+
+
+class Asker(RoutedAgent):
+    """An agent of the core that asks its model, another agent, or one after the other."""
+
+    def __init__(self, name, url, *, to=None, way="send"):
+        super().__init__("asks")
+        self._name = name
+        self._client = openai.AsyncOpenAI(base_url=url) if url else None
+        self._to = to
+        self._way = way
+
+    @message_handler
+    async def go(self, message: Question, ctx: MessageContext) -> str:
+        if self._client is not None:
+            asked = [{"role": "system", "content": instructions(self._name)}, {"role": "user", "content": message.text}]
+            await self._client.chat.completions.create(model=MODEL, messages=asked)
+        if self._to is not None:
+            await tell(self, message.text, self._way, AgentId(self._to, self.id.key))
+        return "done"
+
+
+async def tell(sender, text, way, to):
+    """Tell an agent of `runtime_of` something; the sender is an agent or the runtime."""
+    if way == "send":
+        await sender.send_message(Question(text), to)
+    else:
+        await sender.publish_message(Question(text), TopicId(to.type, to.key))
+
+
+async def runtime_of(**agents):
+    runtime = SingleThreadedAgentRuntime()
+    for name, agent in agents.items():
+        await Asker.register(runtime, name, agent)
+        await runtime.add_subscription(TypeSubscription(name, name))
+    return runtime
+
+
+@pytest.mark.parametrize("way", ["send", "publish"])
+@pytest.mark.parametrize("started", ["outside of any", "in another"])
+def test_an_agent_of_the_core_works_for_the_attempt_that_told_it(started, way, server, seen):
+    with ScriptedServer() as one, ScriptedServer() as two:
+        policies = {"0": one, "1": two}
+        attempts = {
+            key: Attempt(f"r{key}", f"a{key}", endpoint=policy.base, key=f"k{key}", agents=("worker",))
+            for key, policy in policies.items()
+        }
+
+        async def work():
+            runtime = await runtime_of(worker=lambda: Asker("worker", server.url))
+            if started == "in another":
+                with use_attempt(attempts["0"]):
+                    runtime.start()
+            else:
+                runtime.start()
+            for key, attempt in attempts.items():
+                with use_attempt(attempt):
+                    await tell(runtime, key, way, AgentId("worker", key))
+            await runtime.stop_when_idle()
+
+        run(work())
+        assert server.requests == []
+        for key, policy in policies.items():
+            got = [(request.body["messages"][-1]["content"], request.headers) for request in policy.requests]
+            assert [(text, headers["authorization"]) for text, headers in got] == [(key, f"Bearer k{key}")]
+        asked = {json.loads(s.attributes[names.REQUEST])["messages"][-1]["content"]: s.attempt_id for s in seen.chats}
+        assert asked == {"0": "a0", "1": "a1"}
+        assert len({span.trace_id for span in seen.spans}) == 2
+
+
+@pytest.mark.parametrize("way", ["send", "publish"])
+@pytest.mark.parametrize("first", [True, False], ids=["asks first", "only tells"])
+def test_an_agent_of_the_core_that_another_told_is_under_it(first, way, server, seen):
+    async def work():
+        runtime = await runtime_of(
+            boss=lambda: Asker("boss", server.url if first else None, to="editor", way=way),
+            editor=lambda: Asker("editor", server.url, to="worker", way=way),
+            worker=lambda: Asker("worker", server.url),
+        )
+        runtime.start()
+        await runtime.send_message(Question("go"), AgentId("boss", "default"))
+        await runtime.stop_when_idle()
+
+    run(work())
+    check_calls(seen, server)
+    assert [span.agent for span in seen.chats] == [*["boss"] * first, "editor", "worker"]
+    assert seen.above(seen.chats[-1]) == [(names.INVOKE_AGENT, name) for name in ("worker", "editor", "boss")]
+    assert len(seen.of(names.INVOKE_AGENT)) == 3
+    assert len({span.trace_id for span in seen.spans}) == 1
+
+
+def test_a_tool_that_a_tool_agent_runs_is_the_callers(server, seen):
+    tools = [FunctionTool(add, "Adds.")]
+
+    class Caller(RoutedAgent):
+        @message_handler
+        async def go(self, message: Question, ctx: MessageContext) -> str:
+            asked = [SystemMessage(content=instructions("caller")), UserMessage(content=message.text, source="user")]
+            runs = AgentId("executor", self.id.key)
+            said = await tool_agent_caller_loop(self, runs, model(server.url), asked, tools)
+            return said[-1].content
+
+    async def work():
+        runtime = SingleThreadedAgentRuntime()
+        await ToolAgent.register(runtime, "executor", lambda: ToolAgent("runs tools", tools))
+        await Caller.register(runtime, "caller", lambda: Caller("calls"))
+        runtime.start()
+        said = await runtime.send_message(Question(PROMPTS["tool_call"]), AgentId("caller", "default"))
+        await runtime.stop_when_idle()
+        return said
+
+    assert "[5]" in run(work())
+    check_calls(seen, server)
+    (tool,) = seen.tools
+    assert (tool.name, tool.agent, tool.attributes[names.TOOL_RESULT]) == ("add", "caller", "5")
+    assert {seen.above(span)[0] for span in [*seen.chats, tool]} == {(names.INVOKE_AGENT, "caller")}
+    assert [span.name for span in seen.of(names.INVOKE_AGENT)] == ["caller"]
+    assert len({span.trace_id for span in seen.spans}) == 1
 
 
 @pytest.mark.parametrize("way", ["on_messages", "on_messages_stream"])

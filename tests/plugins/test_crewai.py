@@ -426,6 +426,45 @@ def test_a_tool_that_says_it_failed_is_an_error(server, seen):
     assert "no such channel" in span.attributes[names.TOOL_RESULT]
 
 
+@tool("leave")
+def leave(status: str) -> str:
+    """Leave."""
+    raise SystemExit(status)
+
+
+def refuse(context):
+    from crewai.hooks.dispatch import HookAborted
+
+    raise HookAborted("too secret")
+
+
+ABORTED = {
+    "a tool that exits": ('call leave {"status": "bad arguments"}', None, "bad arguments"),
+    "one of two": ('call leave {"status": "bad arguments"}\n' + PROMPTS["tool_call"], None, "bad arguments"),
+    "a hook that refuses": (PROMPTS["tool_call"], refuse, "too secret"),
+}
+
+
+@pytest.mark.skipif(not NEW, reason="since 1.15 tools run in threads of their own, and nothing tells of their end")
+@pytest.mark.parametrize("way", ABORTED)
+def test_a_tool_that_is_aborted_is_an_error_that_ends_with_its_agent(way, server, seen):
+    from crewai import hooks
+
+    prompt, hook, why = ABORTED[way]
+    if hook is not None:
+        hooks.register_after_tool_call_hook(hook)
+    try:
+        with pytest.raises(BaseException, match=why):
+            crew(task(prompt, make("caller", server.url, tools=[add, leave]))).kickoff()
+    finally:
+        if hook is not None:
+            hooks.unregister_after_tool_call_hook(hook)
+    aborted = [span for span in seen.tools if span.status == "error"]
+    assert [(span.agent, span.status_message) for span in aborted] == [("caller", why)]
+    assert seen.above(aborted[0])[0] == (names.INVOKE_AGENT, "caller")
+    check_clean(seen, server)
+
+
 class Talker(BaseLLM):
     """A model that is not reached through the openai client, and tells of its calls as CrewAI's own providers do."""
 
@@ -640,6 +679,25 @@ def test_a_model_asked_about_a_tasks_answer_is_its_agents(server, seen):
     crew(task("hello", make("writer", shared), guardrail=polite)).kickoff()
     assert [span.agent for span in seen.chats] == ["writer", "writer"]
     assert seen.above(seen.chats[1]) == [(names.INVOKE_WORKFLOW, "crew")]
+    check_clean(seen, server)
+
+
+def test_an_agent_that_its_own_guardrail_asks_is_under_itself(server, seen):
+    judged = []
+
+    def judge(output):
+        if judged:
+            return True, output.raw
+        judged.append(output.raw)
+        writer.kickoff("\nsay a verdict")
+        return False, "\nsay a second draft"
+
+    writer = make("writer", server.url, guardrail=judge)
+    writer.kickoff("\nsay a draft")
+    check_calls(seen, server)
+    inner, outer = seen.of(names.INVOKE_AGENT)
+    assert (inner.parent_id, outer.parent_id) == (outer.span_id, None)
+    assert [span.parent_id for span in seen.chats] == [outer.span_id, inner.span_id, outer.span_id]
     check_clean(seen, server)
 
 

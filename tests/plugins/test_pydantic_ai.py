@@ -12,18 +12,21 @@ pytest.importorskip("pydantic_ai")
 
 import openai
 import pydantic_ai
+from opentelemetry import context as otel_context
 from pydantic import BaseModel
-from pydantic_ai import Agent, ModelRetry, UnexpectedModelBehavior
+from pydantic_ai import Agent, CallToolsNode, ModelRequestNode, ModelRetry, UnexpectedModelBehavior
 from pydantic_ai.messages import ModelResponse, TextPart, ToolCallPart
 from pydantic_ai.models.function import FunctionModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.models.wrapper import WrapperModel
 from pydantic_ai.providers.openai import OpenAIProvider
+from pydantic_graph import End
 
 import lightning_pydantic_ai
 from lightning_pydantic_ai.at_work import TOOL_CALL, ToolManager
-from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import Attempt, open_store, otlp, use_attempt
 from lightning_spans import spans as names
+from lightning_spans.context import current_agent
 from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
 from lightning_spans.testing.program import record, span_of
 from lightning_spans.testing.script import Reply, ToolCall, agent_of
@@ -233,6 +236,106 @@ def test_every_way_to_run_an_agent_is_recorded_alike(way, found_of):
         ("chat", "caller", "ok"),
     ]
     assert {span.parent_id for span in found.spans} == {None, found.spans[0].span_id}
+
+
+async def by_next(steps):
+    node = steps.next_node
+    while not isinstance(node, End):
+        node = await steps.next(node)
+        yield
+
+
+async def by_for(steps):
+    async for _ in steps:
+        yield
+
+
+async def by_stream(steps):
+    async for node in steps:
+        if isinstance(node, ModelRequestNode | CallToolsNode):
+            async with node.stream(steps.ctx) as items:
+                async for _ in items:
+                    yield
+        yield
+
+
+async def by_left_stream(steps):
+    async for node in steps:
+        if isinstance(node, CallToolsNode):
+            async with node.stream(steps.ctx):
+                yield
+
+
+each_drive = pytest.mark.parametrize("drive", [by_next, by_for, by_stream, by_left_stream])
+
+
+@each_drive
+def test_runs_that_are_driven_in_turns_keep_their_agents(drive, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk")
+
+    async def work(url):
+        left, right = (make(name, url, add) for name in ("left", "right"))
+        async with left.iter(PROMPTS["tool_call"]) as one, right.iter(PROMPTS["tool_call"]) as two:
+            driven = [drive(one), drive(two)]
+            while driven:
+                driven = [run for run in driven if await anext(run, run) is not run]
+
+    with ScriptedServer() as origin, ScriptedServer() as policy:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("right",))
+        with lightning_pydantic_ai.attach(store=str(tmp_path / "traces.db")) as attachment, use_attempt(attempt):
+            run(work(origin.url))
+            attachment.flush(60)
+        spans = [span for delivered in policy.traces for span in otlp.decode(delivered.raw)]
+        agents = {span.span_id: span.name for span in spans if span.operation == names.INVOKE_AGENT}
+        chats = {span.span_id: span.agent for span in spans if span.operation == names.CHAT}
+        assert sorted(agents.values()) == ["left", "right"]
+        for server, name in ((origin, "left"), (policy, "right")):
+            assert [agent_of(request.body) for request in server.requests] == [name] * 2
+            assert [chats[span_of(request)] for request in server.requests] == [name] * 2
+        inside = [span for span in spans if span.span_id not in agents]
+        assert sorted(span.agent for span in inside) == ["left"] * 3 + ["right"] * 3
+        assert all(agents[span.parent_id] == span.agent for span in inside)
+
+
+@each_drive
+def test_a_step_of_a_run_is_inside_of_what_its_caller_traces_and_leaves_him_as_he_was(drive, found_of):
+    seen = []
+
+    async def look() -> str:
+        seen.append(otel_context.get_value("mine"))
+        return "seen"
+
+    async def work(url):
+        async with make("left", url, look).iter("call look {}") as steps, make("right", url).iter("hello"):
+            token = otel_context.attach(otel_context.set_value("mine", "here"))
+            await each(drive(steps))
+            assert current_agent() == "right"  # as before: whose block it is
+            otel_context.detach(token)
+
+    found_of(work)
+    assert seen == ["here"]
+
+
+def test_a_run_that_was_entered_in_another_task_keeps_its_agent(found_of):
+    async def work(url):
+        begun, done = asyncio.Future(), asyncio.Event()
+
+        async def enter():
+            async with make("caller", url, add).iter(PROMPTS["tool_call"]) as steps:
+                begun.set_result(steps)
+                await done.wait()
+
+        entering = asyncio.create_task(enter())
+        await each(await begun)
+        await ask("writer", url, "hello")
+        done.set()
+        await entering
+
+    found = found_of(work)
+    assert [span.agent for span in found.chats] == ["caller", "caller", "writer"]
+    assert [span.agent for span in found.tools] == ["caller"]
+    assert above(found, found.chats[0]) == above(found, found.tools[0]) == [(names.INVOKE_AGENT, "caller")]
+    assert above(found, found.chats[2]) == [(names.INVOKE_AGENT, "writer")]
 
 
 def test_an_agent_is_called_as_pydantic_ai_itself_would_call_it(found_of):

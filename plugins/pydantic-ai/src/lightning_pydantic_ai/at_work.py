@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_ai import Agent, CallToolsNode, ModelRequestNode
@@ -12,7 +12,7 @@ from pydantic_ai.messages import ToolReturn, ToolReturnPart
 from pydantic_ai.run import AgentRun
 
 from lightning_spans import spans as names
-from lightning_spans.context import attach, current, entered, overlaid
+from lightning_spans.context import Steps, attach, current, entered, entered_steps, overlaid
 from lightning_spans.following import Following
 from lightning_spans.patches import Undo, replace
 from lightning_spans.recorder import current_span
@@ -107,7 +107,7 @@ class AtWork(Following):
         def stream(node: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
             span = self._runs.get(id(getattr(ctx, "state", None)))
             streaming = original(node, ctx, *args, **kwargs)
-            return streaming if span is None else _begun_in(span.context, streaming)
+            return streaming if span is None else _streamed_in(span.context, streaming)
 
         return stream
 
@@ -152,11 +152,19 @@ def _state(run: Any) -> int:
 
 
 @asynccontextmanager
-async def _begun_in(context: Context, streaming: AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
-    async with AsyncExitStack() as stack:
-        with entered(overlaid(context)):
-            items = await stack.enter_async_context(streaming)
-        yield items
+async def _streamed_in(context: Context, streaming: AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
+    """Begin, go on and end a stream in `context`, but for what its reader does meanwhile."""
+    steps = Steps(context)
+    steps.enter()
+    try:
+        async with streaming as items:
+            steps.leave()
+            try:  # events are a generator, which carries a tool out when the next is asked for
+                yield entered_steps(context, items) if isinstance(items, AsyncGenerator) else items
+            finally:
+                steps.enter()
+    finally:
+        steps.leave()
 
 
 def _is_answer(manager: Any, call: Any) -> bool:
