@@ -613,6 +613,21 @@ def test_a_handoff_between_agents_is_no_error(spans_of):
     assert found.tools[0].attributes[names.TOOL_RESULT] == "handed over"
 
 
+def test_equal_calls_of_tools_that_begin_at_once_are_taken_once_each():
+    from lightning_langchain.asked import Asked, who_asked
+
+    class Contested(list):
+        def remove(self, known):
+            super().remove(known)
+            if known.call_id == "one":
+                raise ValueError("another thread was first")
+
+    run = Run(None, "tool", "add", {})
+    run.asked = Contested([Asked("one", "x", "add", {"a": 1}), Asked("two", "x", "add", {"a": 1})])
+    assert who_asked(run, None, {"a": 1}, "x").call_id == "two"
+    assert who_asked(run, None, {"a": 1}, "x") is None
+
+
 # What comes after an asynchronous run in the same task
 
 

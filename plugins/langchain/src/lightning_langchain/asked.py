@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_spans.context import current_agent
@@ -63,7 +64,8 @@ def who_asked(run: Run, call_id: str | None, arguments: Mapping[str, Any] | None
         same = [known for known in list(run.asked) if (known.name, known.arguments) == (run.name, arguments)]
     else:
         same = [known for known in list(run.asked) if known.call_id == call_id]
-    found = next((known for known in same if known.agent == agent), same[0] if same else None)
-    if found is not None:
-        run.asked.remove(found)
-    return found
+    for known in sorted(same, key=lambda known: known.agent != agent):
+        with suppress(ValueError):  # taken by a tool that began at the same time, in another thread
+            run.asked.remove(known)
+            return known
+    return None
