@@ -1,4 +1,4 @@
-"""Traces of agents, joined to exact tokens: the core of Lightning.
+"""Traces of agents, joined to exact tokens: the core of Lightning-RL.
 
 Most public names are imported when they are used, so that importing this package costs next to nothing.
 """
@@ -8,36 +8,41 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# At once, because the module and the function share a name: a later import of the module would hide the function.
-from lightning_spans.attach import Attachment, attach
-
 if TYPE_CHECKING:
-    from lightning_spans.adapter import adapt
-    from lightning_spans.context import Attempt, use_attempt
-    from lightning_spans.hookspecs import hookimpl
-    from lightning_spans.recorder import agent
-    from lightning_spans.rewards import Reward, emit_reward
-    from lightning_spans.spans import Span
+    from lightning_spans.adapter.adapt import adapt
+    from lightning_spans.adapter.trace import Trace
+    from lightning_spans.hooks import hookimpl
+    from lightning_spans.record.agent import agent
+    from lightning_spans.record.attach import Attachment, attach
+    from lightning_spans.record.context import use_attempt
+    from lightning_spans.record.emit import emit_reward
+    from lightning_spans.record.tool import tool
+    from lightning_spans.schema.attempts import Attempt
+    from lightning_spans.schema.rewards import Reward
+    from lightning_spans.schema.spans import Span
+    from lightning_spans.schema.transitions import Tokens, Transition, select
     from lightning_spans.store import Store, open_store
-    from lightning_spans.trace import Trace, traces_of
-    from lightning_spans.transitions import Tokens, Transition, select
+    from lightning_spans.store.traces import traces_of
 
 _HOMES = {
-    "Attempt": "context",
-    "Reward": "rewards",
-    "Span": "spans",
+    "Attachment": "record.attach",
+    "Attempt": "schema.attempts",
+    "Reward": "schema.rewards",
+    "Span": "schema.spans",
     "Store": "store",
-    "Tokens": "transitions",
-    "Trace": "trace",
-    "Transition": "transitions",
-    "adapt": "adapter",
-    "agent": "recorder",
-    "emit_reward": "rewards",
-    "hookimpl": "hookspecs",
+    "Tokens": "schema.transitions",
+    "Trace": "adapter.trace",
+    "Transition": "schema.transitions",
+    "adapt": "adapter.adapt",
+    "agent": "record.agent",
+    "attach": "record.attach",
+    "emit_reward": "record.emit",
+    "hookimpl": "hooks",
     "open_store": "store",
-    "select": "transitions",
-    "traces_of": "trace",
-    "use_attempt": "context",
+    "select": "schema.transitions",
+    "tool": "record.tool",
+    "traces_of": "store.traces",
+    "use_attempt": "record.context",
 }
 
 __all__ = [
@@ -56,6 +61,7 @@ __all__ = [
     "hookimpl",
     "open_store",
     "select",
+    "tool",
     "traces_of",
     "use_attempt",
 ]

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class LightningError(Exception):
-    """Base of all errors raised on purpose; the command line prints it on one screen and exits with status 2."""
+    """Base of all errors raised on purpose; the command line prints it on one screen.
+
+    Attributes:
+        exit_status: of the command line: 2 where what was asked is wrong, 3 where the agent failed, 4 where there is
+            nothing to learn.
+    """
+
+    exit_status: ClassVar[int] = 2
+
+
+class AgentFailedError(LightningError):
+    """The user's agent failed on every task, or made no model call that was seen; the message has its last error."""
+
+    exit_status = 3
+
+
+class NothingToLearnError(LightningError):
+    """The run can't teach anything as it is; the message says why and what to change."""
+
+    exit_status = 4
 
 
 class ConfigError(LightningError):
@@ -31,6 +52,10 @@ class StoreGoneError(StoreError):
     """The store's file is not there any more. Nothing is written to it until it is opened again."""
 
 
+class QueueFullError(StoreError):
+    """More waits to be written than there is room for; it may be sent again later."""
+
+
 class RefusedError(StoreError):
     """The store will not do what it was asked, and would not another time: a record or request is wrong."""
 
@@ -41,3 +66,20 @@ class LeaseLostError(StoreError):
 
 class RewardError(LightningError):
     """A reward is None, not a number, or not finite."""
+
+    exit_status = 3
+
+
+class ReplayEndedError(LightningError):
+    """A replay can't go on: the program did something that the record does not have, or a tool is refused there.
+
+    It is raised where the program calls a tool, and is meant to reach it. The message says what differs.
+    """
+
+    exit_status = 3
+
+
+class RecordedToolError(LightningError):
+    """A tool failed in the record of a replay, with an exception of a class that this program does not have."""
+
+    exit_status = 3

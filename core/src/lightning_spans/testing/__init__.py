@@ -9,16 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_spans.testing.memory import MemoryStore
-    from lightning_spans.testing.plugins import PluginConformance
-    from lightning_spans.testing.server import ScriptedServer
-    from lightning_spans.testing.stores import StoreConformance
+    from lightning_spans.testing.plugins.server import ScriptedServer
+    from lightning_spans.testing.plugins.suite import PluginConformance
+    from lightning_spans.testing.stores.memory import MemoryStore
+    from lightning_spans.testing.stores.suite import StoreConformance
 
 _HOMES = {
-    "MemoryStore": "memory",
-    "PluginConformance": "plugins",
-    "ScriptedServer": "server",
-    "StoreConformance": "stores",
+    "MemoryStore": "stores.memory",
+    "PluginConformance": "plugins.suite",
+    "ScriptedServer": "plugins.server",
+    "StoreConformance": "stores.suite",
 }
 
 __all__ = ["MemoryStore", "PluginConformance", "ScriptedServer", "StoreConformance"]

@@ -1,0 +1,114 @@
+"""The last resort of the join: neither ``traceparent`` nor response id, but the attempt's key and the agent's name.
+
+The key says whose attempt a call is of, so only spans of that attempt come into question. Among them a call can belong
+to a span of its agent that has no answer yet and asked for the same. Where that leaves a choice, nothing is joined.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+from lightning_spans.adapter.join import NO_SPAN, SPARE, response_id
+from lightning_spans.adapter.nodes import Node, Unjoined
+from lightning_spans.chat.body import messages_of
+from lightning_spans.schema.agents import name_of
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.json import JsonText, dumps
+from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE_ID, Json
+
+UNNAMED: Final = (
+    "no name: it came without traceparent, no span has its response id, and no header or key names its agent"
+)
+AMBIGUOUS: Final = "several spans: its agent made more than one call like it, and nothing says which of them this is"
+
+Asked: TypeAlias = tuple[str, bytes]  # the agent, and what it asked the model
+
+
+@dataclass(slots=True)
+class _Match:
+    nodes: list[Node] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+
+def join_by_name(chats: Iterable[Node], calls: Sequence[Call]) -> tuple[list[Unjoined], list[Unjoined]]:
+    """Join calls to spans of their agent that asked for the same and have neither answer nor call.
+
+    Args:
+        chats: of one attempt, in the order of their start.
+        calls: of the same attempt that nothing else joined, likewise.
+
+    Returns:
+        The calls that found none, each with the reason, and the spare ones: a client's earlier tries.
+    """
+    matches: defaultdict[Asked, _Match] = defaultdict(_Match)
+    lone: list[Unjoined] = []
+    for call in calls:
+        wanted = _asked_for(call.request)
+        if call.agent is None or call.trace_id is not None or wanted is None:
+            nameless = call.agent is None and call.trace_id is None
+            lone.append(Unjoined(UNNAMED if nameless else NO_SPAN, call=call))
+        else:
+            matches[name_of(call.agent), wanted].calls.append(call)
+    for node in chats if matches else ():
+        if node.call is None and response_id(node) is None and RESPONSE_ID not in node.span.attributes:
+            asked = _asked(node)
+            if asked is not None and asked in matches:
+                matches[asked].nodes.append(node)
+    spare: list[Unjoined] = []
+    for match in matches.values():
+        _settle(match, lone, spare)
+    place = {call.call_id: at for at, call in enumerate(calls)}
+    return sorted(lone, key=lambda half: place[half.call.call_id] if half.call else 0), spare
+
+
+def _settle(match: _Match, lone: list[Unjoined], spare: list[Unjoined]) -> None:
+    """Join what leaves no choice: one call for each span, or one span whose client tried until it was answered."""
+    nodes, calls = match.nodes, match.calls
+    answered = [call for call in calls if call.error is None]
+    if not nodes:
+        lone += [Unjoined(NO_SPAN, call=call) for call in calls]
+    elif len(nodes) == len(calls):
+        for node, call in zip(nodes, calls, strict=True):
+            node.call = call
+    elif len(nodes) == 1 and len(answered) <= 1:
+        nodes[0].call = answered[0] if answered else calls[-1]
+        spare += [Unjoined(SPARE, call=call) for call in calls if call is not nodes[0].call]
+    else:
+        lone += [Unjoined(AMBIGUOUS, call=call) for call in calls]
+
+
+def _asked(node: Node) -> Asked | None:
+    agent, at = node.span.agent, node.parent
+    while agent is None and at is not None and at.span.operation != CHAT:
+        agent, at = at.span.agent, at.parent
+    text = node.span.attributes.get(REQUEST)
+    wanted = _asked_for(JsonText(text)) if isinstance(text, str) else None
+    return None if agent is None or wanted is None else (agent, wanted)
+
+
+def _asked_for(request: Mapping[str, Json]) -> bytes | None:
+    messages = messages_of(request)
+    return None if messages is None else dumps(messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Joins:
+    """How many model calls have both halves.
+
+    Attributes:
+        calls: model calls, each one chat span.
+        joined: those of which agent and gateway both told.
+        unjoined: number of halves by the reason why the other one is missing, a client's earlier tries among them.
+    """
+
+    calls: int = 0
+    joined: int = 0
+    unjoined: dict[str, int] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Say it to people, one fact a line."""
+        found = [f"{self.joined} of {self.calls} model calls are joined to what the gateway recorded of them"]
+        return found + [f"{count} not joined: {reason}" for reason, count in sorted(self.unjoined.items())]

@@ -1,0 +1,1 @@
+"""Requests to models and their responses, read in one place."""

@@ -1,0 +1,107 @@
+"""What a model server answered, read from a recorded body: choices, and tokens where it sent them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_spans.schema.calls import Choice
+from lightning_spans.schema.json import loads
+from lightning_spans.schema.spans import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one model call.
+
+    Attributes:
+        prompt_token_ids: (P,) ids given to the engine; None where not sent.
+        choices: all n of them; empty when there was no answer.
+        response_id: the server's id; None where there was none.
+        model: the model that answered; None where not said.
+    """
+
+    prompt_token_ids: tuple[int, ...] | None = None
+    choices: tuple[Choice, ...] = ()
+    response_id: str | None = None
+    model: str | None = None
+
+
+NO_ANSWER: Final = Answer()
+
+
+def read_answer(text: Json) -> Answer:
+    """Read the body of a response of ``/chat/completions``, ``/completions`` or ``/responses``.
+
+    Tokens are taken as vLLM sends them: ``prompt_token_ids`` beside or inside ``choices``, ``choices[].token_ids``, and
+    ``choices[].logprobs.content[].logprob``, in completions ``choices[].logprobs.token_logprobs[]``. What is missing or
+    malformed counts as not recorded. The text of a completion becomes a message, as the gateway keeps it.
+
+    Args:
+        text: JSON text; anything else gives an empty answer.
+    """
+    try:
+        body = loads(text) if isinstance(text, str) else None
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        return NO_ANSWER
+    response_id, model = body.get("id"), body.get("model")
+    prompt = _token_ids(body.get("prompt_token_ids"))
+    sent = body.get("choices")
+    raw = [choice for choice in sent if isinstance(choice, dict)] if isinstance(sent, list) else []
+    for choice in raw:
+        prompt = prompt or _token_ids(choice.get("prompt_token_ids"))
+    choices = tuple(_choice(place, choice) for place, choice in enumerate(raw)) or _output(body)
+    return Answer(
+        prompt,
+        choices,
+        response_id if isinstance(response_id, str) else None,
+        model if isinstance(model, str) else None,
+    )
+
+
+def _choice(place: int, choice: Mapping[str, Any]) -> Choice:
+    index, finish_reason, message = choice.get("index"), choice.get("finish_reason"), choice.get("message")
+    if message is None and isinstance(choice.get("text"), str):
+        message = {"role": "assistant", "content": choice["text"]}
+    return Choice(
+        index if isinstance(index, int) else place,
+        _token_ids(choice.get("token_ids")),
+        _logprobs(choice.get("logprobs")),
+        finish_reason if isinstance(finish_reason, str) else None,
+        message if isinstance(message, dict) else {},
+    )
+
+
+def _output(body: Mapping[str, Any]) -> tuple[Choice, ...]:
+    """Make a choice of the items of a ``/responses`` body, which are kept as received."""
+    output = body.get("output")
+    if not isinstance(output, list):
+        return ()
+    details = body.get("incomplete_details")
+    reason = details.get("reason") if isinstance(details, dict) else None
+    if reason is None and body.get("status") == "completed":
+        reason = "stop"
+    return (Choice(0, None, None, reason, {"role": "assistant", "output": output}),)
+
+
+def _token_ids(value: Any) -> tuple[int, ...] | None:
+    try:
+        # Only whole numbers have a whole sum: the fastest check there is, and long prompts pass here.
+        return tuple(value) if isinstance(value, list) and type(sum(value)) is int else None
+    except TypeError:
+        return None
+
+
+def _logprobs(value: Any) -> tuple[float, ...] | None:
+    if not isinstance(value, dict):
+        return None
+    content, plain = value.get("content"), value.get("token_logprobs")
+    try:
+        if isinstance(content, list):
+            return tuple([float(token["logprob"]) for token in content])
+        return tuple([float(logprob) for logprob in plain]) if isinstance(plain, list) else None
+    except (TypeError, ValueError, KeyError):
+        return None

@@ -1,0 +1,363 @@
+"""Every hook, in the order an attempt meets them.
+
+Three kinds, never mixed: *whose is it?* (``firstresult``; answer None unless the thing is yours), *it happened* (all
+are called, each guarded on its own), *register by name* (``register(name, thing)``; a second claim to a name is an
+error).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pluggy
+
+from lightning_spans.errors import AttachError, ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from lightning_spans.adapter.trace import Trace
+    from lightning_spans.schema.attempts import Attempt
+    from lightning_spans.schema.rewards import Reward
+    from lightning_spans.schema.spans import Json, Span, Status
+    from lightning_spans.schema.transitions import Transition
+
+PROJECT = "lightning_spans"
+TRAINER = "trainer"  # the plugin of lightning-trainer: it has no framework to attach
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function or method as one that answers the hook of its name."""
+
+
+class Caller(Protocol):
+    """Who calls a model: a span, or what is known before there is one."""
+
+    @property
+    def agent(self) -> str | None:
+        """The agent at work; None where nothing named one."""
+        ...
+
+    @property
+    def path(self) -> str | None:
+        """Where that agent stands, outermost first: ``billing/extract``; None where nothing named one."""
+        ...
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The attempt it belongs to; None outside of attempts."""
+        ...
+
+
+class OpenSpan(Protocol):
+    """A span that has begun, as a plugin sees it. `end` it once; later ends change nothing.
+
+    Attributes:
+        operation: ``chat``, ``execute_tool``, ``invoke_agent``, ...
+        name: what a viewer shows.
+        agent: the agent at work; None where nothing named one.
+        attributes: JSON-like values by attribute name; None values are not among them.
+        trace_id: 32 hex digits.
+        span_id: 16 hex digits.
+        start_ns: Unix time in nanoseconds.
+        end_ns: Unix time in nanoseconds; None while it is open.
+        status: ``ok`` or ``error`` once it has ended.
+        status_message: the error's text; empty when there is none.
+    """
+
+    operation: str
+    name: str
+    agent: str | None
+    attributes: dict[str, Json]
+    trace_id: str
+    span_id: str
+    start_ns: int
+    end_ns: int | None
+    status: Status
+    status_message: str
+
+    @property
+    def path(self) -> str | None:
+        """Where its agent stands, outermost first: ``billing/extract``; None where nothing named one."""
+        ...
+
+    @property
+    def parent(self) -> OpenSpan | None:
+        """The span it is under; None for a root."""
+        ...
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The attempt it belongs to; None outside of attempts."""
+        ...
+
+    @property
+    def context(self) -> Context:
+        """The context with the span as current one and its agent at work; enter it around what belongs under it."""
+        ...
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C header that makes a server's spans and calls children of this one."""
+        ...
+
+    def context_in(self, context: Context) -> Context:
+        """Return this context with the span as current one and its agent at work; others' values in it are kept."""
+        ...
+
+    def set(self, **attributes: Json) -> None:
+        """Add attributes; None values are left out."""
+        ...
+
+    def end(
+        self,
+        *,
+        error: BaseException | str | None = None,
+        attributes: Mapping[str, Json] | None = None,
+        end_ns: int | None = None,
+        later: Callable[[], None] | None = None,
+    ) -> None:
+        """End the span and have it delivered.
+
+        Args:
+            error: what went wrong; None when all went well.
+            attributes: added before it is delivered.
+            end_ns: Unix time in nanoseconds; now by default.
+            later: called when the span is delivered, in the thread that does, to `set` more. What it reads must be
+                beyond the agent's reach by now.
+        """
+
+
+class Recorder(Protocol):
+    """Begins spans, as a plugin sees it. One serves every framework that is attached in a process."""
+
+    def start(
+        self,
+        operation: str,
+        name: str,
+        *,
+        agent: str | None = ...,
+        parent: OpenSpan | None = None,
+        context: Context | None = None,
+        attributes: Mapping[str, Json] | None = None,
+        start_ns: int | None = None,
+    ) -> OpenSpan:
+        """Begin a span.
+
+        Args:
+            operation: ``chat``, ``execute_tool``, ``invoke_agent``, ...
+            name: what a viewer shows.
+            agent: who is at work; by default the agent of `parent`, else of the context. None says: nobody known.
+            parent: the span this one belongs under; by default the one open in the context.
+            context: where to look for parent, agent and attempt; the current context by default.
+            attributes: None values are left out.
+            start_ns: Unix time in nanoseconds; now by default.
+
+        Returns:
+            The open span. Its `context` has no effect until entered.
+        """
+        ...
+
+    def guard(self, plugin: str, span: OpenSpan | None = None) -> AbstractContextManager[None]:
+        """Log what goes wrong inside the block instead of raising it into the agent."""
+        ...
+
+    def reroutes(self, span: Caller) -> bool:
+        """Whether a model call goes to the policy: its attempt asks for its agent, and `attach(agents=)` allows it."""
+        ...
+
+
+@hookspec(firstresult=True)
+def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] | None:
+    """Whose: bind a framework's events to the recorder, once per live `attach()`, in the agent's process.
+
+    Args:
+        framework: the name given to `attach()`; answer None unless it is yours.
+        recorder: begins and ends spans.
+
+    Returns:
+        A callable that undoes everything done here.
+    """
+
+
+@hookspec(firstresult=True)
+def lightning_agent_name(span: OpenSpan) -> str | None:
+    """Whose: name the agent of a span that has ended, in the agent's process; it is stored on the span.
+
+    Called only for spans that have no agent, before they are delivered, in a thread of its own: what was current when
+    the span began is in `span.context`. An answer that takes longer than 5 s is not waited for; until it comes, spans
+    go without.
+    """
+
+
+@hookspec
+def lightning_span_ended(span: Span) -> None:
+    """It happened: a span ended and was handed to the sink. In the agent's process, in a thread of its own.
+
+    Spans come one at a time, in the order in which they ended. A listener that is slow or hangs delays neither the
+    agent nor the delivery of spans: up to 16,384 spans wait for it, of more it is not told. One that raises is logged,
+    and the others are called. `Attachment.flush` waits for listeners, `detach` for 2 s at most.
+    """
+
+
+@hookspec(firstresult=True)
+def lightning_adapt(trace: Trace) -> list[Transition] | None:
+    """Whose: turn one finished attempt into transitions, on the training side. The core's own answer comes last."""
+
+
+@hookspec
+def lightning_rewards(trace: Trace, transitions: Sequence[Transition]) -> list[Reward] | None:
+    """It happened: an attempt was adapted; give automatic intermediate rewards for it. All answers are added up."""
+
+
+@hookspec
+def lightning_register_credit(register: Callable[[str, Any], None]) -> None:
+    """Register by name: credit assigners, callables as in `lightning_trainer.rl.credit.assigners`."""
+
+
+@hookspec
+def lightning_register_algorithms(register: Callable[[str, Any], None]) -> None:
+    """Register by name: algorithms of `lightning_trainer`."""
+
+
+@hookspec
+def lightning_register_backends(register: Callable[[str, Any], None]) -> None:
+    """Register by name: backends of `lightning_trainer`."""
+
+
+class _CoreAdapter:
+    """Answers for every trace that no plugin claimed."""
+
+    @hookimpl(trylast=True)
+    def lightning_adapt(self, trace: Trace) -> list[Transition]:
+        from lightning_spans.adapter.adapt import adapt
+
+        return adapt(trace)
+
+
+logger = logging.getLogger("lightning_spans")
+_lock = threading.RLock()
+
+
+@functools.cache
+def manager() -> pluggy.PluginManager:
+    """Return the process's plugin manager, with the core's own plugins registered."""
+    plugin_manager = pluggy.PluginManager(PROJECT)
+    plugin_manager.add_hookspecs(sys.modules[__name__])
+    plugin_manager.register(_CoreAdapter(), "core-adapter")
+    return plugin_manager
+
+
+def installed() -> dict[str, EntryPoint]:
+    """Return the installed plugins by name, none of them imported."""
+    return {entry.name: entry for entry in entry_points(group=PROJECT)}
+
+
+def load(name: str) -> None:
+    """Import and register one plugin, once.
+
+    Raises:
+        AttachError: it is not installed, does not import, or has a hook that does not exist.
+    """
+    with _lock:
+        if manager().has_plugin(name):
+            return
+        entry = installed().get(name)
+        if entry is None:
+            known = ", ".join(sorted(installed().keys() - {TRAINER})) or "none"
+            raise AttachError(f"no plugin {name!r}: is lightning-{name} installed? Plugins installed: {known}.")
+        try:
+            module = entry.load()
+        except ImportError as error:
+            raise AttachError(f"plugin {name!r} does not import: {error}. Is {name} itself installed?") from error
+        register(module, name)
+
+
+def register(plugin: object, name: str) -> None:
+    """Register a plugin object under a name, and check that every hook it has exists.
+
+    Raises:
+        AttachError: the name is taken, or a hook is misspelt.
+    """
+    with _lock:
+        try:
+            manager().register(plugin, name)
+            manager().check_pending()
+        except (ValueError, pluggy.PluginValidationError) as error:
+            if manager().get_plugin(name) is plugin:
+                manager().unregister(plugin)
+            raise AttachError(f"plugin {name!r}: {error}") from error
+
+
+def unregister(name: str) -> None:
+    """Forget a plugin; one that is not there is no error."""
+    with _lock:
+        plugin = manager().get_plugin(name)
+        if plugin is not None:
+            manager().unregister(plugin)
+
+
+def load_all() -> list[str]:
+    """Import and register every installed plugin, as the training side does; one that fails is logged and left out.
+
+    Returns:
+        The names of the plugins that could not be loaded.
+    """
+    failed = []
+    for name in installed():
+        try:
+            load(name)
+        except AttachError:
+            logger.exception("lightning: plugin %s is left out", name)
+            failed.append(name)
+    return failed
+
+
+def listens(hook: str) -> str:
+    """Name the plugins that implement a hook, in words; empty when none does."""
+    implementations = getattr(manager().hook, hook).get_hookimpls()
+    return ", ".join(known.plugin_name for known in implementations) if implementations else ""
+
+
+def notify(hook: str, **arguments: Any) -> list[Any]:
+    """Call every implementation of a hook, each guarded on its own, and give the answers that are not None.
+
+    One listener that raises starves no other (plain pluggy calls stop at the first).
+    """
+    caller = getattr(manager().hook, hook)
+    answers = []
+    for implementation in reversed(caller.get_hookimpls()):
+        given = {name: arguments[name] for name in implementation.argnames}
+        try:
+            answer = implementation.function(**given)
+        except Exception:
+            logger.exception("lightning: %s of plugin %s failed", hook, implementation.plugin_name)
+        else:
+            if answer is not None:
+                answers.append(answer)
+    return answers
+
+
+def registry(hook: str) -> dict[str, Any]:
+    """Collect what plugins register by name through a ``lightning_register_...`` hook.
+
+    Raises:
+        ConfigError: two plugins claim one name; the message names both.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    for implementation in getattr(manager().hook, hook).get_hookimpls():
+        owner = implementation.plugin_name
+
+        def claim(name: str, thing: Any, owner: str = owner) -> None:
+            if name in found:
+                raise ConfigError(f"{name!r} is registered by two plugins: {found[name][0]} and {owner}.")
+            found[name] = (owner, thing)
+
+        implementation.function(register=claim)
+    return {name: thing for name, (_, thing) in found.items()}

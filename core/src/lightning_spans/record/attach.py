@@ -1,0 +1,302 @@
+"""`attach()`: the one line added to an agent's program."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from lightning_spans.errors import AttachError
+from lightning_spans.record.context import from_environment
+from lightning_spans.record.pipeline import Pipeline, live_pipeline, set_live
+from lightning_spans.record.prompts import read_prompts, use
+from lightning_spans.schema.attempts import Attempt
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import SpanProcessor
+
+    from lightning_spans.hooks import Recorder
+    from lightning_spans.record.delivery.collector import Collector
+    from lightning_spans.record.delivery.deliver import Destination
+    from lightning_spans.record.delivery.outbox import Spool
+    from lightning_spans.store import Store
+
+logger = logging.getLogger("lightning_spans")
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `attach()` was told; frameworks attached at once share a recorder, so they must agree.
+
+    Attributes:
+        agents: names or globs that rerouting is limited to; None: whatever the runner asks for.
+        store: URL or path of the store for spans outside a runner's attempts.
+        tracer: ``otel`` or ``embedded``.
+        otlp: an OTLP/HTTP endpoint that gets every span too; None: none.
+        span_processors: of OpenTelemetry's SDK, which see every span.
+        prompts: path of a file with other system prompts.
+    """
+
+    agents: tuple[str, ...] | None
+    store: str
+    tracer: str
+    otlp: str | None
+    span_processors: tuple[SpanProcessor, ...] = ()
+    prompts: str | None = None
+
+
+_options: Options | None = None  # of what is attached
+_attached: dict[str, Attachment] = {}
+
+
+class Attachment:
+    """A live attachment. `detach()`, or leaving its ``with`` block, restores everything that `attach()` changed.
+
+    Attributes:
+        framework: the name given to `attach()`.
+    """
+
+    def __init__(self, framework: str, undo: Callable[[], None]) -> None:
+        self.framework = framework
+        self._undo = undo
+
+    @property
+    def live(self) -> bool:
+        """Whether it still records."""
+        return _attached.get(self.framework) is self
+
+    def flush(self, timeout_s: float = 10.0) -> bool:
+        """Wait until every span so far is delivered, spooled or dropped, and listeners were told of it.
+
+        Gives False when the time ran out.
+        """
+        pipeline = live_pipeline()
+        if pipeline is None:
+            return True
+        until = time.monotonic() + timeout_s
+        delivered = pipeline.recorder.tracer.flush(timeout_s)
+        return pipeline.listeners.flush(max(0.0, until - time.monotonic())) and delivered
+
+    def detach(self) -> None:
+        """Stop recording and restore what was changed; the second call changes nothing.
+
+        What was recorded is delivered first, but a destination that does not answer is waited for at most two seconds
+        (`sinks.DETACH_S`). What it has not taken by then is spooled; how much that is, and what was lost, is logged.
+        A listener that does not come back is waited for as long. Nothing is raised.
+        """
+        with _lock:
+            if not self.live:
+                return
+            del _attached[self.framework]
+            try:
+                self._undo()
+            except Exception:
+                logger.exception("lightning: not all that attaching %s changed could be restored", self.framework)
+            if not _attached:
+                _close_pipeline()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+def attach(
+    framework: str,
+    *,
+    agents: Sequence[str] | None = None,
+    store: str | None = None,
+    tracer: str = "otel",
+    otlp: str | None = None,
+    span_processors: Sequence[SpanProcessor] = (),
+    prompts: str | Path | None = None,
+) -> Attachment:
+    """Record every model call, tool call and agent of a framework in this process.
+
+    With no options it reads the environment that the runner sets; without a runner it writes to ``./lightning.db``.
+    Attaching the same framework twice is attaching it once: the live attachment is given back.
+
+    Args:
+        framework: the plugin's name: ``langchain``, ``openai``, ...
+        agents: names or globs: only these may ever be rerouted to the policy in training; None: whatever the runner
+            asks for. All agents are recorded either way.
+        store: URL or path for spans outside a runner's attempts; by default ``LIGHTNING_STORE``, else ``lightning.db``.
+            For a server's URL, ``LIGHTNING_KEY`` is its key; a live key is enough. Docs/live.md: how they are labelled,
+            sampled and masked.
+        tracer: ``otel`` for real spans of OpenTelemetry's SDK wherever a processor or a collector is there to see them,
+            ``embedded`` for the same records without the SDK. The store's are the same either way.
+        otlp: an OTLP/HTTP endpoint that gets every span too, such as ``http://localhost:6006/v1/traces``; by default
+            ``LIGHTNING_OTLP``. Reached with the SDK's own exporter, and its variables, such as
+            ``OTEL_EXPORTER_OTLP_HEADERS``.
+        span_processors: of OpenTelemetry's SDK; they see every span, and are shut down with the last `detach()`. Your
+            own global provider is left as it is. With ``OTEL_SDK_DISABLED=true`` neither they nor `otlp` get any.
+        prompts: file that ``lightning-rl prompts`` wrote: its prompts take the place of the agents' own, in calls
+            that are made with the openai client. None by default.
+
+    Returns:
+        The attachment: a context manager with `detach()`.
+
+    Raises:
+        AttachError: the plugin or its framework is not installed, or a live attachment has other options.
+        ConfigError: the value of an option, or of a variable of docs/how-to/live.md, is not known.
+    """
+    options = Options(
+        agents=None if agents is None else (agents,) if isinstance(agents, str) else tuple(agents),
+        store=store or os.environ.get("LIGHTNING_STORE") or "lightning.db",
+        tracer=tracer,
+        otlp=otlp or os.environ.get("LIGHTNING_OTLP") or None,
+        span_processors=tuple(span_processors),
+        prompts=None if prompts is None else str(prompts),
+    )
+    with _lock:
+        if _options is not None and _options != options:
+            live = ", ".join(_attached)
+            raise AttachError(f"{live} is attached with {_options}, not {options}. Detach it first.")
+        if framework in _attached:
+            return _attached[framework]
+        other = read_prompts(options.prompts) if options.prompts is not None else {}
+        recorder = _open_pipeline(options).recorder
+        try:
+            undo = _bind(framework, recorder)
+        except BaseException:
+            if not _attached:
+                _close_pipeline()
+            raise
+        use(other)
+        _attached[framework] = Attachment(framework, undo)
+        return _attached[framework]
+
+
+def _bind(framework: str, recorder: Recorder) -> Callable[[], None]:
+    from lightning_spans import hooks
+
+    hooks.load(framework)
+    try:
+        undo: Callable[[], None] | None = hooks.manager().hook.lightning_attach(framework=framework, recorder=recorder)
+    except ImportError as error:
+        raise AttachError(f"{framework!r} can't be attached: {error}. Is {framework} itself installed?") from error
+    if undo is None:
+        raise AttachError(f"no plugin attaches {framework!r}: its plugin has no lightning_attach for that name.")
+    return undo
+
+
+def attached() -> list[str]:
+    """Name the frameworks that are attached now."""
+    return list(_attached)
+
+
+def _open_pipeline(options: Options) -> Pipeline:
+    global _options  # noqa: PLW0603 - patches of a framework are process-wide, so what they report to is too
+    live = live_pipeline()
+    if live is not None:
+        return live
+    from lightning_spans.record.delivery.deliver import Delivery, own_store
+    from lightning_spans.record.delivery.outbox import Spool
+    from lightning_spans.record.delivery.sink import BatchSink, default_spool
+    from lightning_spans.record.instrument.threads import carry_context
+    from lightning_spans.record.listeners import Listeners, Naming
+    from lightning_spans.record.production import Live, read_live
+    from lightning_spans.record.recorder import SpanRecorder
+    from lightning_spans.record.tracers import check_tracer, make_tracer
+
+    check_tracer(options.tracer, options.span_processors)
+    _load_store(options)
+    production = read_live()
+    delivery = Delivery(lambda: _open_store(options.store), collector=options.otlp)
+    spool = Spool(default_spool())
+    keeps = production.keeps if production.rate < 1 else None
+    prepare = production.prepare if production != Live() else None
+    sink = BatchSink(
+        delivery,
+        route=_route(options),
+        own=own_store(options.store),
+        spool=spool,
+        keeps=keeps,
+        prepare=prepare,
+        finish=delivery.close,
+    )
+    delivery.about = sink.about
+    processors, collector = _seen_by(options, spool)
+    tracer = make_tracer(options.tracer, sink, processors, collector=collector, keeps=keeps, prepare=prepare)
+    listeners, naming = Listeners(), Naming()
+    recorder = SpanRecorder(
+        tracer, on_end=listeners.tell, name_agent=naming, agents=options.agents, store=options.store
+    )
+    pipeline = Pipeline(recorder, delivery, listeners, naming, carry_context())
+    _options = options
+    set_live(pipeline)
+    return pipeline
+
+
+def _seen_by(options: Options, spool: Spool) -> tuple[Sequence[SpanProcessor], Collector | None]:
+    """Return what sees the SDK's spans: the user's processors, and what sends to his collector."""
+    from lightning_spans.record.tracers import sdk_disabled
+
+    if options.tracer != "otel" or not (options.otlp or options.span_processors):
+        return options.span_processors, None
+    if sdk_disabled():
+        logger.warning("lightning: OTEL_SDK_DISABLED is set: no span processor and no collector gets spans")
+        return (), None
+    if options.otlp is None:
+        return options.span_processors, None
+    from lightning_spans.record.delivery.collector import Collector
+
+    return options.span_processors, Collector(options.otlp, spool)
+
+
+def _close_pipeline() -> None:
+    global _options
+    from lightning_spans.record import unrecorded
+    from lightning_spans.record.delivery import sink as sinks
+
+    unrecorded.warn()
+    unrecorded.forget()
+    pipeline, _options = live_pipeline(), None
+    set_live(None)
+    use({})
+    if pipeline is not None:
+        pipeline.close(sinks.DETACH_S)
+
+
+def _load_store(options: Options) -> None:
+    """Import now what writes the own store: beside the agent's first runs, half a second of CPU slows all of them.
+
+    Not in a runner's worker or an attempt, nor with a server for a store: there, spans go elsewhere.
+    """
+    attempt = from_environment()
+    elsewhere = os.environ.get("LIGHTNING_WORKER") or (attempt is not None and attempt.endpoint)
+    if not elsewhere and not options.store.startswith(("http://", "https://")):
+        import lightning_spans.store.sql.store  # noqa: F401 - for what it imports
+
+
+def _open_store(url: str) -> Store:
+    from lightning_spans.store import open_store
+
+    return open_store(url)
+
+
+def _route(options: Options) -> Callable[[Attempt | None], list[Destination]]:
+    from lightning_spans.record.delivery.deliver import Destination, own_store
+
+    # A server takes them as OTLP, for which a live key is enough.
+    own = Destination(own_store(options.store))
+    if options.store.startswith(("http://", "https://")):
+        own = Destination(f"{options.store.rstrip('/')}/v1/traces", os.environ.get("LIGHTNING_KEY"))
+    extra = [Destination(options.otlp)] if options.otlp and options.tracer == "embedded" else []
+
+    def route(attempt: Attempt | None) -> list[Destination]:
+        if attempt is not None and attempt.endpoint:
+            return [Destination(f"{attempt.endpoint}/v1/traces", attempt.key), *extra]
+        return [own, *extra]
+
+    return route

@@ -1,0 +1,220 @@
+"""Who is at work: the current agent and attempt, kept in the OpenTelemetry Context.
+
+The OTel Context, not a ContextVar of our own, because threading instrumentation carries it into threads and executors
+(FRAMEWORKS: an own ContextVar was lost there). There is never a process-wide current attempt: one process runs many.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.json import from_json, loads
+from lightning_spans.schema.replays import Replay
+
+STARTING = "lightning-starting"  # under which OTel's SDK, when it starts a span, finds ours
+SCOPE = "lightning-scope"  # under which the innermost `Entry` is kept; see `instrument.scope`
+_PREFIX = "lightning-"  # of all that we keep in the OTel Context
+_AGENT = "lightning-agent"
+_ATTEMPT = "lightning-attempt"
+
+T = TypeVar("T")
+
+
+def _direct() -> tuple[Callable[[], Context], Callable[[Any], object]]:
+    """Return what OTel's `get_current` and `attach` come to; each is two calls, and a stream makes four for an item."""
+    variable = getattr(getattr(otel_context, "_RUNTIME_CONTEXT", None), "_current_context", None)
+    if type(variable) is ContextVar:
+        return variable.get, variable.set
+    return otel_context.get_current, otel_context.attach  # the user has set OTEL_PYTHON_CONTEXT
+
+
+current, attach = _direct()
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> Attempt | None:
+    """Read the attempt that a runner set for this process; None when there is none."""
+    env = os.environ if environ is None else environ
+    if not (env.get("LIGHTNING_ROLLOUT_ID") and env.get("LIGHTNING_ATTEMPT_ID")):
+        return None
+    return Attempt(
+        rollout_id=env["LIGHTNING_ROLLOUT_ID"],
+        attempt_id=env["LIGHTNING_ATTEMPT_ID"],
+        endpoint=env.get("LIGHTNING_ENDPOINT") or None,
+        key=env.get("LIGHTNING_KEY") or None,
+        agents=tuple(unquote(name) for name in env.get("LIGHTNING_AGENTS", "").split(",") if name),
+        model=env.get("LIGHTNING_MODEL", "policy"),
+        prompts=loads(env.get("LIGHTNING_PROMPTS") or "{}"),
+        replay=from_json(Replay, loads(text)) if (text := env.get("LIGHTNING_REPLAY")) else None,
+    )
+
+
+class Entry:
+    """A context that is entered for a while, of which copies may outlive that while.
+
+    Attributes:
+        previous: the context that was current before it was entered.
+        entered: the context that it was entered with; None before.
+        closed: whether it is over.
+    """
+
+    __slots__ = ("closed", "entered", "previous")
+
+    def __init__(self) -> None:
+        self.previous: Context | None = None
+        self.entered: Context | None = None
+        self.closed = False
+
+
+def settled(context: Context | None = None) -> Context:
+    """Return a context without what entries that are over have left in it.
+
+    A framework may report the end of its work in a copy of its context (asyncio shields callbacks), so that who awaited
+    it is still in the work's own. What was put on top since then stays: an attempt, an agent, everybody else's values.
+
+    Args:
+        context: by default the current one.
+    """
+    context = current() if context is None else context
+    entry = context.get(SCOPE)
+    while isinstance(entry, Entry) and entry.closed and entry.entered is not None:  # nearly always not once
+        context = (entry.previous or Context()) if context is entry.entered else _without(context, entry, entry.entered)
+        entry = context.get(SCOPE)
+    return context
+
+
+def _without(context: Context, entry: Entry, entered: Context) -> Context:
+    """Undo in a context what an entry changed, but for what was changed again on top of it."""
+    before = entry.previous or Context()
+    values = {
+        key: value for key, value in context.items() if not (key.startswith(_PREFIX) and value is entered.get(key))
+    }
+    ours = {key: value for key, value in before.items() if key.startswith(_PREFIX)}
+    return Context({**ours, **values})
+
+
+def current_agent(context: Context | None = None) -> str | None:
+    """Name the agent at work in this context; None when nothing named one."""
+    name = (settled() if context is None else context).get(_AGENT)
+    return name if isinstance(name, str) else None
+
+
+def current_attempt(context: Context | None = None) -> Attempt | None:
+    """Return the attempt of this context, else the one that the environment names, else None."""
+    attempt = (settled() if context is None else context).get(_ATTEMPT)
+    return attempt if isinstance(attempt, Attempt) else from_environment()
+
+
+def with_agent(name: str | None, context: Context | None = None) -> Context:
+    """Return a context in which this agent is at work."""
+    return Context({**(settled() if context is None else context), _AGENT: name})
+
+
+def with_attempt(attempt: Attempt, context: Context | None = None) -> Context:
+    """Return a context that belongs to this attempt."""
+    return Context({**(settled() if context is None else context), _ATTEMPT: attempt})
+
+
+def at_work(agent: str | None, attempt: Attempt | None, values: Mapping[str, object]) -> Context:
+    """Return a context of these values, in which this agent is at work, for this attempt unless it is None."""
+    given = {_AGENT: agent} if attempt is None else {_AGENT: agent, _ATTEMPT: attempt}
+    return Context({**values, **given})
+
+
+@contextmanager
+def entered(context: Context) -> Iterator[Context]:
+    """Make `context` the current one inside the block."""
+    token = otel_context.attach(context)
+    try:
+        yield context
+    finally:
+        otel_context.detach(token)
+
+
+def overlaid(ours: Context, onto: Context | None = None) -> Context:
+    """Return a context with our values of `ours` and everybody else's of `onto` (the current one by default)."""
+    base = current() if onto is None else onto
+    theirs = {key: value for key, value in base.items() if not key.startswith(_PREFIX)}
+    return Context({**theirs, **{key: value for key, value in ours.items() if key.startswith(_PREFIX)}})
+
+
+class Steps:
+    """The context of a generator and that of its reader, changed at each step; others may change theirs meanwhile.
+
+    A generator shares its reader's execution context: what it entered itself would leak out at each ``yield``. What
+    others put into the OTel Context inside (the user's tracing) still does.
+
+    Args:
+        inner: the generator's context; None: that of its reader.
+
+    Attributes:
+        entered: what `enter` made current; None before it did, or where there is nothing to enter. While it is current,
+            `leave` comes to `attach(outer)`, and the next `enter`, while `outer` is current, to `attach(entered)`: a
+            stream of many items may do that itself, and set `inside`.
+        outer: the reader's context.
+        inside: whether the generator runs.
+    """
+
+    __slots__ = ("_inner", "entered", "inside", "outer")
+
+    def __init__(self, inner: Context | None) -> None:
+        self._inner = inner
+        self.entered: Context | None = None
+        self.outer = inner
+        self.inside = False
+
+    def enter(self) -> None:
+        """Make the generator's context the current one."""
+        if self._inner is None:
+            return
+        outer = current()
+        if self.entered is None or outer is not self.outer or self._inner is not self.entered:
+            self.entered, self.outer = overlaid(self._inner, outer), outer
+        self.inside = True
+        attach(self.entered)
+
+    def leave(self) -> None:
+        """Return the reader its own back."""
+        if self._inner is None or self.outer is None:
+            return
+        self._inner = inner = current()
+        self.inside = False
+        # No token: the last step may come in another execution context.
+        attach(self.outer if inner is self.entered else overlaid(self.outer, inner))
+
+    async def close(self, items: AsyncGenerator[Any, None]) -> None:
+        """Close the generator in its context, and leave that."""
+        if not self.inside:
+            self.enter()
+        try:
+            await items.aclose()
+        finally:
+            self.leave()
+
+
+async def entered_steps(context: Context, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Run an async generator inside `context`, but what its reader does between two items outside of it."""
+    steps = Steps(context)
+    try:
+        steps.enter()
+        async for item in items:
+            steps.leave()
+            yield item
+            steps.enter()
+    finally:
+        await steps.close(items)
+
+
+@contextmanager
+def use_attempt(attempt: Attempt) -> Iterator[Attempt]:
+    """Run the block as part of this attempt: root spans begun inside belong to it."""
+    with entered(with_attempt(attempt)):
+        yield attempt

@@ -1,0 +1,1 @@
+"""From finished spans to where they are stored: queue, outbox, OTLP, HTTP."""

@@ -1,0 +1,366 @@
+"""Spans to OpenTelemetry's protocol (OTLP) and back: protobuf and JSON."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.spans import Json, Span, Status
+
+if TYPE_CHECKING:
+    from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+
+_LIFTED = {
+    names.OPERATION: "operation",
+    names.AGENT_NAME: "agent",
+    names.ROLLOUT_ID: "rollout_id",
+    names.ATTEMPT_ID: "attempt_id",
+}
+_STATUS: dict[int, Status] = {0: "unset", 1: "ok", 2: "error"}
+_CODE: dict[Status, int] = {status: code for code, status in _STATUS.items()}
+_SMALL = [bytes([number]) for number in range(0x80)]
+_TIMES = struct.Struct("<BQBQ")
+_TWO = struct.Struct("BB")
+_DOUBLE = struct.Struct("<d")
+_LABELS = frozenset({str, int, bool})  # no floats: -0.0 is equal to 0.0
+_LABEL = 64  # most characters of an attribute whose bytes are kept for the next span: names, labels, numbers
+_KNOWN = 4096  # and of how many
+_known: dict[tuple[str, type, str | int], bytes] = {}
+
+
+def flatten(span: Span) -> dict[str, Json]:
+    """Return attributes with the fields that OTel keeps as attributes: operation, agent, attempt and so on."""
+    flat: dict[str, Json] = {names.SCHEMA: names.SCHEMA_VERSION, names.OPERATION: span.operation}
+    if span.agent is not None:
+        flat[names.AGENT_NAME] = span.agent
+    if span.rollout_id is not None:
+        flat[names.ROLLOUT_ID] = span.rollout_id
+    if span.attempt_id is not None:
+        flat[names.ATTEMPT_ID] = span.attempt_id
+    if span.origin != names.TRAINING:
+        flat[names.ORIGIN] = span.origin
+    flat.update(span.attributes)
+    return flat
+
+
+def lift(attributes: Mapping[str, Json]) -> dict[str, Any]:
+    """Undo `flatten`: give keyword arguments of `Span` from OTel attributes."""
+    rest = dict(attributes)
+    fields: dict[str, Any] = dict.fromkeys(_LIFTED.values())
+    for key, field in _LIFTED.items():
+        if isinstance(rest.get(key), str):  # what another library put there in another type stays an attribute
+            fields[field] = rest.pop(key)
+    rest.pop(names.SCHEMA, None)
+    origin = rest.pop(names.ORIGIN, None)
+    fields["origin"] = origin if isinstance(origin, str) and origin else names.TRAINING
+    fields["operation"] = fields["operation"] or "internal"
+    return {**fields, "attributes": rest}
+
+
+# Written by hand, because in the agent's process protobuf's own objects take longer. The numbers are those of
+# opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto.
+
+
+def encode(spans: Iterable[Span], *, resource: Mapping[str, str] | None = None) -> bytes:
+    """Return an OTLP ``ExportTraceServiceRequest`` as protobuf bytes.
+
+    Args:
+        spans: what to send.
+        resource: resource attributes; ``service.name`` is ``lightning`` unless given.
+    """
+    about = {"service.name": "lightning", **(resource or {})}
+    scope = _block(b"\x0a", _block(b"\x0a", b"lightning_spans"))
+    sent = b"".join([_block(b"\x12", _span_bytes(span)) for span in spans])
+    named = _block(b"\x0a", b"".join(_pair(b"\x0a", key, value) for key, value in about.items()))
+    return _block(b"\x0a", named + _block(b"\x12", scope + sent))
+
+
+def _span_bytes(span: Span) -> bytes:
+    code = b"\x18" + _SMALL[_CODE[span.status]]
+    parts = [
+        b"\x0a\x10", bytes.fromhex(span.trace_id),
+        b"\x12\x08", bytes.fromhex(span.span_id),
+        _block(b"\x2a", _utf8(span.name)),
+        b"\x30\x03" if span.operation == names.CHAT else b"\x30\x01",  # CLIENT, INTERNAL
+        _TIMES.pack(0x39, span.start_ns, 0x41, span.end_ns),
+        _block(b"\x7a", _block(b"\x12", _utf8(span.status_message)) + code if span.status_message else code),
+    ]  # fmt: skip
+    if span.parent_id:
+        parts += (b"\x22\x08", bytes.fromhex(span.parent_id))
+    for key, value in flatten(span).items():
+        kind = type(value)
+        known = _known.get((key, kind, value)) if kind in _LABELS else None
+        parts.append(known or _attribute(key, value))
+    return b"".join(parts)
+
+
+def _attribute(key: str, value: Json) -> bytes:
+    kind = type(value)
+    if kind is str and len(value) > _LABEL:
+        return _text(key, value)
+    if kind is list and len(value) == 1 and type(value[0]) is str:  # the reasons why an answer ended
+        return _only(key, value[0])
+    if value is None:
+        return b""
+    made = _pair(b"\x4a", key, value)
+    if kind in _LABELS:
+        if len(_known) >= _KNOWN:
+            _known.clear()
+        _known[key, kind, value] = made
+    return made
+
+
+@functools.lru_cache(1024)
+def _only(key: str, text: str) -> bytes:
+    return _pair(b"\x4a", key, [text])
+
+
+def _text(key: str, text: str) -> bytes:
+    """Return `_pair` of a long text, in one go."""
+    data = _utf8(text)
+    size = _varint(len(data))
+    whole = 1 + len(size) + len(data)
+    named, sized = _key(key), _varint(whole)
+    pair = _varint(len(named) + 1 + len(sized) + whole)
+    return b"".join((b"\x4a", pair, named, b"\x12", sized, b"\x0a", size, data))
+
+
+def _utf8(text: str) -> bytes:
+    """Return UTF-8; what it lacks, a lone surrogate as in half an emoji, becomes its escape, as in the SQL store."""
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _varint(number: int) -> bytes:
+    if number < 0x80:
+        return _SMALL[number]
+    if number < 0x4000:
+        return _TWO.pack(number & 0x7F | 0x80, number >> 7)
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _block(tag: bytes, body: bytes) -> bytes:
+    size = len(body)
+    return tag + (_SMALL[size] if size < 0x80 else _varint(size)) + body
+
+
+def _pair(tag: bytes, key: str, value: Json) -> bytes:
+    return _block(tag, _key(key) + _block(b"\x12", _value(value)))
+
+
+@functools.lru_cache(1024)
+def _key(key: str) -> bytes:
+    return _block(b"\x0a", _utf8(key))
+
+
+def _value(value: Json) -> bytes:
+    if isinstance(value, str):
+        return _block(b"\x0a", _utf8(value))
+    if isinstance(value, bool):
+        return b"\x10\x01" if value else b"\x10\x00"
+    if isinstance(value, int) and -(2**63) <= value < 2**63:  # a larger one goes as text
+        return b"\x18" + _varint(value & (2**64 - 1))
+    if isinstance(value, float):
+        return b"\x21" + _DOUBLE.pack(value)
+    return b"" if value is None else _other(value)  # an absent value is an AnyValue with nothing set
+
+
+def _other(value: Json) -> bytes:
+    if isinstance(value, Mapping):
+        return _block(b"\x32", b"".join([_pair(b"\x0a", str(key), item) for key, item in value.items()]))
+    if isinstance(value, Sequence):
+        return _block(b"\x2a", b"".join([_block(b"\x0a", _value(item)) for item in value]))
+    return _block(b"\x0a", _utf8(str(value)))
+
+
+def decode(body: bytes, content_type: str = PROTOBUF) -> list[Span]:
+    """Read an OTLP ``ExportTraceServiceRequest``, all of it or nothing.
+
+    Raises:
+        ValueError: as `read` raises it, or a span of it is wrong.
+    """
+    spans, complaints = read(body, content_type)
+    if complaints:
+        raise ValueError(complaints[0])
+    return spans
+
+
+def read(body: bytes, content_type: str = PROTOBUF) -> tuple[list[Span], list[str]]:
+    """Read an OTLP ``ExportTraceServiceRequest``. Spans of other libraries keep all their attributes.
+
+    Args:
+        body: the uncompressed request body.
+        content_type: ``application/x-protobuf`` or ``application/json``.
+
+    Returns:
+        The spans, and for each one that is wrong what is wrong with it.
+
+    Raises:
+        ValueError: the body is not OTLP, or the content type is neither of the two.
+    """
+    kind = content_type.split(";", maxsplit=1)[0].strip().lower()
+    complaints: list[str] = []
+    if kind == PROTOBUF:
+        return list(_decode_protobuf(body, complaints)), complaints
+    if kind == JSON:
+        return list(_decode_json(body, complaints)), complaints
+    raise ValueError(f"content type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
+
+
+def rejected(answer: bytes, content_type: str) -> int:
+    """Read from a server's answer how many spans of the request it will never take; 0 where it does not say."""
+    if not answer or content_type.split(";", maxsplit=1)[0].strip().lower() != PROTOBUF:
+        return 0
+    from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+    response = ExportTraceServiceResponse()
+    try:
+        response.ParseFromString(answer)
+    except DecodeError:
+        return 0
+    return int(response.partial_success.rejected_spans)
+
+
+def _decode_protobuf(body: bytes, complaints: list[str]) -> Iterator[Span]:
+    from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    request = ExportTraceServiceRequest()
+    try:
+        request.ParseFromString(body)
+    except DecodeError as error:
+        raise ValueError(f"not an OTLP protobuf body: {error}") from None
+    for batch in request.resource_spans:
+        for scope in batch.scope_spans:
+            for span in scope.spans:
+                try:
+                    yield _span(
+                        trace_id=span.trace_id.hex(),
+                        span_id=span.span_id.hex(),
+                        parent_id=span.parent_span_id.hex(),
+                        name=span.name,
+                        start_ns=span.start_time_unix_nano,
+                        end_ns=span.end_time_unix_nano,
+                        code=span.status.code,
+                        message=span.status.message,
+                        attributes={pair.key: _read_value(pair.value) for pair in span.attributes},
+                    )
+                except ValueError as error:
+                    complaints.append(str(error))
+
+
+def _read_value(value: AnyValue) -> Json:
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [_read_value(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return {pair.key: _read_value(pair.value) for pair in value.kvlist_value.values}
+    if kind == "bytes_value":
+        return value.bytes_value.hex()
+    return getattr(value, kind)
+
+
+def _decode_json(body: bytes, complaints: list[str]) -> Iterator[Span]:
+    import orjson
+
+    try:
+        request = orjson.loads(body)
+        spans = [
+            span
+            for batch in request.get("resourceSpans", [])
+            for scope in batch.get("scopeSpans", [])
+            for span in scope.get("spans", [])
+        ]
+    except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an OTLP JSON body: {type(error).__name__}: {error}") from None
+    for span in spans:
+        try:
+            yield _json_span(span)
+        except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+            known = type(error) is ValueError  # ours, which says what is wrong
+            complaints.append(str(error) if known else f"not an OTLP JSON span: {type(error).__name__}: {error}")
+
+
+def _json_span(span: Mapping[str, Json]) -> Span:
+    status = span.get("status") or {}  # null stands for a field's default in the JSON form of protobuf
+    return _span(
+        trace_id=span["traceId"].lower(),
+        span_id=span["spanId"].lower(),
+        parent_id=(span.get("parentSpanId") or "").lower(),
+        name=_json_text(span, "name"),
+        start_ns=int(span["startTimeUnixNano"]),
+        end_ns=int(span["endTimeUnixNano"]),
+        code=_status_code(status.get("code", 0)),
+        message=_json_text(status, "message"),
+        attributes={_json_text(p, "key"): _read_json(p.get("value") or {}) for p in span.get("attributes") or []},
+    )
+
+
+def _json_text(holder: Mapping[str, Json], name: str) -> str:
+    value = holder.get(name)
+    if not isinstance(value, str | None):
+        raise ValueError(f"a span's {name} must be a text, not {value!r:.100}")
+    return value or ""
+
+
+def _status_code(code: int | str) -> int:
+    return code if isinstance(code, int) else {"STATUS_CODE_OK": 1, "STATUS_CODE_ERROR": 2}.get(code, 0)
+
+
+def _read_json(value: Mapping[str, Json]) -> Json:
+    if "arrayValue" in value:
+        return [_read_json(item) for item in value["arrayValue"].get("values") or []]
+    if "kvlistValue" in value:
+        pairs = value["kvlistValue"].get("values") or []
+        return {_json_text(pair, "key"): _read_json(pair.get("value") or {}) for pair in pairs}
+    if "intValue" in value:
+        return int(value["intValue"])  # proto3 JSON writes 64-bit integers as strings
+    if "doubleValue" in value:
+        return float(value["doubleValue"])
+    return next(iter(value.values()), None)
+
+
+def _span(
+    *,
+    trace_id: str,
+    span_id: str,
+    parent_id: str,
+    name: str,
+    start_ns: int,
+    end_ns: int,
+    code: int,
+    message: str,
+    attributes: dict[str, Json],
+) -> Span:
+    if not _is_hex(trace_id, 32) or not _is_hex(span_id, 16) or (parent_id and not _is_hex(parent_id, 16)):
+        raise ValueError(f"span {name!r}: ids must be 32 and 16 hex digits, not {trace_id!r} and {span_id!r}")
+    if not 0 <= start_ns < 2**63 or not 0 <= end_ns < 2**63:
+        raise ValueError(f"span {name!r}: its times, {start_ns} and {end_ns}, are no Unix times in nanoseconds")
+    return Span(
+        name=name,
+        trace_id=trace_id,
+        span_id=span_id,
+        parent_id=parent_id or None,
+        start_ns=start_ns,
+        end_ns=max(start_ns, end_ns),
+        status=_STATUS.get(code, "unset"),
+        status_message=message,
+        **lift(attributes),
+    )
+
+
+def _is_hex(text: str, digits: int) -> bool:
+    return len(text) == digits and all(c in "0123456789abcdef" for c in text) and bool(text.strip("0"))

@@ -1,0 +1,246 @@
+"""A spool on disk: what could not be delivered waits here, also for the next process."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from lightning_spans.record.process import in_child
+from lightning_spans.schema.json import from_json, to_json
+from lightning_spans.schema.spans import Span
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+logger = logging.getLogger("lightning_spans")
+
+MAX_BYTES: Final = 1 << 30
+STALE_S: Final = 600.0  # half a batch this old belongs to a process that died while it wrote
+_TELL_EVERY_S: Final = 60.0
+_in_this_process: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
+
+
+def _after_fork() -> None:
+    _in_this_process.clear()  # the threads that held them are not in the child
+
+
+in_child(_after_fork)
+
+
+def line_of(url: str | None) -> str:
+    """Name the line that batches for one destination stand in: what can't reach one holds nobody else up."""
+    return hashlib.sha256((url or "").encode()).hexdigest()[:8]
+
+
+class Spool:
+    """A folder of batches, one file each, named by number and line: they are delivered in the order of their numbers.
+
+    A file is written whole under another name and then renamed, so that a reader never sees half of it. One process
+    at a time delivers from a folder, under a lock that the system takes back when the process dies; a file is removed
+    when it is delivered. Delivery is idempotent, so a crash between the two costs nothing.
+
+    Args:
+        folder: made when first needed, for its owner only: files hold what the agent saw, and attempt keys.
+        max_bytes: most bytes to keep; what comes on top is not kept.
+    """
+
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        self.folder = folder.absolute()
+        self._max_bytes = max_bytes
+        self._last = 0
+        self._told_at = -_TELL_EVERY_S
+
+    def append(self, url: str | None, key: str | None, spans: Sequence[Span]) -> int:
+        """Keep a batch. Returns the number of spans kept: all, or 0 when the spool is full or the disk refuses."""
+        import orjson
+
+        body = orjson.dumps({"url": url, "key": key, "spans": [to_json(span) for span in spans]}, default=str)
+        half = None
+        try:
+            if self._size() + len(body) > self._max_bytes:
+                self._tell(f"the spool {self.folder} is full ({self._max_bytes} bytes)")
+                return 0
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            half = self.folder / f"{self._next():020d}-{line_of(url)}-{uuid.uuid4().hex[:8]}.half"
+            _write(half, body)
+            half.rename(half.with_suffix(".spans"))
+            _sync(self.folder)
+        except OSError as error:
+            self._tell(f"can't spool to {self.folder}: {error}")
+            if half is not None:
+                with suppress(OSError):  # the disk that refused to write; what is left is removed when it is old
+                    half.unlink(missing_ok=True)
+            return 0
+        return len(spans)
+
+    def pending(self) -> int:
+        """Return the number of batches that wait."""
+        return len(self._waiting())
+
+    def waits(self, url: str | None) -> bool:
+        """Whether a batch for this destination waits, so that a newer one must not overtake it."""
+        line = line_of(url)
+        return any(_line(path) in (line, None) for path in self._waiting())
+
+    def describe(self) -> str:
+        """Say in words what waits where."""
+        count = self.pending()
+        return f"{count} batches wait in {self.folder}" if count else "nothing waits in the spool"
+
+    def replay(
+        self,
+        send: Callable[[str | None, str | None, Sequence[Span]], bool],
+        *,
+        ready: Callable[[str], bool] = lambda _: True,
+        first: str | None = None,
+    ) -> int:
+        """Deliver waiting batches, each line oldest first until one fails. Returns the number of batches delivered.
+
+        Does nothing while another process is at it.
+
+        Args:
+            send: takes URL, key and spans; True when the batch needs no further delivery.
+            ready: whether a line, as `line_of` names it, is worth a try.
+            first: the line that is served before all others, which may be slow to fail.
+        """
+        if not self._waiting():
+            return 0
+        with self._alone() as alone:
+            return self._deliver(send, ready, first) if alone else 0
+
+    def _deliver(
+        self,
+        send: Callable[[str | None, str | None, Sequence[Span]], bool],
+        ready: Callable[[str], bool],
+        first: str | None,
+    ) -> int:
+        count = 0
+        stuck: set[str] = set()
+        for path in sorted(self._waiting(), key=lambda path: _line(path) != first):
+            named = _line(path)
+            if named is not None and (named in stuck or not ready(named)):
+                continue
+            batch = _read(path)
+            if batch is None:
+                continue
+            url, key, spans = batch
+            if line_of(url) not in stuck and send(url, key, spans):
+                path.unlink()
+                count += 1
+            else:
+                stuck.add(line_of(url))
+        return count
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
+        """Hold the folder's lock; gives False where another has it."""
+        mine = _in_this_process[self.folder]
+        if not mine.acquire(blocking=False):
+            yield False
+            return
+        try:
+            file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+            try:
+                yield _locked(file)  # closing the file unlocks it
+            finally:
+                os.close(file)
+        finally:
+            mine.release()
+
+    def _waiting(self) -> list[Path]:
+        try:
+            found = sorted(self.folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        for path in found:
+            if path.suffix == ".half":
+                with suppress(OSError):  # somebody finished or removed it meanwhile
+                    if time.time() - path.stat().st_mtime > STALE_S:
+                        path.unlink()
+        return [path for path in found if path.suffix == ".spans"]
+
+    def _next(self) -> int:
+        """Return a number above all there are, though the clock be set back."""
+        if not self._last:
+            self._last = max((int(number) for path in self._waiting() if (number := _number(path))), default=0)
+        self._last = max(time.time_ns(), self._last + 1)
+        return self._last
+
+    def _size(self) -> int:
+        size = 0
+        with suppress(FileNotFoundError):
+            for path in self.folder.iterdir():
+                with suppress(FileNotFoundError):  # delivered meanwhile
+                    size += path.stat().st_size
+        return size
+
+    def _tell(self, what: str) -> None:
+        if time.monotonic() - self._told_at >= _TELL_EVERY_S:
+            self._told_at = time.monotonic()
+            logger.error("lightning: %s", what)
+
+
+def _number(path: Path) -> str:
+    number = path.name.split("-")[0]
+    return number if number.isdigit() else ""
+
+
+def _line(path: Path) -> str | None:
+    """Read the line from a file's name; None where it does not tell."""
+    parts = path.stem.split("-")
+    return parts[1] if len(parts) == 3 else None
+
+
+def _write(path: Path, body: bytes) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(body)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Have the folder's list of files on disk, too, where the system can do that."""
+    if sys.platform != "win32":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _locked(file: int) -> bool:
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process's own: a forked child does not have it
+    except OSError:
+        return False
+    return True
+
+
+def _read(path: Path) -> tuple[str | None, str | None, list[Span]] | None:
+    import orjson
+
+    try:
+        batch = orjson.loads(path.read_bytes())
+        return batch["url"], batch["key"], [from_json(Span, span) for span in batch["spans"]]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        broken = path.with_suffix(".broken")
+        logger.exception("lightning: %s can't be read and is kept as %s", path, broken)
+        path.rename(broken)
+        return None

@@ -1,0 +1,380 @@
+"""Where spans go: a bounded queue, a thread that delivers in batches, and a spool on disk for what can't be delivered.
+
+The agent's thread only puts; it never waits for the network or the disk. What can't be delivered is spooled, what can't
+be spooled is dropped, and both are counted and reported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize, register_after_fork
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+from lightning_spans.record.delivery.deliver import BatchRefusedError, BusyError, Destination
+from lightning_spans.record.delivery.outbox import Spool, line_of
+from lightning_spans.record.process import in_child
+from lightning_spans.record.stalls import waiting
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.spans import Span
+
+logger = logging.getLogger("lightning_spans")
+
+QUEUE_SIZE: Final = 16_384
+BATCH_SIZE: Final = 512
+LINGER_S: Final = 0.1  # a batch waits this long for company
+IDLE_S: Final = 0.5  # and a thread that has nothing to deliver for something, or for what is spooled
+RETRY_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
+CLOSE_S: Final = 5.0  # at the end of the process, for a destination that does not answer
+DETACH_S: Final = 2.0  # the same when the process goes on without us
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the spans put into a sink."""
+
+    put: int = 0
+    delivered: int = 0
+    spooled: int = 0
+    retried: int = 0  # sent again, from the spool
+    sampled_out: int = 0  # left out by the configured rate
+    redacted: int = 0  # had something masked
+    refused: int = 0  # the other side will never take them: delivering again is useless
+    dropped: int = 0
+
+
+@dataclass(slots=True)
+class _Line:
+    """How it goes with one destination: one that is down holds up no other."""
+
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+class EndedSpan(Protocol):
+    """A span that has ended, and whose record is still to be made."""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits."""
+        ...
+
+    def record(self) -> Span:
+        """Make the record: in the thread that delivers, so that it costs the agent no time."""
+        ...
+
+
+class Sink(Protocol):
+    """Takes finished spans; never blocks, never raises."""
+
+    def put(self, span: Span | EndedSpan, attempt: Attempt | None) -> None:
+        """Take a span for delivery."""
+        ...
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""
+        ...
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Deliver or spool what is pending, and stop; what is not delivered when the time runs out is spooled."""
+        ...
+
+
+Put: TypeAlias = tuple[Span | EndedSpan, Attempt | None]
+Deliver = Callable[[Destination, Sequence[Span]], int | None]
+"""Sends a batch; gives how many of its spans the other side will never take, or None for none of them."""
+
+
+class BatchSink:
+    """The sink of an attached process.
+
+    Args:
+        deliver: sends one batch, and raises when it could not; `BatchRefusedError` when it never can. See `Deliver`.
+        route: gives the destinations of a span: usually the training side of its attempt, else the own store.
+        spool: keeps on disk what could not be delivered.
+        own: the URL of the process's own store as a destination. It is the fastest to take spans, so it waits for no
+            other; and what is spooled for another process's store is left to that.
+        queue_size: spans that may wait; more are dropped and counted.
+        keeps: whether a span is recorded at all; the rest is counted.
+        prepare: masks what must not leave the process, before anything is sent or spooled; one that raises drops its
+            batch.
+        finish: called after the last delivery, by the thread that delivers.
+    """
+
+    def __init__(
+        self,
+        deliver: Deliver,
+        *,
+        route: Callable[[Attempt | None], Sequence[Destination]],
+        spool: Spool,
+        own: str | None = None,
+        queue_size: int = QUEUE_SIZE,
+        keeps: Callable[[Span | EndedSpan, Attempt | None], bool] | None = None,
+        prepare: Callable[[Span, Attempt | None], Span] | None = None,
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._deliver = deliver
+        self._route = route
+        self._spool = spool
+        self._own = own
+        self._trying: Destination | None = None
+        self._queue_size = queue_size
+        self._keeps = keeps
+        self._prepare = prepare
+        self._finish = finish
+        self._id = uuid.uuid4().hex[:12]
+        self.counts = Counts()
+        self._lines: defaultdict[str, _Line] = defaultdict(_Line)
+        self._warned_at = -60.0
+        self._begin()
+        in_child(self._begin_again)
+        atexit.register(self.close)
+        if parent_process() is not None:
+            _close_with_worker(self)
+        if spool.pending():  # what an earlier process left is delivered, even where this one never records a span
+            self._start()
+
+    def _begin_again(self) -> None:
+        """Begin anew in a forked child: the thread does not live on there."""
+        self._begin()
+        register_after_fork(self, _close_with_worker)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: deque[Put] = deque()
+        self._current: deque[tuple[Destination, list[Span]]] = deque()  # of the batch under way, what is not settled
+        self._taken = 0  # spans of that batch
+        self._abandoned = False
+        self._wake = threading.Event()
+        self._done = threading.Condition()
+        self._finished = self.counts.put
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="lightning-sink", daemon=True)
+        self._started = False
+
+    def put(self, span: Span | EndedSpan, attempt: Attempt | None) -> None:
+        """Take a span for delivery."""
+        if self._keeps is not None and not self._keeps(span, attempt):
+            self.counts.sampled_out += 1
+            return
+        with self._lock:
+            if self._closing or len(self._queue) >= self._queue_size:
+                self.counts.dropped += 1
+                self._warn("the queue is full or closed")
+                return
+            self.counts.put += 1
+            self._queue.append((span, attempt))
+            if not self._started:
+                self._start()
+        if len(self._queue) >= BATCH_SIZE:
+            self._wake.set()
+
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+            self._started = True
+        except RuntimeError as error:  # at the end of the process, since Python 3.12: `close` spools what came
+            self._warn(str(error))
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""
+        target = self.counts.put
+        self._wake.set()
+        with self._done:
+            return self._done.wait_for(lambda: not self._started or self._finished >= target, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Deliver or spool what is pending, and stop; reports what was not delivered.
+
+        Args:
+            timeout_s: what is not delivered by then is spooled, also what a destination may yet take: told twice, it is
+                stored once. By default `CLOSE_S`. Only the spool's own disk is waited for longer.
+        """
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._wake.set()
+        atexit.unregister(self.close)
+        if self._started:
+            self._join(CLOSE_S if timeout_s is None else timeout_s)
+        else:
+            self._abandon()  # what came when no thread could be started any more
+            self._finish()
+        left = self.counts
+        if left.dropped or left.refused or self._spool.pending():
+            logger.warning(
+                "lightning: of %d spans %d were delivered; %d were spooled, %d refused, %d dropped; %s",
+                left.put, left.delivered, left.spooled, left.refused, left.dropped, self._spool.describe(),
+            )  # fmt: skip
+
+    def _join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._abandon()
+            if timeout_s < CLOSE_S:  # the delivery under way may still end well
+                atexit.register(self._thread.join, CLOSE_S - timeout_s)
+
+    def about(self) -> str:
+        """Say what became of all spans so far, for the server that counts it: ``ID;delivered=5;dropped=1``."""
+        return ";".join([self._id, *(f"{name}={getattr(self.counts, name)}" for name in Counts.__slots__)])
+
+    def _run(self) -> None:
+        while not self._abandoned:
+            self._wake.wait(LINGER_S if self._queue else IDLE_S)
+            self._wake.clear()
+            closing = self._closing
+            self._work(closing=closing)
+            if closing and not self._queue:
+                break
+        try:
+            self._finish()
+        except Exception:
+            logger.exception("lightning: what delivers spans did not close")
+
+    def _work(self, *, closing: bool) -> None:
+        """Deliver what waits here, then what waits in the spool; hold on to what can neither be sent nor spooled."""
+        if not (self._current or self._queue):
+            self._replay()
+        while self._current or self._queue:
+            try:
+                if not self._current:
+                    self._take()
+                while self._current and not self._abandoned:
+                    if not self._settle(*self._current[0], closing=closing):
+                        return  # the queue fills meanwhile; what does not fit there is dropped and counted
+                    self._current.popleft()
+            except Exception:
+                self.counts.dropped += self._taken
+                self._current.clear()
+                logger.exception("lightning: %d spans are dropped", self._taken)
+            if self._abandoned:
+                return
+            self._replay()
+            with self._done:
+                self._finished += self._taken
+                self._taken = 0
+                self._done.notify_all()
+
+    def _take(self) -> None:
+        """Begin a batch."""
+        batch = [self._queue.popleft() for _ in range(min(BATCH_SIZE, len(self._queue)))]
+        self._taken = len(batch)
+        self._current.extend(self._grouped(batch))
+
+    def _grouped(
+        self, batch: Sequence[tuple[Span | EndedSpan, Attempt | None]]
+    ) -> list[tuple[Destination, list[Span]]]:
+        groups: dict[Destination, list[Span]] = {}
+        lists: list[list[Span]] | None = None  # of the attempt before, whose spans go to the same places
+        before: Attempt | None = None
+        for ended, attempt in batch:
+            given = ended if isinstance(ended, Span) else ended.record()
+            span = given if self._prepare is None else self._prepare(given, attempt)
+            self.counts.redacted += span.attributes is not given.attributes
+            if lists is None or attempt is not before:
+                lists = [groups.setdefault(destination, []) for destination in self._route(attempt)]
+                before = attempt
+            for spans in lists:
+                spans.append(span)
+        return list(groups.items())
+
+    def _settle(self, destination: Destination, spans: Sequence[Span], *, closing: bool = False) -> bool:
+        """Deliver or spool; at the end drop. False: neither worked, and it may another time.
+
+        What comes after something that waits in the spool waits behind it: a destination gets spans in their order.
+        """
+        due = time.monotonic() >= self._lines[line_of(destination.url)].retry_at
+        if due and not self._spool.waits(destination.url) and self._try(destination, spans):
+            return True
+        kept = self._keep(destination, spans)
+        if not kept and closing:
+            self.counts.dropped += len(spans)
+        return bool(kept) or closing
+
+    def _keep(self, destination: Destination, spans: Sequence[Span]) -> int:
+        with waiting("spool write", f"the disk of {self._spool.folder}"):
+            kept = self._spool.append(destination.url, destination.key, spans)
+        self.counts.spooled += kept
+        return kept
+
+    def _try(self, destination: Destination, spans: Sequence[Span]) -> bool:
+        line = self._lines[line_of(destination.url)]
+        self._trying = destination
+        try:
+            where = destination.url if destination.remote else "the own store"
+            with waiting("sink delivery", f"{where} to take {len(spans)} spans"):
+                refused = self._deliver(destination, spans) or 0
+        except BatchRefusedError as error:
+            self.counts.refused += len(spans)
+            self._warn(str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the spans are spooled and it is logged
+            pause_s = RETRY_S[min(line.failures, len(RETRY_S) - 1)]
+            line.retry_at = time.monotonic() + (error.retry_after_s if isinstance(error, BusyError) else pause_s)
+            line.failures += 1
+            self._warn(f"{type(error).__name__}: {error}; spans are spooled to {self._spool.folder}")
+            return False
+        else:
+            self.counts.delivered += len(spans) - refused
+            self.counts.refused += refused
+            if refused:
+                self._warn(f"{destination.url} will never take {refused} of {len(spans)}")
+            line.failures = 0
+        finally:
+            self._trying = None
+        return True
+
+    def _replay(self) -> None:
+        def send(url: str | None, key: str | None, spans: Sequence[Span]) -> bool:
+            destination = Destination(url, key)
+            if url is not None and url != self._own and not destination.remote:  # it is for another process's store
+                self._lines[line_of(url)].retry_at = math.inf
+                return False
+            self.counts.retried += len(spans)
+            return self._try(destination, spans)
+
+        try:
+            self._spool.replay(
+                send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at, first=line_of(self._own)
+            )
+        except OSError as error:  # what waits there goes on waiting
+            self._warn(f"the spool {self._spool.folder} can't be read: {error}")
+
+    def _abandon(self) -> None:
+        """Spool what is left at the end, because a destination does not answer; told twice, it is stored once."""
+        self._abandoned = True
+        rest = list(self._current)
+        with self._lock:
+            rest += self._grouped(list(self._queue))
+            self._queue.clear()
+        hangs = self._trying
+        for destination, spans in rest:
+            # A server that hangs is no reason to keep the own store waiting, perhaps for ever: the next process may be
+            # held up by the same server.
+            if hangs is None or not hangs.remote or destination.remote or not self._settle(destination, spans):
+                self.counts.dropped += len(spans) - self._keep(destination, spans)
+
+    def _warn(self, why: str) -> None:
+        if time.monotonic() - self._warned_at >= 60.0:
+            self._warned_at = time.monotonic()
+            logger.warning("lightning: spans are not delivered: %s", why)
+
+
+def _close_with_worker(sink: BatchSink) -> None:
+    """Deliver what waits at the end of a worker of multiprocessing, which ends without `atexit`."""
+    Finalize(None, sink.close, exitpriority=-100)  # last
+
+
+def default_spool() -> Path:
+    """Folder for undelivered spans: ``LIGHTNING_SPOOL``, else ``./lightning-spool``; made when first needed."""
+    return Path(os.environ.get("LIGHTNING_SPOOL", "lightning-spool"))

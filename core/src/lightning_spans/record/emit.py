@@ -1,0 +1,64 @@
+"""Rewards that an agent's program gives from inside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry import context as otel_context
+
+from lightning_spans.errors import RewardError
+from lightning_spans.record.context import current_attempt, entered
+from lightning_spans.record.pipeline import live_pipeline
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.rewards import Reward, as_reward
+
+_COLLECTOR = "lightning-rewards"
+
+
+@contextmanager
+def collecting() -> Iterator[list[Reward]]:
+    """Collect what `emit_reward` gives inside the block; for runners, which deliver it with their own key."""
+    rewards: list[Reward] = []
+    with entered(otel_context.set_value(_COLLECTOR, rewards)):
+        yield rewards
+
+
+def emit_reward(value: float, *, agent: str | None = None) -> None:
+    """Return a reward from inside the agent's program, as often as you like; rewards add up.
+
+    Inside a runner's attempt it travels with the attempt's result. Outside, while attached, it goes to the process's
+    own store. It belongs to the whole attempt unless an agent is named, and is for the model calls that had ended when
+    it was given: calls that come later earn nothing by it.
+
+    Args:
+        value: a finite number.
+        agent: the agent that earned it.
+
+    Raises:
+        RewardError: the value is not a finite number, or there is no attempt and nothing is attached.
+    """
+    number = as_reward(value)
+    attempt = current_attempt()
+    collector = otel_context.get_value(_COLLECTOR)
+    if isinstance(collector, list) and attempt is not None:
+        collector.append(_given_now(attempt, number, agent))
+        return
+    pipeline = live_pipeline()
+    if attempt is not None and attempt.endpoint:
+        raise RewardError("an agent's own key can't give rewards: print the reward as the command's last line instead.")
+    if pipeline is None or attempt is None:
+        raise RewardError("emit_reward() was called outside an attempt: use it inside run(), or inside use_attempt().")
+    pipeline.delivery.add_rewards([_given_now(attempt, number, agent)])
+
+
+def _given_now(attempt: Attempt, value: float, agent: str | None) -> Reward:
+    return Reward(
+        rollout_id=attempt.rollout_id,
+        attempt_id=attempt.attempt_id,
+        value=value,
+        agent=agent,
+        source="emit_reward",
+        given_ns=time.time_ns(),
+    )

@@ -1,0 +1,1 @@
+"""How frameworks are instrumented: patches, contexts entered and left, open spans tracked."""

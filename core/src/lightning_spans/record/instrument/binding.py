@@ -1,0 +1,49 @@
+"""The hook of a plugin, made from what it patches: bound in order, undone last first, and undone where one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+from lightning_spans.hooks import hookimpl
+from lightning_spans.record.instrument.patches import Undo
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+Bind: TypeAlias = "Callable[[Recorder], Iterator[Callable[[], None]]]"
+"""Changes one thing after the other in a framework, and yields what restores each."""
+
+
+def attaches(name: str) -> Callable[[Bind], Callable[..., Callable[[], None] | None]]:
+    """Make the hook `lightning_attach` of a plugin from a generator.
+
+    Args:
+        name: the framework, as `attach()` is told it.
+    """
+
+    def hook_of(bind: Bind) -> Callable[..., Callable[[], None] | None]:
+        @hookimpl
+        def lightning_attach(framework: str, recorder: Recorder) -> Callable[[], None] | None:
+            return bound(bind, recorder) if framework == name else None
+
+        lightning_attach.__doc__ = bind.__doc__
+        return lightning_attach
+
+    return hook_of
+
+
+def bound(bind: Bind, recorder: Recorder) -> Undo:
+    """Change all that a generator changes, and return what restores it.
+
+    Raises:
+        Exception: as the generator; what it had changed by then is restored.
+    """
+    undo = Undo()
+    try:
+        for step in bind(recorder):
+            undo.add(step)
+    except BaseException:
+        undo()
+        raise
+    return undo

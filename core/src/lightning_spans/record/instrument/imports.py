@@ -1,0 +1,54 @@
+"""What is changed in a module as soon as the program imports it: a plugin imports no library for its own sake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Final, TypeAlias
+
+from wrapt import register_post_import_hook
+
+from lightning_spans.record.instrument.patches import Undo
+from lightning_spans.record.recorder import log_failure
+
+Change: TypeAlias = Callable[[ModuleType], Callable[[], None]]
+_waiting: Final[dict[str, list[Callable[[ModuleType], None]]]] = {}
+
+
+def when_imported(name: str, change: Change) -> Undo:
+    """Change a module, now if it is imported, else when it is.
+
+    Args:
+        name: the module's full name.
+        change: changes it, and returns what restores it. What it raises is logged.
+
+    Returns:
+        The undo; a module that is imported later is then left alone.
+    """
+    undo = Undo()
+
+    def take(module: ModuleType) -> None:
+        try:
+            undo.add(change(module))
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(f"what changes {name}", error)
+
+    if (module := sys.modules.get(name)) is not None:
+        take(module)
+        return undo
+    if name not in _waiting:  # such a hook stays for good, so each module gets but one
+        _waiting[name] = []
+        register_post_import_hook(_imported, name)
+    _waiting[name].append(take)
+    undo.add(lambda: _forget(name, take))
+    return undo
+
+
+def _imported(module: ModuleType) -> None:
+    for take in _waiting.get(module.__name__, ()):
+        take(module)
+
+
+def _forget(name: str, take: Callable[[ModuleType], None]) -> None:
+    _waiting[name].remove(take)

@@ -1,0 +1,48 @@
+"""The OTel Context goes along into threads and executors: who is at work there was at work where they were begun."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from opentelemetry.instrumentation.threading import ThreadingInstrumentor
+
+from lightning_spans.record.context import current, entered
+from lightning_spans.record.instrument.patches import Undo, replace
+
+
+def carry_context() -> Callable[[], None]:
+    """Carry it, until the callable that is given back is called.
+
+    By OTel's own instrumentation, unless the user's tracing already has it on. That leaves out threads of a class with
+    a `run` of its own, which are seen to here.
+    """
+    undo = Undo()
+    instrumentor = ThreadingInstrumentor()
+    if not instrumentor.is_instrumented_by_opentelemetry:
+        instrumentor.instrument()
+        undo.add(instrumentor.uninstrument)
+    undo.add(replace(threading.Thread, "start", _wrap_start))
+    return undo
+
+
+def _wrap_start(original: Callable[..., Any]) -> Callable[..., Any]:
+    def start(thread: Any) -> Any:
+        if "run" not in vars(thread) and _has_own_run(type(thread)):
+            run, context = thread.run, current()
+
+            def carried() -> None:
+                del thread.run
+                with entered(context):
+                    run()
+
+            thread.run = carried
+        return original.__get__(thread)()
+
+    return start
+
+
+def _has_own_run(kind: type) -> bool:
+    owner = next(known for known in kind.__mro__ if "run" in vars(known))
+    return owner not in (threading.Thread, threading.Timer)

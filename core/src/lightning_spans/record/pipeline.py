@@ -1,0 +1,57 @@
+"""What is attached in this process: one recorder for all frameworks, and what its spans pass on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_spans.record.delivery.deliver import Delivery
+    from lightning_spans.record.listeners import Listeners, Naming
+    from lightning_spans.record.recorder import SpanRecorder
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """Made by the first `attach()`, closed by the last `detach()`.
+
+    Attributes:
+        recorder: begins and ends spans.
+        delivery: writes to the process's own store.
+        listeners: tell plugins of spans that ended.
+        naming: asks plugins for names of agents.
+        undo_threading: stops carrying the context into threads.
+    """
+
+    recorder: SpanRecorder
+    delivery: Delivery
+    listeners: Listeners
+    naming: Naming
+    undo_threading: Callable[[], None]
+
+    def close(self, timeout_s: float) -> None:
+        """Stop recording, and deliver or spool what is pending, within the time."""
+        self.undo_threading()
+        self.recorder.tracer.close(timeout_s)
+        self.naming.close()
+        self.listeners.close()
+
+
+_live: Pipeline | None = None  # process-wide, since patches of a framework are, and so what they report to is too
+
+
+def live_pipeline() -> Pipeline | None:
+    """Return the pipeline while something is attached, else None."""
+    return _live
+
+
+def set_live(pipeline: Pipeline | None) -> None:
+    """Make this the process's pipeline; for `attach()` and `detach()`, under their lock."""
+    global _live  # noqa: PLW0603 - see `_live`
+    _live = pipeline
+
+
+def live_recorder() -> SpanRecorder | None:
+    """Return the recorder of this process while something is attached, else None."""
+    return None if _live is None else _live.recorder

@@ -1,0 +1,78 @@
+"""Live use: what an attached program in production records outside of any attempt, read from its environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.record.redaction import NOTHING, Redaction, read_rules
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.spans import TRAINING, Span
+
+if TYPE_CHECKING:
+    from lightning_spans.record.delivery.sink import EndedSpan
+
+_HALF: Final = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """How spans outside of attempts are recorded. Spans of attempts are always kept, since training needs them whole.
+
+    Attributes:
+        origin: the label they get.
+        rate: share of the traces that is kept, 0 to 1: whole traces, the same in every process that sees one.
+        redaction: what is masked in them.
+    """
+
+    origin: str = TRAINING
+    rate: float = 1.0
+    redaction: Redaction = NOTHING
+
+    def keeps(self, span: Span | EndedSpan, attempt: Attempt | None) -> bool:
+        """Whether the span is recorded."""
+        return attempt is not None or sampled(span.trace_id, self.rate)
+
+    def prepare(self, span: Span, attempt: Attempt | None) -> Span:
+        """Label and mask a span, before it leaves the process."""
+        if attempt is not None:
+            return span
+        masked = self.redaction(span) if self.redaction else span
+        return masked if masked.origin == self.origin else replace(masked, origin=self.origin)
+
+
+EVERYTHING: Final = Live()
+
+
+def sampled(trace_id: str, rate: float) -> bool:
+    """Whether a trace is kept at a rate: by its id, whose second half is random in every tracer (W3C trace context)."""
+    return rate >= 1.0 or int(trace_id[16:] or "0", 16) < rate * _HALF
+
+
+def read_live(environ: Mapping[str, str] | None = None) -> Live:
+    """Read ``LIGHTNING_ORIGIN``, ``LIGHTNING_SAMPLE``, ``LIGHTNING_REDACT`` and ``OPENINFERENCE_HIDE_*``.
+
+    Raises:
+        ConfigError: one of them makes no sense.
+    """
+    env = os.environ if environ is None else environ
+    redaction = read_rules(env.get("LIGHTNING_REDACT", "").splitlines(), env)
+    return Live(env.get("LIGHTNING_ORIGIN") or TRAINING, parse_rate(env.get("LIGHTNING_SAMPLE") or "1"), redaction)
+
+
+def parse_rate(text: str) -> float:
+    """Read a share between 0 and 1.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0.0 <= rate <= 1.0:
+        raise ConfigError(f"LIGHTNING_SAMPLE={text!r}: give the share of traces to keep, between 0 and 1.")
+    return rate

@@ -1,0 +1,119 @@
+"""Other system prompts for agents by name, put in the place of their own on the wire: the program stays as it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import selects
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.spans import Json
+
+logger = logging.getLogger("lightning_spans")
+
+Prompts: TypeAlias = Mapping[str, Mapping[str, str]]
+"""By agent: ``before``, a text that its system prompt holds, and ``after``, what stands there instead."""
+
+FORMAT: Final = "lightning-prompts-1"
+_ROLES: Final = ("system", "developer")
+_attached: Prompts = {}
+_missing: Final[set[str]] = set()  # agents of which a prompt was told not to fit
+
+
+def read_prompts(path: str | Path) -> dict[str, dict[str, str]]:
+    """Read the file that ``lightning-rl prompts`` wrote.
+
+    Raises:
+        ConfigError: it can't be read, or is no such file.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        if found["format"] != FORMAT:
+            raise KeyError("format")
+        return {
+            agent: {which: "\n".join(prompt[which]) for which in ("before", "after")}
+            for agent, prompt in found["agents"].items()
+        }
+    except FileNotFoundError:
+        raise ConfigError(f"prompts {str(path)!r}: there is no such file. It is relative to {Path.cwd()}.") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"prompts {str(path)!r} can't be read: {error!r}. Give the file that `lightning-rl prompts` wrote."
+        ) from None
+
+
+def use(prompts: Prompts) -> None:
+    """Use these wherever an attempt brings none of its own; {} for none."""
+    global _attached  # noqa: PLW0603 - the patches of frameworks are process-wide, and so is what they put in
+    _attached = prompts
+    _missing.clear()
+
+
+def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt | None) -> Mapping[str, Json] | None:
+    """Return the body of a model call with the agent's other prompt; None where it stays as it is.
+
+    Args:
+        body: of a chat completion, or of Responses. It is left as it is.
+        agent: whose call it is, by its path.
+        attempt: whose prompts go before those of `attach()`.
+    """
+    prompts: Prompts = attempt.prompts if attempt is not None and attempt.prompts else _attached
+    meant = max((name for name in prompts if selects((name,), agent)), key=len, default=None)
+    if meant is None:
+        return None
+    before, after = prompts[meant]["before"], prompts[meant]["after"]
+    changed = _changed(body, before, after)
+    if changed is None and meant not in _missing:
+        _missing.add(meant)
+        logger.warning(
+            "lightning: the prompt of %r is not the one that its other prompt is for, and stays as it is: it does not"
+            " hold %r. Was the program changed? Make the prompts anew", meant, before[:80],
+        )  # fmt: skip
+    return changed
+
+
+def _changed(body: Mapping[str, Json], before: str, after: str) -> dict[str, Json] | None:
+    instructions = body.get("instructions")
+    if isinstance(instructions, str) and before in instructions:
+        return {**body, "instructions": instructions.replace(before, after, 1)}
+    for field in ("messages", "input"):
+        messages = body.get(field)
+        if not isinstance(messages, list):
+            continue
+        for place, message in enumerate(messages):
+            if isinstance(message, Mapping) and message.get("role") in _ROLES:
+                content = _content(message.get("content"), before, after)
+                if content is not None:
+                    return {**body, field: [*messages[:place], {**message, "content": content}, *messages[place + 1 :]]}
+    return None
+
+
+def _content(content: Any, before: str, after: str) -> Any:
+    if isinstance(content, str):
+        return content.replace(before, after, 1) if before in content else None
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str) and before in part["text"]:
+            changed = {**part, "text": part["text"].replace(before, after, 1)}
+            return [*content[:place], changed, *content[place + 1 :]]
+    return None
+
+
+def system_text(request: Mapping[str, Json]) -> str | None:
+    """Return the system prompt of a request: the first text of that role, or the instructions; None without one."""
+    instructions = request.get("instructions")
+    if isinstance(instructions, str):
+        return instructions
+    for field in ("messages", "input"):
+        messages = request.get(field)
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, Mapping) and message.get("role") in _ROLES:
+                content = message.get("content")
+                if isinstance(content, str):
+                    return content
+                texts = [part.get("text") for part in content or () if isinstance(part, Mapping)]
+                return next((text for text in texts if isinstance(text, str)), None)
+    return None

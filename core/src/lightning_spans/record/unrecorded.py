@@ -1,0 +1,81 @@
+"""HTTP calls that look like a model's and that nothing recorded: counted, so that none vanishes in silence."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+from lightning_spans.record.process import in_child
+
+logger = logging.getLogger("lightning_spans")
+_PATHS: Final = re.compile(
+    r"/(chat/)?completions$"
+    r"|/(v\d\w*|openai)/(responses|messages|chat)$"
+    r"|/api/(chat|generate)$"  # Ollama
+    r"|:(stream)?generateContent$"
+    r"|/model/[^/]+/(invoke|converse)[\w-]*$",  # Bedrock
+    re.IGNORECASE,
+)
+_counts: Counter[str] = Counter()
+_untold: Counter[str] = Counter()  # to a runner
+_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _lock  # noqa: PLW0603 - another thread of the parent's may hold it
+    _lock = threading.Lock()
+    _counts.clear()
+    _untold.clear()
+
+
+in_child(_after_fork)
+
+
+def is_model_call(method: str, path: str) -> bool:
+    """Whether a request looks like one to a model, by its path; a query is not looked at."""
+    return method.upper() == "POST" and _PATHS.search(path.partition("?")[0].rstrip("/")) is not None
+
+
+def count(host: str, path: str) -> None:
+    """Count a call that nothing records."""
+    where = host + path.partition("?")[0]
+    with _lock:
+        _counts[where] += 1
+        _untold[where] += 1
+
+
+def take() -> dict[str, int]:
+    """Return how many there were since the last time, by host and path."""
+    with _lock:
+        taken = dict(_untold)
+        _untold.clear()
+    return taken
+
+
+def forget() -> None:
+    """Begin anew."""
+    with _lock:
+        _counts.clear()
+        _untold.clear()
+
+
+def warn() -> None:
+    """Log how many there were since `forget`."""
+    with _lock:
+        told = lines(_counts)
+    for line in told:
+        logger.warning("lightning: %s", line)
+
+
+def lines(counts: Mapping[str, int]) -> list[str]:
+    """Say in words how many calls went where without being recorded."""
+    return [
+        f"{number} {'call' if number == 1 else 'calls'} to {where} {'was' if number == 1 else 'were'} not recorded: no"
+        " client that is followed made them, so they have no agent, and can't be trained. Use an OpenAI-compatible"
+        " client or LiteLLM for them."
+        for where, number in sorted(counts.items())
+    ]

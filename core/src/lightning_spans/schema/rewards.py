@@ -1,0 +1,73 @@
+"""Rewards: numbers that say how well an attempt, or one agent in it, did."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_spans.errors import RewardError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """One reward, in float64.
+
+    Attributes:
+        rollout_id: the rollout it belongs to.
+        attempt_id: the attempt it belongs to.
+        value: finite; higher is better.
+        agent: the agent that earned it; None when the whole attempt did.
+        span_id: the span that earned it; None when no single one did.
+        choice: index of the answer that earned it, of a call with several; None: all of them did.
+        source: who gave it: ``run``, ``score``, ``emit_reward``, or the name of an automatic rule.
+        given_ns: Unix time in nanoseconds at which it was given in the middle of the attempt: it is for the calls that
+            had ended by then. None: it is for the whole attempt.
+        reward_id: makes delivery idempotent.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    value: float
+    agent: str | None = None
+    span_id: str | None = None
+    choice: int | None = None
+    source: str = "run"
+    given_ns: int | None = None
+    reward_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+def as_reward(value: object, *, what: str = "reward") -> float:
+    """Take a number, also numpy's and torch's scalars, as a reward.
+
+    Raises:
+        RewardError: it is None, not a number, or not finite.
+    """
+    if value is None:
+        raise RewardError(f"{what} is None. Return a number from run(), or name a --reward function that gives one.")
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise RewardError(f"{what} is {value!r} ({type(value).__name__}), not a number.")
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardError(f"{what} is {number}. A reward must be finite: look at what the agent returned.")
+    return number
+
+
+def as_rewards(value: object) -> dict[str | None, float]:
+    """Take what `run()` or a reward function returned: a number for the attempt, or numbers by agent name.
+
+    Returns:
+        Rewards by agent name; the key None holds the reward of the whole attempt.
+
+    Raises:
+        RewardError: a value is None, not a number, not finite, or a dictionary is empty or has keys that are not names.
+    """
+    if not isinstance(value, Mapping):
+        return {None: as_reward(value)}
+    if not value:
+        raise RewardError("the dictionary of rewards is empty. Give a number for each agent, or one number for all.")
+    for name in value:
+        if not isinstance(name, str):
+            raise RewardError(f"rewards by agent must have agent names as keys, not {name!r}.")
+    return {name: as_reward(number, what=f"reward of {name!r}") for name, number in value.items()}

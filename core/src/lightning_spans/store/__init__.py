@@ -1,0 +1,34 @@
+"""The store: what joins the halves. Opened by URL; in an SQL database, behind a server, or nowhere."""
+
+from __future__ import annotations
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.store.protocol import Store
+
+__all__ = ["Store", "open_store"]
+
+
+def open_store(url: str, *, key: str | None = None, create: bool = True) -> Store:
+    """Open a store by URL or path.
+
+    Args:
+        url: ``sqlite:///path.db``, a plain path, ``postgresql://user@host/database``, or a server's ``http(s)://...``.
+        key: for a server: the bearer key; by default `LIGHTNING_KEY` of the environment.
+        create: for a file: make it where there is none. Whoever only reads says False.
+
+    Raises:
+        ConfigError: the URL's scheme is none of these, or the driver for its database is not installed.
+        StoreError: it can't be opened.
+    """
+    scheme = url.split("://", 1)[0] if "://" in url else "sqlite"
+    if scheme in {"http", "https"}:
+        from lightning_spans.store.http import HttpStore
+
+        return HttpStore(url, key=key)
+    if scheme == "sqlite" or scheme.startswith(("postgres", "sqlite+")):
+        from lightning_spans.store.sql.store import SqlStore
+
+        return SqlStore(url if "://" in url else f"sqlite:///{url}", create=create)
+    raise ConfigError(
+        f"store {url!r}: unknown scheme {scheme!r}. Use a path, sqlite:///path.db, postgresql:// or http://."
+    )

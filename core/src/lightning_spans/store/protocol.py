@@ -1,0 +1,278 @@
+"""The protocol that every store keeps, what its lists can be filtered by, and how they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
+
+from lightning_spans.errors import LightningError, RefusedError
+from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End, Rollout, RolloutStatus
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import Span
+
+R = TypeVar("R")
+Ids = Sequence[str] | None
+
+PAGE: Final = 1000  # records in a page, unless asked for another number
+LARGEST_PAGE: Final = (
+    10_000  # that a server gives; a million spans of 1.5 KB are a gigabyte, many times that as objects
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Which records to read. Filters combine with "and"; None filters nothing, an empty list lets nothing through.
+
+    Attributes:
+        rollout_ids: of these rollouts.
+        attempt_ids: of these attempts.
+        trace_ids: of these traces.
+        group_ids: of these groups.
+        status: of rollouts that stand so.
+        origin: recorded under this label; that of an attempt is its rollout's.
+    """
+
+    rollout_ids: Ids = None
+    attempt_ids: Ids = None
+    trace_ids: Ids = None
+    group_ids: Ids = None
+    status: RolloutStatus | None = None
+    origin: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the filters that filter something, by name."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+ANY: Final = Where()
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[R]):
+    """Some records of a list.
+
+    Attributes:
+        records: in the order of arrival.
+        next: where to go on, as `after`; None: there are no more.
+    """
+
+    records: list[R]
+    next: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A kind of record that a store lists.
+
+    Attributes:
+        kind: the record's class.
+        filters: fields of `Where` that it can be filtered by.
+        started: when a record of it started, by which whole lists are ordered; None: they are in the order of arrival.
+    """
+
+    kind: type[Any]
+    filters: frozenset[str]
+    started: Callable[[Any], int] | None = None
+
+
+_OF_ATTEMPTS: Final = frozenset({"rollout_ids", "attempt_ids"})
+_OF_TRACES: Final = _OF_ATTEMPTS | {"trace_ids", "origin"}
+LISTINGS: Final[Mapping[str, Listing]] = {
+    "spans": Listing(Span, _OF_TRACES, lambda span: int(span.start_ns)),
+    "calls": Listing(Call, _OF_TRACES, lambda call: int(call.start_ns)),
+    "rewards": Listing(Reward, _OF_ATTEMPTS),
+    "rollouts": Listing(Rollout, frozenset({"rollout_ids", "group_ids", "status", "origin"})),
+    "attempts": Listing(AttemptRecord, _OF_ATTEMPTS | {"origin"}),
+}
+"""What can be listed, by the name of the store's method that gives the whole list."""
+_BY_KIND: Final = {listing.kind: (name, listing) for name, listing in LISTINGS.items()}
+
+
+def listing_of(kind: type[Any], where: Where) -> tuple[str, Listing]:
+    """Return the name and description of the list of these records.
+
+    Raises:
+        RefusedError: it can't be filtered so.
+    """
+    name, listing = _BY_KIND[kind]
+    if wrong := where.given().keys() - listing.filters:
+        raise RefusedError(f"{name} can't be filtered by {', '.join(sorted(wrong))}")
+    return name, listing
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Traces, calls, rewards and the queue of rollouts. Whatever returns is on disk.
+
+    A store subclasses it, and so gets the five whole lists from its `page`.
+
+    Every method may be called from any thread. It raises StoreError when the store is closed or fails, and RefusedError
+    when a record or request is wrong, so that trying again is no use. Reads give records in the order of their start
+    (rewards: of arrival). Filters combine with "and"; None filters nothing.
+    """
+
+    def add_spans(self, spans: Sequence[Span]) -> int:
+        """Keep spans; one already there, by (attempt_id, trace_id, span_id), is left as it is.
+
+        Returns the number newly kept.
+        """
+        ...
+
+    def add_calls(self, calls: Sequence[Call]) -> int:
+        """Keep calls; one already there, by call_id, is left as it is. Returns the number newly kept."""
+        ...
+
+    def add_rewards(self, rewards: Sequence[Reward]) -> int:
+        """Keep rewards; one already there, by reward_id, is left as it is. Returns the number newly kept."""
+        ...
+
+    def page(self, kind: type[R], where: Where = ANY, *, after: int = 0, limit: int | None = PAGE) -> Page[R]:
+        """Read some records: `Span`, `Call`, `Reward`, `Rollout` or `AttemptRecord`.
+
+        Pages follow each other in the order of arrival, so that what is added meanwhile comes on a later page and none
+        comes twice.
+
+        Args:
+            kind: the class of the records.
+            where: which of them.
+            after: `Page.next` of the page before; 0: from the beginning.
+            limit: most records; a server gives `LARGEST_PAGE` at most. None: as many as it will give at once.
+
+        Raises:
+            RefusedError: such records can't be filtered so.
+        """
+        ...
+
+    def spans(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Span]:
+        """Return spans in the order of their start."""
+        where = Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids, trace_ids=trace_ids, origin=origin)
+        return whole_list(self, Span, where)
+
+    def calls(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, trace_ids: Ids = None, origin: str | None = None
+    ) -> list[Call]:
+        """Return calls in the order of their start."""
+        where = Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids, trace_ids=trace_ids, origin=origin)
+        return whole_list(self, Call, where)
+
+    def rewards(self, *, rollout_ids: Ids = None, attempt_ids: Ids = None) -> list[Reward]:
+        """Return rewards in the order of their arrival."""
+        return whole_list(self, Reward, Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids))
+
+    def enqueue(self, rollouts: Sequence[Rollout]) -> int:
+        """Queue rollouts; one already there, by rollout_id, is left as it is. Returns the number newly queued."""
+        ...
+
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+        """Start attempts for up to `limit` rollouts that wait or whose lease ran out, oldest first.
+
+        An attempt whose lease ran out becomes ``lost``; its rollout is retried while it has attempts left, else fails.
+        """
+        ...
+
+    def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
+        """Renew leases given as (attempt_id, fence). Returns the attempt ids whose lease is lost."""
+        ...
+
+    def finish(
+        self,
+        attempt_id: str,
+        fence: int,
+        *,
+        status: AttemptStatus,
+        rewards: Sequence[Reward] = (),
+        error: str | None = None,
+    ) -> RolloutStatus:
+        """End an attempt, with its rewards, in one transaction. Returns where the rollout stands now.
+
+        The same end told twice (same fence, same status) is answered alike and counted once. An end in `UNCOUNTED` is
+        tried again without using up one of the rollout's tries, up to `UNCOUNTED_MOST` times.
+
+        Raises:
+            LeaseLostError: the fence is old, or the attempt already ended otherwise.
+            RefusedError: no such attempt, `status` is no end, or a reward belongs to another attempt.
+            RewardError: a reward is not a finite number.
+        """
+        ...
+
+    def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
+        """End several attempts in one transaction: for each, what `finish` gives, or the error that it raises."""
+        ...
+
+    def cancel(self, rollout_ids: Sequence[str]) -> int:
+        """Cancel rollouts that have not ended; their running attempts lose their leases. Returns their number."""
+        ...
+
+    def rollouts(
+        self,
+        *,
+        rollout_ids: Ids = None,
+        group_ids: Ids = None,
+        status: RolloutStatus | None = None,
+        origin: str | None = None,
+    ) -> list[Rollout]:
+        """Return rollouts in the order they were queued."""
+        where = Where(rollout_ids=rollout_ids, group_ids=group_ids, status=status, origin=origin)
+        return whole_list(self, Rollout, where)
+
+    def attempts(
+        self, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
+    ) -> list[AttemptRecord]:
+        """Return attempts in the order of their start; `origin` is that of their rollout."""
+        where = Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids, origin=origin)
+        return whole_list(self, AttemptRecord, where)
+
+    def consume_group(self, group_id: str, consumer: str) -> bool:
+        """Mark a group as trained on by `consumer` (a run and step). False when another consumer had it."""
+        ...
+
+    def delete(
+        self,
+        *,
+        rollout_ids: Ids = None,
+        trace_ids: Ids = None,
+        origin: str | None = None,
+        before_ns: int | None = None,
+        compact: bool = False,
+    ) -> int:
+        """Delete rollouts that have ended, with their attempts, spans, calls and rewards, and traces without a rollout.
+
+        Given `rollout_ids`, only of these; given `trace_ids`, only these traces, where they belong to no rollout.
+        `before_ns` keeps what ended at or after that Unix time. What waits or runs stays, and so do the marks of groups
+        that were trained on. With `compact` the tables are written anew after it, so that their files hold nothing of
+        what was deleted; that takes as long as copying them, and who writes waits. Returns the number of rollouts, and
+        of spans and calls without one, that were deleted.
+
+        Raises:
+            RefusedError: no filter is given: nobody deletes everything by mistake.
+        """
+        ...
+
+    def close(self) -> None:
+        """Write what is pending and let go of the files."""
+        ...
+
+
+def whole_list(store: Store, kind: type[R], where: Where = ANY) -> list[R]:
+    """Read a list to its end, in the order of its records' start (rewards, rollouts and attempts: of arrival)."""
+    page = store.page(kind, where, limit=None)
+    records = page.records
+    while page.next is not None:
+        page = store.page(kind, where, after=page.next, limit=None)
+        records += page.records
+    _, listing = listing_of(kind, where)
+    return records if listing.started is None else sorted(records, key=listing.started)
+
+
+def each(store: Store, kind: type[R], where: Where = ANY, *, limit: int = PAGE) -> Iterator[R]:
+    """Read a list page by page, in the order of its pages; one page at a time is in memory."""
+    after: int | None = 0
+    while after is not None:
+        page = store.page(kind, where, after=after, limit=limit)
+        yield from page.records
+        after = page.next

@@ -1,0 +1,76 @@
+"""What the SQL store needs to know about the database that it is kept in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+from sqlalchemy import Column, Connection, Engine, Insert, Table
+
+POSTGRESQL: Final = "postgresql"
+SQLITE: Final = "sqlite"
+_PATIENCE_S: Final = 10.0
+_LONGEST_PAUSE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """An open database.
+
+    Attributes:
+        engine: gives connections to read on, each in a transaction that sees one moment.
+        close: lets go of all connections and files.
+        writer: opens a connection to write on. On SQLite its transactions exclude other writers from their beginning.
+        lock: keeps others from making or changing tables until the transaction ends.
+        elapsing_ns: gives the reading of a clock that all who use the database read alike, in nanoseconds. Only
+            differences over seconds are used; it may jump.
+        after_delete: called when rows were deleted, outside of transactions: removes what is left of them beside the
+            tables.
+        compact: writes the tables anew, without what was deleted.
+        error: what those two raise beside SQLAlchemy's errors.
+        transient: whether an error says that the same transaction may well succeed when it is run again.
+        name: of the database, for messages; without its password.
+    """
+
+    engine: Engine
+    close: Callable[[], None]
+    writer: Callable[[], Connection]
+    lock: Callable[[Connection], None]
+    elapsing_ns: Callable[[Connection], int]
+    after_delete: Callable[[], None]
+    compact: Callable[[], None]
+    error: type[Exception]
+    transient: Callable[[BaseException], bool]
+    name: str
+
+
+def pauses_s() -> Iterator[float]:
+    """Return growing pauses between tries of what failed for a reason that may pass, such as a restart; ten seconds."""
+    until, pause_s = time.monotonic() + _PATIENCE_S, 0.02
+    while time.monotonic() + pause_s < until:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+@cache
+def _insert_new(dialect: str, table: Table) -> Insert:
+    if dialect == POSTGRESQL:
+        from sqlalchemy.dialects.postgresql import insert as into_postgresql
+
+        return into_postgresql(table).on_conflict_do_nothing().execution_options(preserve_rowcount=True)
+    from sqlalchemy.dialects.sqlite import insert as into_sqlite
+
+    return into_sqlite(table).on_conflict_do_nothing()
+
+
+def insert_new(connection: Connection, table: Table, rows: Any) -> int:
+    """Insert rows, leaving those that are there as they are. Returns the number newly kept."""
+    return connection.execute(_insert_new(connection.dialect.name, table), rows).rowcount
+
+
+def insert_new_ids(connection: Connection, key: Column[str], rows: Any) -> set[str]:
+    """Insert rows, leaving those that are there as they are. Returns the keys of the rows newly kept."""
+    return set(connection.scalars(_insert_new(connection.dialect.name, key.table).returning(key), rows))

@@ -1,0 +1,108 @@
+"""All that is PostgreSQL's own: how it is reached, which waits are bounded, which errors pass."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, text
+from sqlalchemy.exc import DBAPIError, NoSuchModuleError, OperationalError
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.store.sql.database import Database
+from lightning_spans.store.sql.schema import metadata
+
+logger = logging.getLogger("lightning_spans")
+
+_DRIVER: Final = "postgresql+psycopg"
+_MISSING: Final = (
+    "a store in PostgreSQL needs the psycopg driver. Install it: pip install 'lightning-trainer[postgres]'"
+    " (or 'lightning-spans[postgres]')"
+)
+# What libpq would wait for without end. What the URL says goes before these.
+_BOUNDS: Final = {"connect_timeout": "10", "keepalives_idle": "30", "tcp_user_timeout": "30000"}
+_SESSION: Final = (
+    # Acknowledged means on disk, whatever the server's default is; stricter settings than "on" are left.
+    "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'",
+    "SET lock_timeout = '30s'",
+    # A writer that was stopped in the middle of a transaction must not hold the others up for ever.
+    "SET idle_in_transaction_session_timeout = '30s'",
+)
+_TABLES_KEY: Final = 0x6C69676874  # of the advisory lock under which tables are made and changed
+# serialization_failure, deadlock_detected, lock_not_available; what a server says that stops, starts or is full
+_PASSING: Final = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03", "53300"})
+
+
+def open_database(url: URL) -> Database:
+    """Make ready to connect. Nothing is sent yet.
+
+    Args:
+        url: ``postgresql://...`` or ``postgresql+psycopg://...``.
+
+    Raises:
+        ConfigError: another driver is named, or psycopg is not installed.
+    """
+    if url.drivername not in {"postgresql", _DRIVER}:
+        raise ConfigError(f"store {url.drivername}://...: the driver for PostgreSQL is psycopg. Use postgresql://.")
+    engine = _open_engine(url.set(drivername=_DRIVER))
+    return Database(
+        engine=engine,
+        close=engine.dispose,
+        writer=lambda: engine.connect().execution_options(isolation_level="READ COMMITTED"),
+        lock=_lock,
+        elapsing_ns=_server_clock_ns,
+        after_delete=lambda: None,  # dead rows are the server's to clear: see docs/reference/store.md
+        compact=lambda: _rewrite(engine),
+        error=DBAPIError,
+        transient=_transient,
+        name=url.set(query={}).render_as_string(),
+    )
+
+
+def _open_engine(url: URL) -> Engine:
+    try:
+        engine = create_engine(
+            url.update_query_dict({name: value for name, value in _BOUNDS.items() if name not in url.query}),
+            pool_size=8,
+            max_overflow=8,
+            pool_pre_ping=True,  # a server that was restarted has closed the connections that wait in the pool
+            isolation_level="REPEATABLE READ",  # a read of several statements sees one moment
+        )
+    except (ModuleNotFoundError, NoSuchModuleError) as error:
+        raise ConfigError(f"{_MISSING} ({error}).") from None
+    event.listen(engine, "connect", _on_connect)
+    return engine
+
+
+def _on_connect(connection: Any, _record: object) -> None:
+    with connection.cursor() as cursor:
+        for statement in _SESSION:
+            cursor.execute(statement)
+    connection.commit()
+
+
+def _lock(connection: Connection) -> None:
+    if connection.scalar(text("SHOW fsync")) == "off":
+        logger.warning("lightning: PostgreSQL runs with fsync=off: what the store acknowledges may be lost in a crash")
+    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _TABLES_KEY})
+
+
+def _rewrite(engine: Engine) -> None:
+    """Write the tables into new files, without dead rows; each is locked meanwhile."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        for table in metadata.sorted_tables:
+            connection.execute(text(f"VACUUM (FULL, ANALYZE) {table.name}"))
+
+
+def _server_clock_ns(connection: Connection) -> int:
+    now: int = connection.scalar(text("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint * 1000")) or 0
+    return now
+
+
+def _transient(error: BaseException) -> bool:
+    if not isinstance(error, DBAPIError):
+        return False
+    if error.connection_invalidated:
+        return True
+    state = getattr(error.orig, "sqlstate", None)
+    return state in _PASSING or (state is None and isinstance(error, OperationalError))  # None: can't be reached

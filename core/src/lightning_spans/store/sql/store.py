@@ -1,0 +1,258 @@
+"""The store in an SQL database, through SQLAlchemy Core."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import Connection, Table
+from sqlalchemy.exc import SQLAlchemyError
+
+from lightning_spans.errors import LightningError, RefusedError, StoreError
+from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End, Rollout, RolloutStatus
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.rewards import Reward, as_reward
+from lightning_spans.schema.spans import Span
+from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, listing_of
+from lightning_spans.store.sql import queue as q
+from lightning_spans.store.sql import rows, schema
+from lightning_spans.store.sql.database import insert_new, insert_new_ids, pauses_s
+from lightning_spans.store.sql.delete import Doomed, delete_loose, delete_rollouts
+from lightning_spans.store.sql.lease import LeaseClock
+from lightning_spans.store.sql.opening import open_database
+from lightning_spans.store.sql.read import read_page
+from lightning_spans.store.sql.writer import Writer
+
+_DELETED_AT_ONCE: Final = 50  # rollouts in one transaction; others write in between
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class SqlStore(Store):
+    """A store in a SQLite file or in PostgreSQL, shared by any number of threads and processes.
+
+    Writes go through one thread with group commit and return when they are on disk; reads use connections of their own
+    and see everything that was acknowledged before them. Leases run by `LeaseClock`; whoever claims or asks
+    for rollouts or attempts first settles the leases that have run out.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        create: bool = True,
+        version: int = schema.VERSION,
+        migrations: Mapping[int, schema.Migration] = schema.MIGRATIONS,
+    ) -> None:
+        """Open a file, make its tables or bring them up to date.
+
+        Args:
+            url: ``sqlite:///path.db``.
+            create: make the file where there is none.
+            version: schema version to reach; another than the default only in tests of migrations.
+            migrations: by the version they lead to.
+
+        Raises:
+            ConfigError: the URL is of a database that this version does not speak.
+            StoreError: the file is missing, not a store, of a newer schema, or can't be read or written.
+        """
+        self._database = open_database(url, create=create)
+        self._engine = self._database.engine
+        self.name = self._database.name
+        self._closed = False
+        self._clock = LeaseClock(self._database)
+        try:
+            with self._database.writer() as connection, connection.begin():
+                self._database.lock(connection)
+                schema.prepare(connection, version=version, migrations=migrations)
+        except (SQLAlchemyError, StoreError) as error:
+            self._database.close()
+            reason = error if isinstance(error, StoreError) else getattr(error, "orig", None) or error
+            raise StoreError(f"store {self.name} can't be opened: {reason}") from error
+        self._writer = Writer(self._database)
+
+    def close(self) -> None:
+        """Write what is pending and let go of the file; a second close changes nothing."""
+        self._closed = True
+        self._writer.close()
+        self._database.close()
+
+    def add_spans(self, spans: Sequence[Span]) -> int:
+        """Keep spans; one already there is left as it is."""
+        return self._insert(schema.spans, rows.SPANS.values, spans)
+
+    def add_calls(self, calls: Sequence[Call]) -> int:
+        """Keep calls with their choices; one already there is left as it is, its choices too."""
+        values = self._values(_call_values, calls)
+        by_id: dict[str, tuple[rows.Values, list[rows.Values]]] = {}
+        for call, choices in values:
+            by_id.setdefault(call["call_id"], (call, choices))
+        return self._writer.do(lambda connection: _insert_calls(connection, by_id)) if by_id else 0
+
+    def add_rewards(self, rewards: Sequence[Reward]) -> int:
+        """Keep rewards; one already there is left as it is.
+
+        Raises:
+            RewardError: a value is not a finite number; none of them is kept.
+        """
+        return self._insert(schema.rewards, _reward_values, rewards)
+
+    def page(self, kind: type[R], where: Where = ANY, *, after: int = 0, limit: int | None = PAGE) -> Page[R]:
+        """Read some records, of one moment; see `Store.page`."""
+        listing_of(kind, where)
+        if kind in (Rollout, AttemptRecord):
+            self._settle()
+        return self._read(lambda connection: read_page(connection, kind, where, after, limit))
+
+    def enqueue(self, rollouts: Sequence[Rollout]) -> int:
+        """Queue rollouts; one already there is left as it is."""
+        return self._writer.do(lambda connection: q.enqueue(connection, rollouts))
+
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+        """Start attempts for up to `limit` rollouts, oldest first."""
+        return self._writer.do(lambda connection: q.claim(connection, self._clock, worker, limit, lease_s))
+
+    def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
+        """Renew leases; gives the attempt ids whose lease is lost."""
+        return self._writer.do(lambda connection: q.heartbeat(connection, self._clock, leases, lease_s))
+
+    def finish(
+        self,
+        attempt_id: str,
+        fence: int,
+        *,
+        status: AttemptStatus,
+        rewards: Sequence[Reward] = (),
+        error: str | None = None,
+    ) -> RolloutStatus:
+        """End an attempt, with its rewards, in one transaction."""
+        end = End(attempt_id, fence, status, tuple(rewards), error)
+        return self._writer.do_together(q.finish, (end, self._values(_reward_values, rewards)))
+
+    def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
+        """End several attempts in one transaction."""
+        good: list[tuple[End, Sequence[rows.Values]]] = []
+        refused: dict[int, LightningError] = {}
+        for place, end in enumerate(ends):
+            try:
+                good.append((end, self._values(_reward_values, end.rewards)))
+            except LightningError as error:
+                refused[place] = error
+        told = iter(self._writer.do(lambda connection: q.finish(connection, good)) if good else ())
+        return [refused[place] if place in refused else next(told) for place in range(len(ends))]
+
+    def cancel(self, rollout_ids: Sequence[str]) -> int:
+        """Cancel rollouts that have not ended."""
+        return self._writer.do(lambda connection: q.cancel(connection, rollout_ids))
+
+    def consume_group(self, group_id: str, consumer: str) -> bool:
+        """Mark a group as trained on by `consumer`. False when another consumer had it."""
+        return self._writer.do(lambda connection: q.consume_group(connection, group_id, consumer))
+
+    def delete(
+        self,
+        *,
+        rollout_ids: Ids = None,
+        trace_ids: Ids = None,
+        origin: str | None = None,
+        before_ns: int | None = None,
+        compact: bool = False,
+    ) -> int:
+        """Delete what has ended, in many small transactions, between which others write.
+
+        The space is used again; a SQLite file gets no smaller without `compact`.
+        """
+        if all(given is None for given in (rollout_ids, trace_ids, origin, before_ns)):
+            raise RefusedError("delete: say what: rollout_ids, trace_ids, an origin or a time")
+        deleted = 0
+        if trace_ids is None:
+            for ids in q.chunks(rollout_ids) if rollout_ids is not None else [None]:
+                deleted += self._delete_rollouts(Doomed(ids, None, origin, before_ns))
+        if rollout_ids is None:
+            for ids in q.chunks(trace_ids) if trace_ids is not None else [None]:
+                for table in (schema.spans, schema.calls):
+                    deleted += self._delete_loose(table, Doomed(None, ids, origin, before_ns))
+        if deleted or compact:
+            self._clear_away(compact=compact)
+        return deleted
+
+    def _clear_away(self, *, compact: bool) -> None:
+        try:
+            if compact:
+                self._database.compact()
+            else:
+                self._database.after_delete()
+        except (SQLAlchemyError, self._database.error) as error:
+            raise StoreError(f"store {self.name} deleted, but could not clear away what was left: {error}") from error
+
+    def _delete_rollouts(self, doomed: Doomed) -> int:
+        deleted = 0
+        while some := self._writer.do(lambda connection: delete_rollouts(connection, doomed, _DELETED_AT_ONCE)):
+            deleted += some
+        return deleted
+
+    def _delete_loose(self, table: Table, doomed: Doomed) -> int:
+        deleted, after = 0, 0
+        while True:
+            some, until = self._writer.do(partial(delete_loose, table=table, doomed=doomed, after=after))
+            deleted += some
+            if until is None:
+                return deleted
+            after = until
+
+    def _settle(self) -> None:
+        """Mark attempts as lost whose lease ran out, though nobody claims: their rollouts must not seem to run."""
+        if self._read(lambda connection: q.any_expired(connection, self._clock.now(connection))):
+            self._writer.do(lambda connection: q.expire(connection, self._clock.tick(connection)))
+
+    def _values(self, values: Callable[[Any], T], records: Sequence[Any]) -> list[T]:
+        """Turn records into rows in the caller's thread, so that a bad one fails its caller alone."""
+        try:
+            return [values(record) for record in records]
+        except LightningError:
+            raise
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
+            raise RefusedError(f"store {self.name} can't keep this record: {error}") from error
+
+    def _insert(self, table: Table, values: Callable[[Any], rows.Values], records: Sequence[Any]) -> int:
+        new = self._values(values, records)
+        return self._writer.do(lambda connection: insert_new(connection, table, new)) if new else 0
+
+    def _read(self, read: Callable[[Connection], T]) -> T:
+        if self._closed:
+            raise StoreError(f"store {self.name} is closed. Open it again to go on.")
+        pauses = pauses_s()
+        while True:
+            try:
+                with self._engine.connect() as connection:
+                    return read(connection)
+            except UnicodeEncodeError as error:  # half a character, which no database holds
+                raise RefusedError(f"store {self.name} can't look for this: {error}") from None
+            except SQLAlchemyError as error:
+                if self._database.transient(error) and (pause_s := next(pauses, None)) is not None:
+                    time.sleep(pause_s)
+                    continue
+                raise StoreError(
+                    f"store {self.name} could not read: {getattr(error, 'orig', None) or error}"
+                ) from error
+
+
+def _call_values(call: Call) -> tuple[rows.Values, list[rows.Values]]:
+    ids = ({"call_id": call.call_id, "position": position} for position in range(len(call.choices)))
+    choices = [{**its, **rows.CHOICES.values(choice)} for its, choice in zip(ids, call.choices, strict=True)]
+    return rows.CALLS.values(call), choices
+
+
+def _reward_values(reward: Reward) -> rows.Values:
+    return {**rows.REWARDS.values(reward), "value": as_reward(reward.value)}
+
+
+def _insert_calls(connection: Connection, by_id: Mapping[str, tuple[rows.Values, list[rows.Values]]]) -> int:
+    new = insert_new_ids(connection, schema.calls.c.call_id, [call for call, _ in by_id.values()])
+    choices = [choice for call_id, (_, of_call) in by_id.items() if call_id in new for choice in of_call]
+    if choices:
+        connection.execute(schema.choices.insert(), choices)
+    return len(new)

@@ -1,0 +1,181 @@
+"""From a store to traces: what belongs to which attempt."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Final
+
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.adapter.tree import Key
+from lightning_spans.schema.attempts import AttemptRecord
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import TRAINING, Span
+from lightning_spans.store.protocol import Ids, Store, Where, each, whole_list
+
+_AT_ONCE: Final = 64  # traces in memory
+
+
+@dataclass(slots=True)
+class _Heap:
+    """What one trace is made of."""
+
+    rollout_id: str | None = None
+    attempt_id: str | None = None
+    spans: list[Span] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    rewards: list[Reward] = field(default_factory=list)
+
+    def trace(self) -> Trace:
+        return Trace.build(self.spans, self.calls, self.rewards, rollout_id=self.rollout_id, attempt_id=self.attempt_id)
+
+
+def traces_of(
+    store: Store, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
+) -> list[Trace]:
+    """Read traces: one for each attempt, also where nothing was recorded; see `each_trace`."""
+    return list(each_trace(store, rollout_ids=rollout_ids, attempt_ids=attempt_ids, origin=origin))
+
+
+def each_trace(
+    store: Store, *, rollout_ids: Ids = None, attempt_ids: Ids = None, origin: str | None = None
+) -> Iterator[Trace]:
+    """Read traces in the order of their start: one for each attempt, also where nothing was recorded.
+
+    Those of attempts that the queue does not know come after those that it knows. Spans that belong to no attempt give
+    one for each trace_id, last. Where no ids are given, a few traces at a time are in memory, and the ids of the rest.
+
+    Args:
+        store: to read from.
+        rollout_ids: only attempts of these rollouts.
+        attempt_ids: only these attempts.
+        origin: only what was recorded under this label, such as ``live``.
+    """
+    if rollout_ids is not None or attempt_ids is not None:
+        yield from _of_attempts(store, Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids, origin=origin))
+        return
+    where = Where(origin=origin)
+    known: set[str] = set()
+    for batch in _batches(attempt.attempt_id for attempt in each(store, AttemptRecord, where)):
+        known.update(batch)
+        yield from _of_attempts(store, replace(where, attempt_ids=batch))
+    unknown: dict[str, None] = {}
+    outside: dict[str, None] = {}  # traces in which something says no attempt
+    records: Iterator[Span | Call] = chain(each(store, Span, where), each(store, Call, where))
+    for record in records:
+        if record.attempt_id is not None:
+            unknown.setdefault(record.attempt_id)
+        elif record.trace_id is not None:
+            outside.setdefault(record.trace_id)
+        else:
+            yield _Heap(calls=[record]).trace()
+    if origin is None:
+        unknown |= dict.fromkeys(reward.attempt_id for reward in each(store, Reward))
+    for batch in _batches(attempt_id for attempt_id in unknown if attempt_id not in known):
+        yield from _of_attempts(store, replace(where, attempt_ids=batch))
+    for batch in _batches(outside):
+        yield from _outside(store, replace(where, trace_ids=batch))
+
+
+def _batches(names: Iterable[str]) -> Iterator[list[str]]:
+    rest = iter(names)
+    while batch := list(islice(rest, _AT_ONCE)):
+        yield batch
+
+
+def _of_attempts(store: Store, where: Where) -> Iterator[Trace]:
+    """Read the traces of attempts, few enough to be in memory together."""
+    heaps: dict[str, _Heap] = {}  # by attempt
+    for attempt in whole_list(store, AttemptRecord, where):
+        heaps[attempt.attempt_id] = _Heap(attempt.rollout.rollout_id, attempt.attempt_id)
+    spans = whole_list(store, Span, where)
+    calls = whole_list(store, Call, where)
+    rewards = whole_list(store, Reward, replace(where, origin=None))
+    if where.origin is not None:
+        rewards = [reward for reward in rewards if reward.attempt_id in heaps]
+    heaps.update(_new_heaps(heaps, [*spans, *calls, *rewards]))
+    # Spans and calls that lie in the same traces but do not say to which attempt they belong: another
+    # instrumentation's, another gateway's.
+    traces = sorted({span.trace_id for span in spans} | {call.trace_id for call in calls if call.trace_id is not None})
+    # What production sent is of no attempt, whatever trace it names.
+    spans = [span for span in store.spans(trace_ids=traces) if span.attempt_id or span.origin == TRAINING]
+    calls += [call for call in store.calls(trace_ids=traces) if call.attempt_id is None]
+    owners = _Owners(spans)
+    for span in spans:
+        if (key := owners.of_span(span)) in heaps:
+            heaps[key].spans.append(span)
+    for call in calls:
+        if (key := owners.of_call(call)) in heaps:
+            heaps[key].calls.append(call)
+    for reward in rewards:
+        heaps[reward.attempt_id].rewards.append(reward)
+    return (heap.trace() for heap in heaps.values())
+
+
+def _outside(store: Store, where: Where) -> Iterator[Trace]:
+    """Read what belongs to no attempt in some traces."""
+    heaps: defaultdict[str, _Heap] = defaultdict(_Heap)
+    spans, calls = whole_list(store, Span, where), whole_list(store, Call, where)
+    owners = _Owners([span for span in spans if span.attempt_id or span.origin == TRAINING])
+    attempts = {span.attempt_id for span in spans} | {call.attempt_id for call in calls}
+    for span in spans:
+        key = owners.of_span(span) if span.origin == TRAINING else span.attempt_id or span.trace_id
+        if key not in attempts:
+            heaps[key].spans.append(span)
+    for call in calls:
+        if (key := owners.of_call(call)) not in attempts:
+            heaps[key].calls.append(call)
+    return (heap.trace() for heap in heaps.values())
+
+
+def _new_heaps(heaps: dict[str, _Heap], records: Iterable[Span | Call | Reward]) -> Iterator[tuple[str, _Heap]]:
+    """Make heaps for attempts that the queue does not know: traces made without it."""
+    for record in records:
+        if record.attempt_id is not None and record.attempt_id not in heaps:
+            yield record.attempt_id, _Heap(record.rollout_id, record.attempt_id)
+
+
+class _Owners:
+    """Finds the attempt that a span or call belongs to: its own word, else its nearest ancestor's, else its trace's.
+
+    The last holds where a trace has one attempt only, as when the user's own outermost span is around it.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans: dict[Key, Span] = {}
+        self._found: dict[Key, str] = {}
+        in_trace: defaultdict[str, set[str]] = defaultdict(set)
+        for span in spans:
+            self._spans.setdefault((span.trace_id, span.span_id), span)
+            if span.attempt_id is not None:
+                in_trace[span.trace_id].add(span.attempt_id)
+        self._only = {trace: next(iter(attempts)) for trace, attempts in in_trace.items() if len(attempts) == 1}
+
+    def of_span(self, span: Span) -> str:
+        """Return the attempt, else the trace id."""
+        return span.attempt_id or self._of_key((span.trace_id, span.span_id))
+
+    def of_call(self, call: Call) -> str:
+        """Return the attempt, else the trace id, else the call's own id."""
+        if call.attempt_id or call.trace_id is None:
+            return call.attempt_id or call.call_id
+        return self._of_key((call.trace_id, call.span_id or ""))
+
+    def _of_key(self, key: Key) -> str:
+        path: list[Key] = []
+        owner: str | None = None
+        seen: set[Key] = set()
+        at: Key | None = key
+        while at is not None and at not in seen and owner is None:
+            seen.add(at)
+            path.append(at)
+            span = self._spans.get(at)
+            owner = self._found.get(at) or (span.attempt_id if span else None)
+            at = (at[0], span.parent_id) if span and span.parent_id else None
+        owner = owner or self._only.get(key[0]) or key[0]
+        for passed in path:
+            self._found[passed] = owner
+        return owner

@@ -1,0 +1,39 @@
+"""A process of its own that runs `one_agent` of a test class while its spans can't be delivered, and ends attached.
+
+Run it as ``python -m lightning_spans.testing.plugins.ending FILE CLASS FAULT URL``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lightning_spans import Attempt, attach, use_attempt
+from lightning_spans.testing.plugins.harmless import broken_delivery
+from lightning_spans.testing.plugins.program import run
+
+_broken = ExitStack()  # lasts as long as the process
+
+
+def main(file: str, name: str, fault: str, url: str) -> None:
+    """Run it, and print what it gave."""
+    logging.basicConfig()
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    suite: Any = getattr(module, name)()
+    endpoint, _ = _broken.enter_context(broken_delivery(fault))
+    attach(suite.framework, store="own.db")
+    with use_attempt(Attempt("r", "a", endpoint=endpoint, key="k")):
+        sys.stdout.write(f"{run(suite.program('one_agent'), url)!r}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

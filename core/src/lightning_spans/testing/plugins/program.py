@@ -1,0 +1,184 @@
+"""The small programs that a plugin's test class writes in its framework, and what a run of one leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from lightning_spans import attach, hookimpl, hooks, open_store
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.spans import Span
+from lightning_spans.testing.plugins.server import ReceivedRequest, ScriptedServer
+
+# What each program does. The instructions of every agent are `instructions(NAME)`, its one message is the prompt below.
+SCENARIOS: Final = {
+    "one_agent": "The agent `writer` is asked once.",
+    "several_agents": "The agents `writer`, `rewriter` and `writer_2` are asked, one after the other.",
+    "namesakes": "Two agents `writer` are asked, one of the team or agent `red`, one of the team or agent `blue`.",
+    "streaming": "The agent `writer` is asked; its answer is streamed, and read to the end.",
+    "abandoned": "The agent `writer` is asked; its answer is streamed, and nobody reads on after the first piece.",
+    "responses": "As `one_agent`, through `/responses`.",
+    "responses_streaming": "As `streaming`, through `/responses`.",
+    "choices": "As `one_agent`, with two choices asked for (`n=2`).",
+    "tool_call": "The agent `caller` is asked; it has the tool `add(a: int, b: int)`, which gives the sum.",
+    "parallel_tools": "As `tool_call`, but the model calls the tool twice in one answer.",
+    "tool_error": "The agent `caller` is asked; it has the tool `fail(reason: str)`, which raises ValueError(reason).",
+    "unknown_tool": "As `tool_call`, but the model calls `subtract`, which is not there. A framework may raise then.",
+    "unreadable_arguments": "As `tool_call`, but the arguments that the model gives are cut off in the middle.",
+    "parallel": "The agents `left` and `right` are asked at the same time.",
+    "nested": "The agent `boss` is asked; it has the tool `ask(question: str)`, which asks the agent `writer`.",
+    "asynchronous": "A coroutine: the agents `writer` and `rewriter` are asked at the same time, in one event loop.",
+    "awaited": "A coroutine: the agent `writer` is asked, and its answer awaited in the same task.",
+    "threads": "The agent `writer` is asked from two threads of a pool that the program makes itself.",
+    "retried": "The agent `writer` is asked with a client that tries again; the first try is refused with 429.",
+    "failed": "The agent `writer` is asked with a client that does not try again; the answer is 500.",
+    "slow": "The agent `writer` is asked with a client that waits 0.2 s and does not try again; the answer is late.",
+    "cut": "The agent `writer` is asked; its answer is streamed, and the connection breaks off in the middle.",
+    "callbacks": "As `one_agent`, with callbacks of the user's own, whose observations are the output.",
+}
+
+_HELLO: Final = "hello there"
+_ADD: Final = 'call add {"a": 2, "b": 3}'
+PROMPTS: Final = dict.fromkeys(SCENARIOS, _HELLO) | {
+    "tool_call": _ADD,
+    "parallel_tools": f'{_ADD}\ncall add {{"a": 20, "b": 30}}',
+    "tool_error": 'call fail {"reason": "out of order"}',
+    "unknown_tool": 'call subtract {"a": 5, "b": 3}',
+    "unreadable_arguments": 'call add {"a": 2, "b"',
+    "parallel": "wait 0.05",
+    "nested": 'call ask {"question": "hello writer"}',
+    "asynchronous": "wait 0.05",
+    "retried": "fail 429 1",
+    "failed": "fail 500 99",
+    "slow": "wait 1",
+    "cut": "cut",
+}
+AGENTS: Final = {scenario: {"writer"} for scenario in SCENARIOS} | {
+    "several_agents": {"writer", "rewriter", "writer_2"},
+    "tool_call": {"caller"},
+    "parallel_tools": {"caller"},
+    "tool_error": {"caller"},
+    "unknown_tool": {"caller"},
+    "unreadable_arguments": {"caller"},
+    "parallel": {"left", "right"},
+    "nested": {"boss", "writer"},
+    "asynchronous": {"writer", "rewriter"},
+}
+TEAMS: Final = {"red", "blue"}  # of `namesakes`; they may be agents that ask a model too
+TIMEOUT_S: Final = 0.2  # of the client of `slow`
+MODEL: Final = "test-model"
+PATIENCE_S: Final = 60.0  # for deliveries on a machine that has other things to do
+SECRET: Final = "user-secret"  # noqa: S105 - part of everything that must never leave
+ENVIRONMENT: Final = {
+    "OPENAI_API_KEY": f"sk-{SECRET}",
+    "OPENAI_ORG_ID": f"org-{SECRET}",
+    "OPENAI_PROJECT_ID": f"proj-{SECRET}",
+    "OPENAI_CUSTOM_HEADERS": f"x-user-token: {SECRET}",
+}
+
+
+def instructions(agent: str) -> str:
+    """Return the system prompt of an agent: from it the server knows who asks."""
+    return f"You are {agent}."
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What one run left behind.
+
+    Attributes:
+        output: what the program gave.
+        requests: what the model server got, in order.
+        spans: what lies in the store; empty for a run that was not attached.
+        heard: what `lightning_span_ended` was given, in order.
+    """
+
+    output: Any
+    requests: list[ReceivedRequest]
+    spans: list[Span]
+    heard: list[Span]
+
+    @property
+    def chats(self) -> list[Span]:
+        """The chat spans."""
+        return [span for span in self.spans if span.operation == names.CHAT]
+
+    @property
+    def tools(self) -> list[Span]:
+        """The tool spans."""
+        return [span for span in self.spans if span.operation == names.EXECUTE_TOOL]
+
+    def calls(self) -> Iterator[tuple[ReceivedRequest, Span]]:
+        """Return each model call with its chat span: the last try of those that were tried again."""
+        last = {span_of(request): request for request in self.requests}
+        for span in self.chats:
+            yield last[span.span_id], span
+
+
+def span_of(request: ReceivedRequest) -> str:
+    """Return the span id that a request names as its parent."""
+    return request.headers["traceparent"].split("-")[2]
+
+
+def run(program: Callable[[str], Any], url: str) -> Any:
+    """Run a program, be it a function or a coroutine function, and let go of what it left lying about."""
+    gc.freeze()  # so that collecting looks only at what the program made
+    try:
+        output = asyncio.run(program(url)) if inspect.iscoroutinefunction(program) else program(url)
+        for _ in range(3):  # streams that nobody reads end when they are collected
+            gc.collect()
+            time.sleep(0.005)
+    finally:
+        gc.unfreeze()
+    return output
+
+
+@contextmanager
+def user_environment(folder: Path) -> Iterator[None]:
+    """Set a user's credentials, no runner's attempt, and a spool of our own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ROLLOUT_ID", "ATTEMPT_ID", "ENDPOINT", "KEY", "AGENTS", "MODEL", "STORE", "OTLP", "REPLAY"):
+            patch.delenv(f"LIGHTNING_{name}", raising=False)
+        patch.setenv("LIGHTNING_SPOOL", str(folder / "spool"))
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        yield
+
+
+def record(program: Callable[[str], Any], folder: Path, *, framework: str, tracer: str | None) -> Recording:
+    """Run a program against a server of its own, attached with a tracer, or with None not attached."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with user_environment(folder), ScriptedServer() as server:
+        if tracer is None:
+            return Recording(run(program, server.url), server.requests, [], [])
+        path, heard = str(folder / "traces.db"), _Heard()
+        hooks.register(heard, "heard")
+        try:
+            with attach(framework, store=path, tracer=tracer) as attachment:
+                output = run(program, server.url)
+                attachment.flush(PATIENCE_S)
+        finally:
+            hooks.unregister("heard")
+        store = open_store(path)
+        try:
+            return Recording(output, server.requests, store.spans(), heard.spans)
+        finally:
+            store.close()
+
+
+class _Heard:
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    @hookimpl
+    def lightning_span_ended(self, span: Span) -> None:
+        self.spans.append(span)

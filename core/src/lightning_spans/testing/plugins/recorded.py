@@ -1,0 +1,276 @@
+"""What every plugin promises of what is recorded: each call, agent and tool once, whole, and in its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightning_spans.record.delivery import otlp
+from lightning_spans.record.tracers import TRACERS
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.json import from_json, to_json
+from lightning_spans.schema.spans import Span
+from lightning_spans.testing.plugins.program import AGENTS, SCENARIOS, TEAMS, span_of
+from lightning_spans.testing.plugins.script import agent_of, tool_results
+from lightning_spans.testing.plugins.server import ReceivedRequest
+
+each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
+both_tracers = pytest.mark.parametrize("tracer", TRACERS)
+_tool_scenarios = pytest.mark.parametrize("scenario", ["tool_call", "parallel_tools", "nested"])
+_CUT_SHORT = {"abandoned", "failed", "slow", "cut"}
+
+
+class RecordedPromises:
+    """A part of `PluginConformance`, which gives the fixture `recorded`."""
+
+    @both_tracers
+    @each_scenario
+    def test_every_model_call_is_one_span(self, scenario: str, tracer: str, recorded: Any) -> None:
+        """Every call is one chat span: streams, failures, and all tries of one call together.
+
+        If it fails: with too few spans, calls pass by the patched client (does the plugin bind it?) and no event makes
+        up for them; with too many, the framework's own event makes a span although the patched client made one.
+        """
+        found = recorded(scenario, tracer)
+        assert {agent_of(request.body) for request in found.requests} - TEAMS == AGENTS[scenario]
+        first_tries = [r for r in found.requests if r.headers.get("x-stainless-retry-count", "0") == "0"]
+        assert len(found.chats) == len(first_tries) > 0
+        assert {span.span_id for span in found.chats} == {span_of(request) for request in found.requests}
+
+    @both_tracers
+    @each_scenario
+    def test_every_call_has_its_agent(self, scenario: str, tracer: str, recorded: Any) -> None:
+        """The agent on a chat span is the one whose instructions were sent, also where one name begins or ends another.
+
+        If it fails: the name must be visible in the OTel Context when the HTTP request is built; a handler that runs
+        in another thread or task sets it too late.
+        """
+        for request, span in recorded(scenario, tracer).calls():
+            assert span.agent == agent_of(request.body)
+
+    @both_tracers
+    @each_scenario
+    def test_request_and_response_are_as_sent(self, scenario: str, tracer: str, recorded: Any) -> None:
+        """The bodies on a chat span are those sent and received; a stream is put together to what it amounts to.
+
+        If it fails: the framework's view was recorded instead of what was sent, or recorded late and changed since.
+        """
+        for request, span in recorded(scenario, tracer).calls():
+            assert json.loads(span.attributes[names.REQUEST]) == request.body
+            assert span.attributes[names.REQUEST_MODEL] == request.body["model"]
+            assert span.attributes[names.STREAMED] is bool(request.body.get("stream"))
+            if scenario not in _CUT_SHORT:
+                assert json.loads(span.attributes[names.RESPONSE]) == request.answer
+                assert span.attributes[names.RESPONSE_ID] == request.answer["id"]
+                assert span.status == "ok"
+
+    @both_tracers
+    @each_scenario
+    def test_token_ids_are_kept(self, scenario: str, tracer: str, recorded: Any) -> None:
+        """The token ids that a server sends are on the span, one after the other for a stream.
+
+        If it fails: extras of the response were dropped on the way; keep the body's text, not a model of it.
+        """
+        for request, span in recorded(scenario, tracer).calls():
+            if scenario in _CUT_SHORT or "choices" not in request.answer:
+                continue
+            response = json.loads(span.attributes[names.RESPONSE])
+            assert response["prompt_token_ids"] == request.answer["prompt_token_ids"]
+            for choice, sent in zip(response["choices"], request.answer["choices"], strict=True):
+                assert choice["token_ids"] == sent["token_ids"] != []
+
+    @both_tracers
+    def test_every_choice_is_kept(self, tracer: str, recorded: Any) -> None:
+        """A call that asks for two choices is one span that has both, and says how many were asked for.
+
+        If it fails: something keeps the first choice of a response; `n` is read from the request as sent.
+        """
+        ((request, span),) = recorded("choices", tracer).calls()
+        assert span.attributes[names.REQUEST_CHOICE_COUNT] == 2
+        assert len(span.attributes[names.FINISH_REASONS]) == 2
+        assert json.loads(span.attributes[names.RESPONSE])["choices"] == request.answer["choices"]
+        assert len(request.answer["choices"]) == 2
+
+    @both_tracers
+    def test_namesakes_are_told_apart(self, tracer: str, recorded: Any) -> None:
+        """Two agents of one name, in two teams, have spans of their own, and paths that say whose each is.
+
+        If it fails: begin the span of the team (or of the agent around) before that of the agent, with its name as
+        `spans.AGENT_PATH`; or an agent counts as at work because one of the same name is.
+        """
+        found = recorded("namesakes", tracer)
+        by_id = {span.span_id: span for span in found.spans}
+        paths = []
+        for span in found.chats:
+            around = by_id[span.parent_id]
+            while around.operation != names.INVOKE_AGENT:
+                around = by_id[around.parent_id]
+            assert around.agent == span.agent
+            if span.agent == "writer":
+                paths.append(around.attributes[names.AGENT_PATH])
+        assert sorted(paths) == ["blue/writer", "red/writer"]
+
+    @both_tracers
+    def test_an_abandoned_stream_is_closed_and_marked(self, tracer: str, recorded: Any) -> None:
+        """A stream that nobody reads on is a span all the same, with what was read of it, and says so.
+
+        If it fails: the span ends only where the stream does; end it when the stream is closed or collected, too.
+        """
+        ((request, span),) = recorded("abandoned", tracer).calls()
+        assert span.attributes[names.ABANDONED] is True
+        text = json.loads(span.attributes[names.RESPONSE])["choices"][0]["message"]["content"] or ""
+        whole = request.answer["choices"][0]["message"]["content"]
+        assert whole.startswith(text)
+        assert text != whole
+
+    @both_tracers
+    @pytest.mark.parametrize("scenario", ["failed", "slow", "cut"])
+    def test_a_failed_call_is_an_error(self, scenario: str, tracer: str, recorded: Any) -> None:
+        """A call that failed, or that nobody waited for any longer, has status error, the kind of error and its text.
+
+        If it fails: the exception was not passed to `OpenSpan.end(error=...)`.
+        """
+        for _, span in recorded(scenario, tracer).calls():
+            assert span.status == "error"
+            assert span.status_message
+            assert span.attributes[names.ERROR_TYPE]
+
+    @both_tracers
+    @_tool_scenarios
+    def test_every_tool_call_is_one_span(self, scenario: str, tracer: str, recorded: Any) -> None:
+        """A tool call is one span with name, id, arguments, result, and the agent whose model asked for it.
+
+        If it fails: see which attribute differs; where the framework does not tell the id, match it by name and
+        arguments among the calls that the agent's model asked for.
+        """
+        found = recorded(scenario, tracer)
+        asked = {call["id"]: (agent_of(r.body), call["function"]) for r in found.requests for call in _calls_in(r)}
+        results = {key: text for request in found.requests for key, text in tool_results(request.body).items()}
+        assert Counter(span.attributes[names.TOOL_CALL_ID] for span in found.tools) == Counter([*asked])
+        for span in found.tools:
+            agent, function = asked[span.attributes[names.TOOL_CALL_ID]]
+            assert (span.name, span.agent) == (function["name"], agent)
+            assert span.attributes[names.TOOL_NAME] == function["name"]
+            assert json.loads(span.attributes[names.TOOL_ARGUMENTS]) == json.loads(function["arguments"])
+            assert span.attributes[names.TOOL_RESULT] == results[span.attributes[names.TOOL_CALL_ID]]
+            assert span.status == "ok"
+
+    @both_tracers
+    def test_a_tool_that_raises_is_an_error(self, tracer: str, recorded: Any) -> None:
+        """A tool that raises leaves a span with status error, its arguments, and what it raised.
+
+        If it fails: the framework turned the exception into a message; its own event for failed tools still has it.
+        """
+        (span,) = recorded("tool_error", tracer).tools
+        assert span.status == "error"
+        assert "out of order" in span.status_message
+        assert (span.name, span.agent) == ("fail", "caller")
+        assert json.loads(span.attributes[names.TOOL_ARGUMENTS]) == {"reason": "out of order"}
+
+    @both_tracers
+    @pytest.mark.parametrize("scenario", ["unknown_tool", "unreadable_arguments"])
+    def test_a_tool_call_that_can_not_be_carried_out_is_an_error(
+        self, scenario: str, tracer: str, recorded: Any
+    ) -> None:
+        """A call of a tool that is not there, or with arguments that can't be read, is one tool span with an error.
+
+        If it fails: no tool runs, so the framework's event for tools is not told; make the span where the framework
+        says so to the model, or refuses the model's answer.
+        """
+        found = recorded(scenario, tracer)
+        (asked,) = [call for request in found.requests for call in _calls_in(request)]
+        (span,) = found.tools
+        assert (span.status, span.agent) == ("error", "caller")
+        assert span.status_message
+        assert span.attributes[names.TOOL_CALL_ID] == asked["id"]
+        assert (span.name, span.attributes[names.TOOL_NAME]) == (asked["function"]["name"], asked["function"]["name"])
+        told = span.attributes[names.TOOL_ARGUMENTS]
+        if scenario == "unknown_tool":  # a framework may have read them already, and written them out again
+            assert json.loads(told) == json.loads(asked["function"]["arguments"])
+        else:
+            assert told == asked["function"]["arguments"]
+
+    @both_tracers
+    @each_scenario
+    def test_there_are_no_orphans(self, scenario: str, tracer: str, recorded: Any) -> None:
+        """Every span's parent is there, is in the same trace, and began before it.
+
+        If it fails: a span was never ended (nobody told that an agent stopped), or took its parent from a context
+        that had moved on.
+        """
+        spans = recorded(scenario, tracer).spans
+        by_id = {span.span_id: span for span in spans}
+        assert len(by_id) == len(spans)
+        for span in spans:
+            if span.parent_id is not None:
+                parent = by_id[span.parent_id]
+                assert parent.trace_id == span.trace_id
+                assert parent.start_ns <= span.start_ns
+        if scenario in {"one_agent", "tool_call", "parallel_tools", "nested", "streaming"}:
+            assert len([span for span in spans if span.parent_id is None]) == 1
+
+    @both_tracers
+    def test_an_agent_inside_a_tool_is_under_the_tool(self, tracer: str, recorded: Any) -> None:
+        """A tool that asks another agent keeps the tree: boss, its tool, writer, writer's call.
+
+        If it fails: the tool's span must be entered while the tool runs.
+        """
+        found = recorded("nested", tracer)
+        by_id = {span.span_id: span for span in found.spans}
+        (call,) = [span for span in found.chats if span.agent == "writer"]
+        line = []
+        span: Span | None = call
+        while span is not None:
+            line.append((span.operation, span.agent))
+            span = by_id.get(span.parent_id or "")
+        agents = [step for step in line if step[0] in {names.INVOKE_AGENT, names.EXECUTE_TOOL}]
+        assert agents == [(names.INVOKE_AGENT, "writer"), (names.EXECUTE_TOOL, "boss"), (names.INVOKE_AGENT, "boss")]
+
+    @each_scenario
+    def test_both_tracers_give_the_same_rows(self, scenario: str, recorded: Any) -> None:
+        """What lies in the store does not depend on the tracer, but for ids and times.
+
+        If it fails: an attribute has a type that one of the tracers changes; keep to str, bool, int, float and lists.
+        """
+        first, second = (Counter(map(_without_ids, recorded(scenario, tracer).spans)) for tracer in TRACERS)
+        assert first == second
+
+    @both_tracers
+    @each_scenario
+    def test_spans_survive_json_otlp_and_the_store(self, scenario: str, tracer: str, recorded: Any) -> None:
+        """Written as JSON, as OTLP or to the store, and read again, a span is the same.
+
+        If it fails: an attribute is no JSON-like value.
+        """
+        found = recorded(scenario, tracer)
+        spans = found.spans
+        assert sorted(found.heard, key=_place) == sorted(spans, key=_place)
+        assert [from_json(Span, json.loads(json.dumps(to_json(span)))) for span in spans] == spans
+        assert otlp.decode(otlp.encode(spans)) == spans
+
+
+def _calls_in(request: ReceivedRequest) -> Iterator[dict[str, Any]]:
+    for choice in (request.answer or {}).get("choices", ()):
+        yield from choice["message"].get("tool_calls", ())
+
+
+def _place(span: Span) -> tuple[str, str]:
+    return span.trace_id, span.span_id
+
+
+def _without_ids(span: Span) -> str:
+    data = to_json(span)
+    for key in ("trace_id", "span_id", "start_ns", "end_ns"):
+        del data[key]
+    data["parent_id"] = span.parent_id is not None
+    data["status_message"] = re.sub(r"\d+\.\d+ s", "", span.status_message)  # some say how long they waited
+    if span.attributes.get(names.ABANDONED):  # how much was read of it is chance, where a framework reads ahead
+        data["attributes"] = {key: value for key, value in span.attributes.items() if key != names.RESPONSE}
+    written = json.dumps(data, sort_keys=True)
+    answer = span.attributes.get(names.RESPONSE_ID)  # of two that ask the same at once, chance says who gets which
+    return written.replace(answer, "") if isinstance(answer, str) and answer else written
