@@ -1,4 +1,7 @@
-"""Make the folder and the test of a new plugin: `nox -s new -- NAME`, where NAME is the framework's distribution."""
+"""Make the folder and the test of a new plugin: `nox -s new -- NAME ["Its Name"]`.
+
+NAME is the framework's distribution; its name as people write it is made from that where it is not given.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,20 @@ from pathlib import Path
 
 TEMPLATE = Path(__file__).parent / "plugin"
 ROOT = TEMPLATE.parent.parent
+# Where every plugin is named: tests/project/test_plugin_folders.py says which of them lacks it.
+LISTS = (
+    "README.md", "docs/how-to/frameworks.md", "docs/how-to/install.md", "docs/reference/api/plugins.md",
+    "docs/site/mkdocs.yml", "pyproject.toml",
+)  # fmt: skip
 
 
-def make(name: str, root: Path = ROOT) -> list[Path]:
-    """Write `plugins/NAME` and `tests/plugins/test_NAME.py`, and give what was written.
+def make(name: str, root: Path = ROOT, title: str | None = None) -> list[Path]:
+    """Write `plugins/NAME` and `tests/plugins/test_NAME.py`, and return what was written.
+
+    Args:
+        name: the framework's distribution.
+        root: where the folder `plugins` is.
+        title: the framework's name as people write it.
 
     Raises:
         ValueError: the name is no distribution's, or the plugin is there already.
@@ -21,23 +34,26 @@ def make(name: str, root: Path = ROOT) -> list[Path]:
     folder = root / "plugins" / name
     if folder.exists():
         raise ValueError(f"{folder} is there already.")
+    title = title or "".join(word.capitalize() for word in name.split("-"))
     written = []
     for source in sorted(TEMPLATE.rglob("*")):
-        part = Path(_named(str(source.relative_to(TEMPLATE)), name))
+        part = Path(_named(str(source.relative_to(TEMPLATE)), name, title))
         if source.is_dir() or "__pycache__" in part.parts:
             continue
         place = root / "tests" / "plugins" / part if part.name.startswith("test_") else folder / part
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(_named(source.read_text(encoding="utf-8"), name), encoding="utf-8")
+        place.write_text(_named(source.read_text(encoding="utf-8"), name, title), encoding="utf-8")
         written.append(place)
-    return written
+    (folder / "LICENSE").write_bytes((ROOT / "LICENSE").read_bytes())
+    return [*written, folder / "LICENSE"]
 
 
-def _named(text: str, name: str) -> str:
+def _named(text: str, name: str, title: str) -> str:
     for placeholder, value in (
         ("new-framework", name),
         ("new_framework", name.replace("-", "_")),
-        ("NewFramework", "".join(word.capitalize() for word in name.split("-"))),
+        ("New Framework", title),  # in prose
+        ("NewFramework", re.sub(r"\W", "", title)),  # in the names of classes
     ):
         text = text.replace(placeholder, value)
     return text
@@ -45,15 +61,15 @@ def _named(text: str, name: str) -> str:
 
 def main(arguments: list[str]) -> None:
     """Make the plugin that the command line names, and say what comes next."""
-    if len(arguments) != 1:
-        sys.exit("Which framework? nox -s new -- NAME")
+    if len(arguments) not in (1, 2):
+        sys.exit('Which framework? nox -s new -- NAME ["Its Name"]')
     try:
-        written = make(arguments[0])
+        written = make(arguments[0], title=arguments[1] if len(arguments) == 2 else None)
     except ValueError as error:
         sys.exit(str(error))
     print(*(path.relative_to(ROOT) for path in written), sep="\n")
     print(f"\nIt works with the framework in example.py: nox -s 'matrix({arguments[0]}-latest)' is green.")
-    print("Now put yours in its place: docs/adding-a-framework.md.")
+    print("Now put yours in its place: docs/how-to/adding-a-framework.md. Then name it in:", *LISTS, sep="\n  ")
 
 
 if __name__ == "__main__":

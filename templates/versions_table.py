@@ -13,7 +13,7 @@ ORDER = ["oldest", "middle", "latest", "together"]  # a leg of another name is t
 
 
 def table(root: Path = ROOT) -> str:
-    """Give the table: a row for each plugin, a column for each leg that any of them has."""
+    """Return the table: a row for each plugin, a column for each leg that any of them has."""
     tested = {}
     for path in sorted(root.glob("plugins/*/pyproject.toml")):
         tested[path.parent.name] = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["lightning"]["versions"]
@@ -27,7 +27,7 @@ def table(root: Path = ROOT) -> str:
 
 
 def written(text: str, root: Path = ROOT) -> str:
-    """Give a text with the table between its marks.
+    """Return a text with the table between its marks.
 
     Raises:
         ValueError: the marks are not there.
@@ -40,7 +40,7 @@ def written(text: str, root: Path = ROOT) -> str:
 
 
 def _plain(requirement: str) -> str:
-    """Give a requirement as one reads it: ``autogen-ext[openai]==0.7.5`` is ``autogen-ext 0.7.5``."""
+    """Return a requirement as one reads it: ``autogen-ext[openai]==0.7.5`` is ``autogen-ext 0.7.5``."""
     name, version = re.fullmatch(r"([\w.-]+)(?:\[.*\])?(.*)", requirement).groups()
     return f"{name} {version.removeprefix('==')}".strip()
 

@@ -9,7 +9,15 @@ openai = pytest.importorskip("openai")
 
 import lightning_new_framework
 from lightning_new_framework.example import Agent
-from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    instructions,
+    noted,
+)
 
 
 def make(name, url, *tools, **options):
@@ -33,8 +41,12 @@ def fail(reason: str) -> str:
     raise ValueError(reason)
 
 
+def note(text: str) -> str:
+    return noted(text)
+
+
 class TestConformance(PluginConformance):
-    """The programs of the kit, as `lightning_spans.testing.program.SCENARIOS` tells them, in this framework."""
+    """The programs of the kit in this framework: `program.SCENARIOS` and `replayed.REPLAYS` tell what they do."""
 
     framework = "new-framework"
     unsupported = dict.fromkeys(["responses", "responses_streaming"], "the example speaks chat completions alone")
@@ -83,6 +95,12 @@ class TestConformance(PluginConformance):
     def tool_error(self, url):
         return ask("caller", url, "tool_error", fail)
 
+    def unknown_tool(self, url):
+        return ask("caller", url, "unknown_tool", add)
+
+    def unreadable_arguments(self, url):
+        return ask("caller", url, "unreadable_arguments", add)
+
     def nested(self, url):
         async def ask(question):
             return await make("writer", url).run(question)
@@ -128,3 +146,15 @@ class TestConformance(PluginConformance):
         agent = make("writer", url)
         agent.observers.append(seen.append)
         return [asyncio.run(agent.run(PROMPTS["callbacks"])), seen]
+
+    def effects(self, url):
+        return asyncio.run(make("caller", url, note).run(REPLAY_PROMPTS["effects"]))
+
+    def effect_fails(self, url):
+        return asyncio.run(make("caller", url, note).run(REPLAY_PROMPTS["effect_fails"]))
+
+    async def effects_awaited(self, url):
+        async def note(text: str) -> str:
+            return noted(text)
+
+        return await make("caller", url, note).run(REPLAY_PROMPTS["effects_awaited"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import lightning_spans
-from lightning_spans import Attachment, agent, emit_reward
+from lightning_spans import agent, emit_reward
 
 __all__ = ["agent", "attach", "emit_reward"]
 
-
-def attach(**options: Any) -> Attachment:
-    """Record every AutoGen agent, team, tool and model; options and errors as of `lightning_spans.attach`."""
-    return lightning_spans.attach("autogen", **options)
+attach = partial(lightning_spans.attach, "autogen")
+"""Record every AutoGen agent, team, tool and model; options and errors as of `lightning_spans.attach`."""

@@ -1,4 +1,4 @@
-"""Agents and teams at work: their spans, and their names for the wire."""
+"""Agents and teams: their spans, and their names for the model calls that they make."""
 
 from __future__ import annotations
 
@@ -16,80 +16,73 @@ from autogen_core import _single_threaded_agent_runtime as runtimes
 from autogen_core._message_handler_context import MessageHandlerContext
 from opentelemetry.context import Context
 
-from lightning_spans import spans as names
-from lightning_spans.context import Steps, attach, current, entered, overlaid, settled, with_agent
-from lightning_spans.following import Following
-from lightning_spans.patches import Undo, replace, replace_in_subclasses
-from lightning_spans.recorder import agent_path, current_span
-from lightning_spans.stays import Watch, current_watch, watched
+from lightning_autogen.plugin import FRAMEWORK
+from lightning_spans.record.context import Steps, attach, current, entered, overlaid, settled, with_agent
+from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
+from lightning_spans.record.instrument.scope import Scope, current_scope
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.recorder import agent_path, current_span
+from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
     from autogen_core import AgentId
 
-    from lightning_spans.recorder import OpenSpan, Recorder
+    from lightning_spans.hooks import OpenSpan, Recorder
 
-PLUGIN: Final = "lightning_autogen"
-FRAMEWORK: Final = "autogen"
 _SENDER: Final = "_lightning_sender"
 # Whether the message that is handled is a tool call: it is carried out for the agent that sent it.
 _tool_call: ContextVar[bool] = ContextVar("lightning_autogen_tool_call", default=False)
 
 
-def bind(recorder: Recorder) -> Callable[[], None]:
-    """Follow every agent, team and message handler, until the callable that is given back is called."""
-    at_work = AtWork(recorder, PLUGIN, FRAMEWORK)
-    undo = Undo()
-    undo.add(at_work.stop)
-    undo.add(replace_in_subclasses(BaseChatAgent, "on_messages", at_work.wrap_on_messages))
-    undo.add(replace_in_subclasses(BaseChatAgent, "on_messages_stream", at_work.wrap_on_messages_stream))
-    undo.add(replace_in_subclasses(BaseGroupChat, "run_stream", at_work.wrap_run_stream))
-    undo.add(replace(MessageHandlerContext, "populate_context", at_work.wrap_populate_context))
-    undo.add(replace(runtimes, "get_telemetry_envelope_metadata", at_work.wrap_metadata))
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every agent, team and message handler, until what is yielded is called."""
+    agents = AutogenAgents(recorder, FRAMEWORK)
+    yield agents.stop
+    yield replace_in_subclasses(BaseChatAgent, "on_messages", agents.wrap_on_messages)
+    yield replace_in_subclasses(BaseChatAgent, "on_messages_stream", agents.wrap_on_messages_stream)
+    yield replace_in_subclasses(BaseGroupChat, "run_stream", agents.wrap_run_stream)
+    yield replace(MessageHandlerContext, "populate_context", agents.wrap_populate_context)
+    yield replace(runtimes, "get_telemetry_envelope_metadata", agents.wrap_metadata)
     for name in ("_process_send", "_process_publish"):
-        undo.add(replace(SingleThreadedAgentRuntime, name, at_work.wrap_process))
-    return undo
+        yield replace(SingleThreadedAgentRuntime, name, agents.wrap_process)
 
 
-class Handling:
+class Handling(Scope):
     """A message handler of AutoGen's core: its span begins only when it calls a model or a tool, as few do.
 
-    It is the wire's watch, which asks for the place of a call before the call's span begins. This is how the hidden
-    calls of a Selector team's manager are named, and those of agents that are written for the core alone.
+    This is how the hidden calls of a Selector team's manager are named, and those of agents that are written for the
+    core alone.
     """
 
-    def __init__(self, at_work: AtWork, name: str) -> None:
-        self._at_work = at_work
+    __slots__ = ("_agents", "_around", "_name")
+
+    def __init__(self, agents: AutogenAgents, name: str, here: Context) -> None:
+        super().__init__(here)
+        self._agents = agents
         self._name = name
-        self._outer = current_watch()
-        self._around = current_span()
-        self.span: OpenSpan | None = None
+        self._around = current_span(here)
 
-    def called(self) -> None:
-        """A chat span began; what is around is told too."""
-        if self._outer is not None:
-            self._outer.called()
-
-    def outside(self) -> Context | None:
-        """Give the place of what begins now; None where something else of ours is already around it."""
-        if current_span() is not self._around:
+    def call_begins(self) -> Context | None:
+        """Begin the handler's span, unless something else of ours is already around the call."""
+        if self.closed or current_span() is not self._around:
             return None
         if self.span is None:
-            self.span = self._at_work.begin_agent(self._name)
+            self.span = self._agents.begin_agent(self._name)
         return None if self.span is None else self.span.context
 
 
-class AtWork(Following):
+class AutogenAgents(Tracker):
     """Begins and ends the spans of agents and teams."""
 
-    def __init__(self, recorder: Recorder, plugin: str, framework: str) -> None:
-        super().__init__(recorder, plugin, framework)
+    def __init__(self, recorder: Recorder, framework: str) -> None:
+        super().__init__(recorder, framework)
         self._teams: dict[str, Context] = {}  # by the id of the team that runs, also on a runtime of the user's
 
     def wrap_on_messages(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """An agent works, from its messages to its response."""
 
         async def on_messages(agent: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.inside(None if self._is_at_work(agent) else self.begin_agent(agent.name)):
+            with self.inside(None if self._has_span(agent) else self.begin_agent(agent.name)):
                 return await original(agent, *args, **kwargs)
 
         return on_messages
@@ -100,7 +93,7 @@ class AtWork(Following):
         def on_messages_stream(agent: Any, *args: Any, **kwargs: Any) -> Any:
             items = original(agent, *args, **kwargs)
             begin = functools.partial(self.begin_agent, agent.name)
-            return items if self._is_at_work(agent) else self._until(begin, items, Response)
+            return items if self._has_span(agent) else self._until(begin, items, Response)
 
         return on_messages_stream
 
@@ -123,7 +116,7 @@ class AtWork(Following):
         def get_telemetry_envelope_metadata() -> Any:
             metadata = original()
             if self.live:
-                with self.recorder.guard(PLUGIN):
+                with self.guard():
                     setattr(metadata, _SENDER, _sender())
             return metadata
 
@@ -154,14 +147,13 @@ class AtWork(Following):
     @contextmanager
     def _handling(self, around: Any, agent_id: AgentId) -> Iterator[None]:
         with around:
-            outer = current()
-            handling = None
-            with self.recorder.guard(PLUGIN):
+            handling: Handling | None = None
+            with self.guard():
                 team = self._teams.get(agent_id.key)
-                attach(overlaid(team) if team is not None else outer)
                 name = agent_id.type.removesuffix(f"_{agent_id.key}")
-                handling = Handling(self, name)
-                attach(watched(handling, with_agent(name)))
+                context = settled() if team is None else overlaid(team)
+                handling = Handling(self, name, context)
+                handling.enter(with_agent(name, context))
             failed: BaseException | None = None
             try:
                 yield
@@ -169,10 +161,11 @@ class AtWork(Following):
                 failed = error
                 raise
             finally:
-                attach(overlaid(outer))
-                self.end(None if handling is None else handling.span, error=failed)
+                if handling is not None:
+                    handling.leave()
+                    self.end(handling.span, error=failed)
 
-    def _is_at_work(self, agent: Any) -> bool:
+    def _has_span(self, agent: Any) -> bool:
         """Whether an agent has its span already: its methods call each other, and those of their parents."""
         around = current_span()
         if not self.live or around is None or around.attributes.get(names.FRAMEWORK) != FRAMEWORK:
@@ -180,7 +173,7 @@ class AtWork(Following):
         return around.operation == names.INVOKE_AGENT and bool(around.name == agent.name)
 
     def _begin_team(self, team: Any) -> OpenSpan | None:
-        with self.recorder.guard(PLUGIN):
+        with self.guard():
             name = str(getattr(team, "_name", None) or type(team).__name__)  # teams have names since 0.6.3
             path = {names.AGENT_PATH: agent_path(name)}
             span = self.begin(names.INVOKE_WORKFLOW, name, attributes=path)
@@ -192,7 +185,7 @@ class AtWork(Following):
     async def _until(
         self, begin: Callable[[], OpenSpan | None], items: AsyncGenerator[Any, None], last: type
     ) -> AsyncIterator[Any]:
-        """Give the items of a generator; its span begins with the first and ends with the last that counts."""
+        """Return the items of a generator; its span begins with the first and ends with the last that counts."""
         span = begin()
         steps = Steps(None if span is None else span.context)
         with self.working(span):
@@ -220,15 +213,8 @@ class AtWork(Following):
 
 
 def _sender() -> Context:
-    """Give the context of who sends a message: an agent of the core begins its span with it, unless one is around."""
-    watch, context = current_watch(), None
-    if isinstance(watch, Handling) and (watch.span is not None or current_span() is None):
-        context = watch.outside()
-    return settled() if context is None else context
-
-
-def place() -> Context:
-    """Give the context for a tool or model that begins now; a message handler's span begins with it."""
-    watch: Watch | None = current_watch()
-    context = watch.outside() if watch is not None else None
+    """Return the context of who sends a message: an agent of the core begins its span with it, unless one is around."""
+    scope, context = current_scope(), None
+    if isinstance(scope, Handling) and (scope.span is not None or current_span() is None):
+        context = scope.call_begins()
     return settled() if context is None else context

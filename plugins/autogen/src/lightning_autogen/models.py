@@ -1,57 +1,49 @@
 """Models that AutoGen reaches without the openai client (Anthropic, Ollama, ...): one chat span for each call.
 
-Every client is watched while it works. If the wire made a chat span meanwhile, the client is one of OpenAI's or a cache
-over one, and nothing is made here.
+Every call is a scope while it lasts. If the openai client makes a chat span in it, the client is one of OpenAI's or a
+cache over one, and nothing is made here.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from autogen_core.models import ChatCompletionClient, CreateResult
 
-from lightning_autogen.agents import FRAMEWORK, PLUGIN, place
-from lightning_openai.elsewhere import NOT_ASKED, OtherCall
-from lightning_spans.patches import Undo, replace_in_subclasses
+from lightning_autogen.plugin import FRAMEWORK
+from lightning_openai.other_clients import NOT_ASKED, OtherCall
+from lightning_spans.record.instrument.patches import replace_in_subclasses
+from lightning_spans.record.instrument.scope import place_of_call
+from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
-    from lightning_spans.recorder import Recorder
-    from lightning_spans.spans import Json
+    from lightning_spans.hooks import Recorder
+    from lightning_spans.schema.spans import Json
 
 _ROLES: Final = {"SystemMessage": "system", "UserMessage": "user", "AssistantMessage": "assistant"}
-_WIRED: Final = "autogen_ext.models.openai."  # its clients always pass the wire
+_BY_OPENAI: Final = "autogen_ext.models.openai."  # its clients always use the openai client
 
 
-def bind(recorder: Recorder) -> Callable[[], None]:
-    """Follow every call of a client, until the callable that is given back is called."""
-    models = Models(recorder)
-    undo = Undo()
-    undo.add(models.stop)
-    undo.add(replace_in_subclasses(ChatCompletionClient, "create", models.wrap_create))
-    undo.add(replace_in_subclasses(ChatCompletionClient, "create_stream", models.wrap_create_stream))
-    return undo
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every call of a client, until what is yielded is called."""
+    models = AutogenModels(recorder, FRAMEWORK)
+    yield models.stop
+    yield replace_in_subclasses(ChatCompletionClient, "create", models.wrap_create)
+    yield replace_in_subclasses(ChatCompletionClient, "create_stream", models.wrap_create_stream)
 
 
-class Models:
-    """Makes the chat spans of calls that the wire does not see."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._live = True
-
-    def stop(self) -> None:
-        """Hear no more."""
-        self._live = False
+class AutogenModels(Tracker):
+    """Makes the chat spans of calls that the openai client does not make."""
 
     def wrap_create(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A model is asked."""
-        if original.__module__.startswith(_WIRED):
+        if original.__module__.startswith(_BY_OPENAI):
             return original
 
         async def create(client: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
             work = original(client, messages, *args, **kwargs)
-            if not self._live:
+            if not self.live:
                 return await work
             return await self._call(client, messages, kwargs).asked(work, _answer)
 
@@ -59,12 +51,12 @@ class Models:
 
     def wrap_create_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A model is asked, and its answer streamed."""
-        if original.__module__.startswith(_WIRED):
+        if original.__module__.startswith(_BY_OPENAI):
             return original
 
         def create_stream(client: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
             items = original(client, messages, *args, **kwargs)
-            return self._steps(items, client, messages, kwargs) if self._live else items
+            return self._steps(items, client, messages, kwargs) if self.live else items
 
         return create_stream
 
@@ -82,11 +74,11 @@ class Models:
         def ask() -> dict[str, Json]:
             return _request(client, messages, options)
 
-        return OtherCall(self._recorder, PLUGIN, FRAMEWORK, ask, streamed=streamed, place=place)
+        return OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=streamed, place=place_of_call)
 
 
 def _request(client: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Json]:
-    """Give what was asked as the body of a chat completion."""
+    """Return what was asked as the body of a chat completion."""
     extra = options.get("extra_create_args") or {}
     known = {**(getattr(client, "_create_args", None) or {}), **extra}
     model = known.get("model") or getattr(client, "_model_name", None) or type(client).__name__
@@ -117,7 +109,7 @@ def _assistant(content: Any) -> dict[str, Json]:
 
 
 def _answer(result: Any) -> Mapping[str, Json] | None:
-    """Give what was answered as a chat completion; None for the pieces of a stream that was left."""
+    """Return what was answered as a chat completion; None for the pieces of a stream that was left."""
     if not isinstance(result, CreateResult):
         return None
     if result.cached:

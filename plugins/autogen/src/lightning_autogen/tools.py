@@ -2,37 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autogen_agentchat.agents import AssistantAgent
-from autogen_core.tools import BaseStreamTool, BaseTool, Workbench
+from autogen_core import tools as core_tools
+from autogen_core.tools import BaseStreamTool, BaseTool, TextResultContent, ToolResult, Workbench
 
-from lightning_autogen.agents import FRAMEWORK, PLUGIN, place
-from lightning_openai.elsewhere import to_json
-from lightning_spans import spans as names
-from lightning_spans.context import entered_steps
-from lightning_spans.following import Following
-from lightning_spans.patches import Undo, replace, replace_in_subclasses
-from lightning_spans.recorder import current_span
+from lightning_autogen.handoffs import tell_handoff
+from lightning_autogen.plugin import FRAMEWORK
+from lightning_openai.other_clients import to_json
+from lightning_spans.record.context import entered_steps
+from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
+from lightning_spans.record.instrument.scope import place_of_call
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.recorder import current_span
+from lightning_spans.record.replay import Given, acalled, agiven_to, keep_raised, keep_returned, tool_around
+from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
-    from lightning_spans.recorder import OpenSpan, Recorder
+    from lightning_spans.hooks import OpenSpan, Recorder
 
 
-def bind(recorder: Recorder) -> Callable[[], None]:
-    """Follow every tool call, until the callable that is given back is called."""
-    calls = ToolCalls(recorder, PLUGIN, FRAMEWORK)
-    undo = Undo()
-    undo.add(calls.stop)
-    undo.add(replace(AssistantAgent, "_execute_tool_call", calls.wrap_execute_tool_call))
-    undo.add(replace_in_subclasses(Workbench, "call_tool", calls.wrap_call_tool))
-    undo.add(replace_in_subclasses(BaseTool, "run_json", calls.wrap_run_json))
-    undo.add(replace_in_subclasses(BaseStreamTool, "run_json_stream", calls.wrap_run_json_stream))
-    return undo
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every tool call, until what is yielded is called."""
+    tools = AutogenTools(recorder, FRAMEWORK)
+    yield tools.stop
+    yield replace(AssistantAgent, "_execute_tool_call", tools.wrap_execute_tool_call)
+    yield replace_in_subclasses(Workbench, "call_tool", tools.wrap_call_tool)
+    if hasattr(core_tools, "StreamWorkbench"):
+        yield replace_in_subclasses(core_tools.StreamWorkbench, "call_tool_stream", tools.wrap_call_tool_stream)
+    yield replace_in_subclasses(BaseTool, "run_json", tools.wrap_run_json)
+    yield replace_in_subclasses(BaseStreamTool, "run_json_stream", tools.wrap_run_json_stream)
 
 
-class ToolCalls(Following):
+def _tool_result(name: str, given: Given) -> ToolResult:
+    """Make of what the record has what a workbench gives; most results are one text."""
+    if given.returned is not None:
+        result: ToolResult = given.outcome()
+        return result
+    text = given.result or given.error
+    return ToolResult(name=name, result=[TextResultContent(content=text)], is_error=given.failed)
+
+
+def _keep(span: OpenSpan, answer: Any) -> None:
+    """Keep a workbench's result, unless it is one text."""
+    parts = getattr(answer, "result", None)
+    is_text = isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], TextResultContent)
+    keep_returned(span, "" if is_text else answer)
+
+
+async def _replayed_steps(
+    items: AsyncGenerator[Any, None], outcome: Callable[[Given], Any], keep: Callable[[OpenSpan, Any], None]
+) -> AsyncGenerator[Any, None]:
+    """Return what a tool streams; in a replay only its end, which is its result."""
+    span = tool_around()
+    given = None if span is None else await agiven_to(span)
+    last = None
+    try:
+        if given is not None:
+            yield outcome(given)
+            return
+        try:
+            async for item in items:
+                last = item
+                yield item
+        except Exception as error:
+            if span is not None:
+                keep_raised(span, error)
+            raise
+        if span is not None:
+            keep(span, last)
+    finally:
+        await items.aclose()
+
+
+class AutogenTools(Tracker):
     """Begins and ends the spans of tools. One call passes several layers; the outermost makes the span."""
 
     def wrap_execute_tool_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,6 +86,8 @@ class ToolCalls(Following):
 
         async def execute_tool_call(tool_call: Any, *args: Any, **kwargs: Any) -> Any:
             span = self._begin(tool_call.name, tool_call.id, tool_call.arguments)
+            with self.guard(span):
+                tell_handoff(span, tool_call.name, kwargs.get("handoff_tools", args[1] if len(args) > 1 else None))
 
             def result_of(answer: Any) -> tuple[str, bool]:
                 return answer[1].content, bool(answer[1].is_error)
@@ -58,9 +106,22 @@ class ToolCalls(Following):
             def result_of(answer: Any) -> tuple[str, bool]:
                 return answer.to_text(), bool(answer.is_error)
 
-            return await self._call(span, lambda: original(workbench, name, *args, **kwargs), result_of)
+            async def call() -> Any:
+                carry_out = partial(original, workbench, name, *args, **kwargs)
+                return await acalled(carry_out, partial(_tool_result, name), keep=_keep)
+
+            return await self._call(span, call, result_of)
 
         return call_tool
+
+    def wrap_call_tool_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An assistant calls a tool of a workbench that streams; its last item is the result."""
+
+        def call_tool_stream(workbench: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+            items = original(workbench, name, *args, **kwargs)
+            return _replayed_steps(items, partial(_tool_result, name), _keep) if self.live else items
+
+        return call_tool_stream
 
     def wrap_run_json(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A tool runs."""
@@ -71,7 +132,7 @@ class ToolCalls(Following):
             def result_of(answer: Any) -> tuple[str, bool]:
                 return tool.return_value_as_string(answer), False
 
-            return await self._call(span, lambda: original(tool, args, *more, **rest), result_of)
+            return await self._call(span, lambda: acalled(lambda: original(tool, args, *more, **rest)), result_of)
 
         return run_json
 
@@ -80,6 +141,7 @@ class ToolCalls(Following):
 
         def run_json_stream(tool: Any, args: Any, *more: Any, **rest: Any) -> Any:
             items = original(tool, args, *more, **rest)
+            items = _replayed_steps(items, Given.outcome, keep_returned) if self.live else items
             span = self._begin(tool.name, rest.get("call_id", more[1] if len(more) > 1 else None), args)
             return self._steps(span, items, tool) if self.live else items
 
@@ -91,9 +153,9 @@ class ToolCalls(Following):
         same = around is not None and around.operation == names.EXECUTE_TOOL and around.name == name
         if same and around is not None and call_id in {None, around.attributes.get(names.TOOL_CALL_ID)}:
             return None
-        with self.recorder.guard(PLUGIN):
+        with self.guard():
             text = arguments if isinstance(arguments, str) else to_json(arguments)
-            return self.begin_tool(name, call_id, text, place())
+            return self.begin_tool(name, call_id, text, place_of_call())
         return None
 
     async def _call(
@@ -105,7 +167,7 @@ class ToolCalls(Following):
             except BaseException as error:
                 self._tell_outer(span, error)
                 raise
-            with self.recorder.guard(PLUGIN, span):
+            with self.guard(span):
                 result, failed = result_of(answer)
                 self.end(span, error=result if failed else None, attributes={names.TOOL_RESULT: result})
             return answer
@@ -125,12 +187,12 @@ class ToolCalls(Following):
                 raise
             finally:
                 await steps.aclose()
-            with self.recorder.guard(PLUGIN, span):
+            with self.guard(span):
                 self.end(span, attributes={names.TOOL_RESULT: tool.return_value_as_string(last)})
 
     def _tell_outer(self, span: OpenSpan | None, error: BaseException) -> None:
         """Tell the layer that made the span what was raised; it may turn the exception into a message."""
         around = current_span()
         if span is None and around is not None and around.operation == names.EXECUTE_TOOL:
-            with self.recorder.guard(PLUGIN, around):
+            with self.guard(around):
                 around.set(**{names.ERROR_TYPE: type(error).__qualname__})

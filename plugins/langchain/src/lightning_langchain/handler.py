@@ -1,26 +1,28 @@
-"""The callback handler: LangChain's events become agent and tool spans, and tell the wire who is at work.
+"""The callback handler: LangChain tells all that happens to one object, in calls of its own.
 
-The chat span is the wire's. Only where a model was reached without the openai client is it made here, at its end.
+The chat span is the openai client's. Only where a model was reached in another way is it made here, at its end.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import _configure_hooks, register_configure_hook
 
-from lightning_langchain.asked import remember, who_asked
-from lightning_langchain.elsewhere import PLUGIN, Elsewhere, follow_caches
-from lightning_langchain.runs import Runs
-from lightning_langchain.words import tool_result
-from lightning_openai.elsewhere import to_json
-from lightning_spans import spans as names
-from lightning_spans.context import current, current_agent
-from lightning_spans.recorder import log_failure
+from lightning_langchain import tools
+from lightning_langchain.agents import Run, Runs
+from lightning_langchain.handoffs import handed_to
+from lightning_langchain.models import OtherModels, follow_caches
+from lightning_langchain.plugin import FRAMEWORK
+from lightning_langchain.refused import answers_in, offered_in, unreadable_in
+from lightning_langchain.tools import is_control_flow, requests_in, take_request, tool_result
+from lightning_openai.other_clients import to_json
+from lightning_spans.record.context import current, current_agent
+from lightning_spans.record.instrument.tracker import begins, ends
+from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -28,78 +30,42 @@ if TYPE_CHECKING:
     from langchain_core.messages import BaseMessage
     from langchain_core.outputs import LLMResult
 
-    from lightning_langchain.runs import Run
-    from lightning_spans.recorder import Recorder
+    from lightning_spans.hooks import Recorder
 
 
-def bind(recorder: Recorder) -> Callable[[], None]:
-    """Have every callback manager of the process call a handler, until the callable that is given back is called."""
-    handler = Handler(recorder)
-    variable: ContextVar[BaseCallbackHandler | None] = ContextVar(PLUGIN, default=handler)
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Have every callback manager of the process call a handler, until what is yielded is called."""
+    handler = Handler(recorder, FRAMEWORK)
+    yield handler.stop
+    yield from follow_caches()
+    yield from tools.bind(handler)
+    variable: ContextVar[BaseCallbackHandler | None] = ContextVar(handler.plugin, default=handler)
     before = len(_configure_hooks)
     register_configure_hook(variable, inheritable=True)
     hook = _configure_hooks[before]
-    undo_caches = follow_caches()
 
     def undo() -> None:
         if hook in _configure_hooks:
             _configure_hooks.remove(hook)
-        undo_caches()
-        handler.stop()
 
-    return undo
+    yield undo
 
 
-def _start(method: Callable[..., None]) -> Any:
-    """Guard an event that begins something, and ignore it once recording has stopped: graphs that run keep handlers."""
-
-    @functools.wraps(method)
-    def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
-        if self.live:
-            try:
-                method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - logged
-                log_failure(PLUGIN, error)
-
-    return handle
-
-
-def _end(method: Callable[..., None]) -> Any:
-    """Guard an event that ends something: always heard, so that the contexts that were entered are left."""
-
-    @functools.wraps(method)
-    def handle(self: Handler, *args: Any, **kwargs: Any) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - logged
-            log_failure(PLUGIN, error)
-
-    return handle
-
-
-class Handler(BaseCallbackHandler):
-    """Called in the thread and the context of what it reports, so that the wire finds what it enters."""
+class Handler(Runs, BaseCallbackHandler):
+    """Called in the thread and context of what it reports, so that what it enters is found when a model is called."""
 
     run_inline = True  # else async events run in a thread of their own, and their context is lost
     ignore_retriever = True
     ignore_retry = True
     ignore_custom_event = True
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.live = True
-        self._runs = Runs(recorder)
-        self._elsewhere = Elsewhere(recorder)
-
-    def stop(self) -> None:
-        """End the spans that are open, and begin no more."""
-        self.live = False
-        with self.recorder.guard(PLUGIN):
-            self._runs.end_spans()
+    def __init__(self, recorder: Recorder, framework: str) -> None:
+        super().__init__(recorder, framework)
+        self._models = OtherModels(self)
 
     # Chains
 
-    @_start
+    @begins
     def on_chain_start(  # noqa: D102
         self,
         serialized: Mapping[str, Any] | None,
@@ -109,31 +75,43 @@ class Handler(BaseCallbackHandler):
         parent_run_id: UUID | None = None,
         metadata: Mapping[str, Any] | None = None,
         name: str | None = None,
+        tags: Sequence[str] | None = None,
         **_: Any,
     ) -> None:
-        run = self._runs.begin(run_id, parent_run_id, "chain", name or _name_of(serialized, "chain"), metadata or {})
-        if self._runs.is_node(run):
-            self._runs.begin_node(run)
+        run = self.begin_run(run_id, parent_run_id, "chain", name or _name_of(serialized, "chain"), metadata or {})
+        run.tags = tags or ()
+        if self.is_node(run):
+            self.begin_node(run)
 
-    @_end
-    def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: ARG002, D102
-        run = self._runs.end(run_id)
-        if run is not None and run.span is not None:
-            run.span.end()
+    @ends
+    def on_chain_end(self, outputs: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
+        open_run = self.scopes.get(run_id)
+        if open_run is not None and open_run.unknown and self.live:
+            self._answered(open_run, outputs)
+        run = self.end_run(run_id)
+        if run is not None:
+            self.end(run.span)
 
-    @_end
+    def _answered(self, run: Run, outputs: Any) -> None:
+        """Take the answers to calls of tools that are not there; who answers without an error has its own way."""
+        for message in answers_in(outputs):
+            request = run.unknown.pop(message.tool_call_id, None)
+            if request is not None and message.status == "error":
+                self.refuse(run, request, tool_result(message)[0])
+
+    @ends
     def on_chain_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
-        run = self._runs.end(run_id)
-        if run is None or run.span is None:
+        run = self.end_run(run_id)
+        if run is None:
             return
         if isinstance(error, GeneratorExit):
-            run.span.end(attributes={names.ABANDONED: True})
+            self.end(run.span, attributes={names.ABANDONED: True})
         else:
-            run.span.end(error=None if _is_control_flow(error) else error)
+            self.end(run.span, error=None if is_control_flow(error) else error)
 
     # Tools
 
-    @_start
+    @begins
     def on_tool_start(  # noqa: D102
         self,
         serialized: Mapping[str, Any] | None,
@@ -146,105 +124,96 @@ class Handler(BaseCallbackHandler):
         tool_call_id: str | None = None,
         **_: Any,
     ) -> None:
-        run = self._runs.begin(run_id, parent_run_id, "tool", _name_of(serialized, "tool"), metadata or {})
-        arguments: Any = input_str if inputs is None else inputs
-        context = self._runs.place(run.parent)
-        at_work = current_agent(context)
-        asked = run.made = who_asked(run, tool_call_id, inputs, at_work)
-        run.agent = at_work if asked is None else asked.agent
-        run.span = self.recorder.start(
-            names.EXECUTE_TOOL,
-            run.name,
-            agent=run.agent,
-            context=context,
-            attributes={
-                names.FRAMEWORK: "langchain",
-                names.TOOL_NAME: run.name,
-                names.TOOL_CALL_ID: tool_call_id or (asked.call_id if asked is not None else None),
-                names.TOOL_ARGUMENTS: to_json(arguments),
-            },
-        )
-        run.enter(run.span.context)
+        run = self.begin_run(run_id, parent_run_id, "tool", _name_of(serialized, "tool"), metadata or {})
+        context = self.place(run.parent)
+        around = current_agent(context)
+        run.made = made = take_request(run.requests, run.name, tool_call_id, inputs, around)
+        if run.unknown and made is not None and made.call_id is not None:
+            run.unknown.pop(made.call_id, None)
+        run.agent = around if made is None else made.agent
+        call_id = tool_call_id or (None if made is None else made.call_id)
+        text = to_json(input_str if inputs is None else inputs)
+        run.span = self.begin_tool(run.name, call_id, text, context, agent=run.agent)
+        run.enter(context if run.span is None else run.span.context)
 
-    @_end
+    @ends
     def on_tool_end(self, output: Any, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
-        run = self._runs.end(run_id)
+        run = self.end_run(run_id)
         if run is None or run.span is None:
             return
         text, message = tool_result(output)
         if message is not None and names.TOOL_CALL_ID not in run.span.attributes:
             run.span.set(**{names.TOOL_CALL_ID: message.tool_call_id})
         failed = message is not None and message.status == "error"
-        run.span.end(error=text if failed else None, attributes={names.TOOL_RESULT: text})
+        told = {names.TOOL_RESULT: text, names.HANDOFF: handed_to(output)}
+        self.end(run.span, error=text if failed else None, attributes=told)
 
-    @_end
+    @ends
     def on_tool_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
-        run = self._runs.end(run_id)
-        if run is not None and run.made is not None and _is_control_flow(error):
-            run.asked.append(run.made)  # it will be called again
-        if run is not None and run.span is not None:
-            run.span.end(error=None if _is_control_flow(error) else error)
+        run = self.end_run(run_id)
+        if run is None:
+            return
+        if run.made is not None and is_control_flow(error):
+            run.requests.append(run.made)  # it will be called again
+        self.end(run.span, error=None if is_control_flow(error) else error)
 
     # Models
 
-    @_start
+    @begins
     def on_chat_model_start(  # noqa: D102
-        self,
-        serialized: Mapping[str, Any] | None,
-        messages: Sequence[Sequence[BaseMessage]],
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        **details: Any,
+        self, serialized: Mapping[str, Any] | None, messages: Sequence[Sequence[BaseMessage]], **told: Any
     ) -> None:
-        run = self._runs.begin(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
-        self._begin_call(run, serialized, messages[0], details.get("invocation_params") or {})
+        self._begin_call(serialized, messages[0], **told)
 
-    @_start
+    @begins
     def on_llm_start(  # noqa: D102
-        self,
-        serialized: Mapping[str, Any] | None,
-        prompts: Sequence[str],
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        **details: Any,
+        self, serialized: Mapping[str, Any] | None, prompts: Sequence[str], **told: Any
     ) -> None:
-        run = self._runs.begin(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
-        self._begin_call(run, serialized, prompts[0], details.get("invocation_params") or {})
+        self._begin_call(serialized, prompts[0], **told)
 
     def _begin_call(
         self,
-        run: Run,
         serialized: Mapping[str, Any] | None,
-        asked: Sequence[BaseMessage] | str,
-        params: Mapping[str, Any],
+        messages: Sequence[BaseMessage] | str,
+        *,
+        run_id: UUID,
+        parent_run_id: UUID | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        invocation_params: Mapping[str, Any] | None = None,
+        **_: Any,
     ) -> None:
-        run.context = self._runs.place(run.parent)
-        if self._elsewhere.begin(run, serialized, asked, params) or run.context is not current():
+        run = self.begin_run(run_id, parent_run_id, "chat", _name_of(serialized, "model"), metadata or {})
+        run.context = self.place(run.parent)
+        run.offered = offered_in(invocation_params or {})
+        if self._models.begin(run, serialized, messages, invocation_params or {}) or run.context is not current():
             run.enter(run.context)  # else nobody asks in whose context the call is: that of the node around it will do
 
-    @_end
+    @ends
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
-        run = self._runs.end(run_id)
+        run = self.scopes.get(run_id)
         if run is not None and self.live:
-            self._elsewhere.end(run, response, None)
-            remember(run, response)
+            self._asked_for(run, response)
+        run = self.end_run(run_id)
+        if run is not None and self.live:
+            self._models.end(run, response, None)
 
-    @_end
+    def _asked_for(self, run: Run, response: LLMResult) -> None:
+        """Keep the tool calls that an answer asks for; those whose arguments can't be read are never made."""
+        agent = current_agent(run.context)
+        requests = list(requests_in(response, agent))
+        run.requests.extend(requests)
+        unknown = [request for request in requests if run.offered and request.name not in run.offered]
+        run.unknown.update({request.call_id: request for request in unknown if request.call_id is not None})
+        for request, why in unreadable_in(response, agent):
+            self.refuse(run, request, why)
+
+    @ends
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **_: Any) -> None:  # noqa: D102
-        run = self._runs.end(run_id)
+        run = self.end_run(run_id)
         if run is not None and self.live:
-            self._elsewhere.end(run, None, error)
+            self._models.end(run, None, error)
 
 
 def _name_of(serialized: Mapping[str, Any] | None, otherwise: str) -> str:
     known = serialized or {}
     return str(known.get("name") or (known.get("id") or [otherwise])[-1])
-
-
-def _is_control_flow(error: BaseException) -> bool:
-    """Whether it is LangGraph's way to pause or to go elsewhere, and no failure."""
-    return any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)

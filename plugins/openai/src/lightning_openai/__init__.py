@@ -1,4 +1,4 @@
-"""The wire: every model call made with the openai client becomes one span, and goes where its agent's policy is."""
+"""Every model call made with the openai client becomes one span, and goes where its agent's policy is."""
 
 from __future__ import annotations
 

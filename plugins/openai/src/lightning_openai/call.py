@@ -10,27 +10,29 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import orjson
 
-from lightning_openai import gateway
-from lightning_openai.assemble import is_whole, put_together, read_events
-from lightning_openai.facts import request_facts, response_facts
-from lightning_openai.leftovers import leftovers
-from lightning_openai.tee import Kept, body_of, tee
-from lightning_spans import spans as names
-from lightning_spans.recorder import log_failure
-from lightning_spans.stays import current_watch
+from lightning_openai import reroute
+from lightning_openai.abandoned import abandoned
+from lightning_openai.attributes import request_attributes, response_attributes
+from lightning_openai.events import is_whole, read_events
+from lightning_openai.recorded_body import RecordedBody, body_of, record_body
+from lightning_openai.unfinished import unfinished
+from lightning_spans.chat.stream import put_together
+from lightning_spans.record.instrument.scope import current_scope
+from lightning_spans.record.prompts import with_prompts
+from lightning_spans.record.recorder import log_failure
+from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
-    from lightning_spans.recorder import Recorder
-    from lightning_spans.spans import Json
+    from lightning_spans.hooks import Recorder
+    from lightning_spans.schema.spans import Json
 
 PLUGIN: Final = "lightning_openai"
-unfinished: Final[set[Call]] = set()  # calls whose answers are still waited for, or read
 _PATHS: Final = ("/chat/completions", "/completions", "/responses")  # the first that fits counts
 
 
 @functools.lru_cache(256)
 def endpoint_of(method: str, url: str) -> str | None:
-    """Give which model call a request is, by its path alone; None when it is none.
+    """Return which model call a request is, by its path alone; None when it is none.
 
     The URL may be relative, absolute, or Azure's (``/deployments/NAME/chat/completions``).
     """
@@ -43,8 +45,8 @@ def endpoint_of(method: str, url: str) -> str | None:
 # Where every call passes there is `try` and no `guard`: entering and leaving one costs three calls.
 
 
-class Call:
-    """What `wire` keeps of one call. Its methods never raise.
+class ModelCall:
+    """What `patch` keeps of one call. Its methods never raise.
 
     The agent's thread only notes what it has in hand. What the bodies say is read when the span is delivered (`_told`).
     Until then nothing of the client's is held: what waits in memory the agent can't use again, and new memory is slow.
@@ -62,8 +64,10 @@ class Call:
         self._request: Any = None
         self._asked: bytes | None = None  # the body of the request
         self._retries: int | None = None
-        self._kept: Kept | None = None  # the body of the response; None: there was no response
+        self._recorded: RecordedBody | None = None  # the body of the response; None: there was no response
         self._chunks: int | None = None  # of that body, when the span ended
+        self._prompted = False  # its agent's other prompt is in the body
+        self._left_to_it = False  # a replay left the call to the program's own endpoint
         self._left = False  # nothing went wrong but that the agent reads no further
         self._to_end = False
         self.events: int | None = None  # items of an event stream that the agent took; None: it reads in another way
@@ -71,23 +75,23 @@ class Call:
         self.pending = False  # the body is still to be read
         self._events = False  # the body is an event stream
         self.reading = False  # the next item of an event stream is being read: how that ends says what became of it
-        watch = current_watch()
-        context = watch.outside() if watch is not None else None
+        scope = current_scope()
+        context = None if scope is None else scope.call_begins()
         model = self._body.get("model")
         attributes = {
             names.FRAMEWORK: "openai",
             names.PROVIDER: "azure.ai.openai" if "Azure" in type(client).__name__ else "openai",
             names.ENDPOINT: endpoint,
             names.STREAMED: streamed,
-            **request_facts(self._body),
+            **request_attributes(self._body),
         }
         name = "chat" if model is None else str(model)
         self.span = recorder.start(names.CHAT, name, context=context, attributes=attributes)
         self.client: Any = client
         self._options: Any = options
         self._base_url = client.base_url
-        if watch is not None:
-            watch.called()
+        if scope is not None:
+            scope.call_began()
 
     def covers(self, client: Any, options: Any, method: Any) -> bool:
         """Whether a request is this call on its way through the methods of its client's classes, or somebody's patch.
@@ -99,21 +103,55 @@ class Call:
         return client is not None and client is self.client  # the one that sends it to the gateway
 
     def sent_by(self, client: Any, options: Any) -> tuple[Any, Any]:
-        """Give the client and the options that send the call: to the gateway where its agent is in training."""
+        """Return the client and the options that send the call: to the gateway where its agent is in training.
+
+        In a replay every call goes there first: see `sent_on`.
+        """
+        options = self._with_prompts(client, options)
         span, attempt = self.span, self.span.attempt
-        if client is not self._user or attempt is None or not self._recorder.reroutes(span):
+        if client is not self._user or attempt is None or self._left_to_it:
+            return client, options
+        trained = self._recorder.reroutes(span)
+        if not trained and (attempt.replay is None or attempt.endpoint is None):
             return client, options
         try:
-            body, headers = _body(options), gateway.agent_header(span.agent)
-            client, copy = gateway.rerouted(client, options, attempt, self._endpoint, body=body, headers=headers)
-            span.set(**{names.REROUTED: True, names.REQUEST_MODEL: attempt.model})
-            span.name = attempt.model
-            self._body = {**body, "model": attempt.model}
+            body, headers = _body(options), reroute.agent_header(span.path)
+            body = {**body, "model": attempt.model} if trained else body
+            client, copy = reroute.rerouted(client, options, attempt, self._endpoint, body=body, headers=headers)
+            span.set(**{names.REROUTED: True})
+            if trained:
+                span.set(**{names.REQUEST_MODEL: attempt.model})
+                span.name = attempt.model
+            self._body = body
             self.client, self._base_url = client, client.base_url
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, span)
             return self._user, options
         return client, copy
+
+    def sent_on(self, error: BaseException, options: Any) -> tuple[Any, Any] | None:
+        """Return the user's client and options where the gateway leaves a call of a replay to them; None elsewhere."""
+        if self.client is self._user or not reroute.is_own(error):
+            return None
+        if self._prompted:  # its other system prompt goes along
+            options = reroute.with_body(options, self._body)
+        self.client, self._base_url, self._left_to_it = self._user, self._user.base_url, True
+        self.span.attributes.pop(names.REROUTED, None)
+        return self._user, options
+
+    def _with_prompts(self, client: Any, options: Any) -> Any:
+        """Return options whose body has the agent's other system prompt, where there is one for it."""
+        if self._prompted or client is not self._user:
+            return options
+        try:
+            body = with_prompts(_body(options), self.span.path, self.span.attempt)
+            if body is None:
+                return options
+            self._prompted, self._body = True, body
+            return reroute.with_body(options, body)
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(PLUGIN, error, self.span)
+            return options
 
     def sends(self, client: Any) -> bool:
         """Whether this client of httpx is the one that sends the call: one that fetches a token for it is not."""
@@ -137,9 +175,9 @@ class Call:
             self.seen_ns = time.time_ns()
             self.pending = not response.is_stream_consumed
             if self.pending:
-                self._kept, self._events = tee(response, self), self._streamed
+                self._recorded, self._events = record_body(response, self), self._streamed
             else:
-                self._kept = Kept([response.content])
+                self._recorded = RecordedBody([response.content])
                 self._events = self._streamed and "text/event-stream" in response.headers.get("content-type", "")
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, self.span)
@@ -157,7 +195,7 @@ class Call:
             status = getattr(error, "status_code", None)
             if isinstance(status, int):
                 self.span.set(**{"http.response.status_code": status})
-            if self._kept is None:
+            if self._recorded is None:
                 self._request = getattr(error, "request", None)
             self._end(error)
 
@@ -173,13 +211,13 @@ class Call:
             self.failed(error)
 
     def closed(self) -> None:
-        """End the span: nobody reads any further. Perhaps it is the garbage collector that says so: see `leftovers`."""
+        """End the span: nobody reads any further. Perhaps it is the garbage collector that says so: see `abandoned`."""
         if self.span.end_ns is not None or self.reading:
             return
         if self._to_end:
             self.end_left()
         else:
-            leftovers.take(self)
+            abandoned.take(self.end_left)
 
     def end_left(self) -> None:
         """End the span with what was read."""
@@ -198,8 +236,8 @@ class Call:
         end_ns = None
         unfinished.discard(self)
         request, self._request = self._request, None
-        if self._kept is not None:
-            self._chunks = len(self._kept.chunks)
+        if self._recorded is not None:
+            self._chunks = len(self._recorded.chunks)
             end_ns = self.seen_ns or None if error is None else None
         self._asked = _content(request)
         if self._asked is None:
@@ -219,16 +257,16 @@ class Call:
             told[names.REQUEST] = _sent(self._asked)
             if self._retries:
                 told["http.request.resend_count"] = self._retries
-        if self._kept is None:
+        if self._recorded is None:
             if self.span.status == "ok":
                 told[names.ABANDONED] = True  # recording stopped before the answer came
             return
-        text = body_of(self._kept, self._chunks)
+        text = body_of(self._recorded, self._chunks)
         if not self._events:
             if self.pending and not self._to_end:
                 told[names.ABANDONED] = True
             told[names.RESPONSE] = text
-            told.update(response_facts(self._endpoint, _parse(text) or {}))
+            told.update(response_attributes(self._endpoint, _parse(text) or {}))
             return
         events = read_events(text, self.events if self.pending else None)  # else it ended before the agent took any
         response = put_together(self._endpoint, events.found)
@@ -237,11 +275,11 @@ class Call:
             told[names.ABANDONED] = True
         if response is not None:
             told[names.RESPONSE] = orjson.dumps(response).decode()
-            told.update(response_facts(self._endpoint, response))
+            told.update(response_attributes(self._endpoint, response))
 
 
 def _body(options: Any) -> Mapping[str, Json]:
-    """Give the JSON body of a request, to be read only: what the caller gave in pieces, or wrote out himself."""
+    """Return the JSON body of a request, to be read only: what the caller gave in pieces, or wrote out himself."""
     given = options.json_data if options.json_data is not None else getattr(options, "content", None)
     if isinstance(given, bytes | bytearray):
         given = _parse(given)

@@ -1,6 +1,6 @@
 """Models that Pydantic AI reaches without the openai client (Anthropic, Google, Bedrock, ...): one chat span a call.
 
-Every model is watched while it works. If the wire made a chat span meanwhile, or a model inside of this one did,
+Every call is a scope while it lasts. If the openai client makes a chat span in it, or a model inside of this one does,
 nothing is made here.
 """
 
@@ -13,60 +13,51 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_ai.models import Model
 
-from lightning_openai.elsewhere import OtherCall, to_json
-from lightning_pydantic_ai.at_work import FRAMEWORK, PLUGIN
-from lightning_spans.context import attach, current, overlaid
-from lightning_spans.patches import Undo, replace_in_subclasses
-from lightning_spans.stays import watched
+from lightning_openai.other_clients import OtherCall, to_json
+from lightning_pydantic_ai.plugin import FRAMEWORK
+from lightning_spans.record.context import attach, current, overlaid
+from lightning_spans.record.instrument.patches import replace_in_subclasses
+from lightning_spans.record.instrument.scope import scoped
+from lightning_spans.record.instrument.tracker import Tracker
 
 if TYPE_CHECKING:
-    from lightning_spans.recorder import Recorder
-    from lightning_spans.spans import Json
+    from lightning_spans.hooks import Recorder
+    from lightning_spans.schema.spans import Json
 
-_WIRED: Final = "pydantic_ai.models.openai"  # its models always use the openai client
+_BY_OPENAI: Final = "pydantic_ai.models.openai"  # its models always use the openai client
 _FINISH: Final = {"tool_call": "tool_calls"}
 
 
-def bind(recorder: Recorder) -> Callable[[], None]:
-    """Follow every call of a model, until the callable that is given back is called."""
-    models = Models(recorder)
-    undo = Undo()
-    undo.add(models.stop)
-    undo.add(replace_in_subclasses(Model, "request", models.wrap_request))
-    undo.add(replace_in_subclasses(Model, "request_stream", models.wrap_request_stream))
-    return undo
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every call of a model, until what is yielded is called."""
+    models = PydanticModels(recorder, FRAMEWORK)
+    yield models.stop
+    yield replace_in_subclasses(Model, "request", models.wrap_request)
+    yield replace_in_subclasses(Model, "request_stream", models.wrap_request_stream)
 
 
-class Models:
-    """Makes the chat spans of calls that the wire does not see."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._live = True
-
-    def stop(self) -> None:
-        """Hear no more."""
-        self._live = False
+class PydanticModels(Tracker):
+    """Makes the chat spans of calls that the openai client does not make."""
 
     def wrap_request(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A model is asked."""
-        if original.__module__.startswith(_WIRED):
+        if original.__module__.startswith(_BY_OPENAI):
             return original
 
         async def request(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
             work = original(model, messages, *args, **kwargs)
-            return await (self._call(model, messages, args).asked(work, response_body) if self._live else work)
+            return await (self._call(model, messages, args).asked(work, response_body) if self.live else work)
 
         return request
 
     def wrap_request_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A model is asked, and its answer streamed."""
-        if original.__module__.startswith(_WIRED):
+        if original.__module__.startswith(_BY_OPENAI):
             return original
 
         def request_stream(model: Any, messages: Any, *args: Any, **kwargs: Any) -> Any:
             stream = original(model, messages, *args, **kwargs)
-            return _streaming(stream, self._call(model, messages, args, streamed=True)) if self._live else stream
+            return _streaming(stream, self._call(model, messages, args, streamed=True)) if self.live else stream
 
         return request_stream
 
@@ -75,13 +66,13 @@ class Models:
             return request_body(model, messages, *args[:2])
 
         provider = getattr(model, "system", None)
-        return OtherCall(self._recorder, PLUGIN, FRAMEWORK, ask, provider=provider, streamed=streamed)
+        return OtherCall(self.recorder, self.plugin, self.framework, ask, provider=provider, streamed=streamed)
 
 
 @asynccontextmanager
 async def _streaming(stream: AbstractAsyncContextManager[Any], call: OtherCall) -> AsyncIterator[Any]:
     outer = current()
-    attach(watched(call.stay))
+    attach(scoped(call.scope))
     answer: Callable[[], dict[str, Json]] | None = None
     failed: BaseException | None = None
     try:
@@ -104,7 +95,7 @@ def _read(opened: Any) -> dict[str, Json]:
 
 
 def request_body(model: Any, messages: Sequence[Any], settings: Any = None, parameters: Any = None) -> dict[str, Json]:
-    """Give what was asked as the body of a chat completion."""
+    """Return what was asked as the body of a chat completion."""
     known = {key: value for key, value in (settings or {}).items() if isinstance(value, str | int | float | list)}
     tools = [
         {
@@ -120,7 +111,7 @@ def request_body(model: Any, messages: Sequence[Any], settings: Any = None, para
 
 
 def response_body(answer: Any) -> dict[str, Json]:
-    """Give what was answered as a chat completion."""
+    """Return what was answered as a chat completion."""
     details: Mapping[str, Any] = getattr(answer, "provider_details", None) or {}
     reason = getattr(answer, "finish_reason", None) or details.get("finish_reason")
     return {

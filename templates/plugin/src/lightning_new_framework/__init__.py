@@ -1,15 +1,13 @@
-"""Train the NewFramework agents you already have, by name."""
+"""Train the New Framework agents you already have, by name."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import lightning_spans
-from lightning_spans import Attachment, agent, emit_reward
+from lightning_spans import agent, emit_reward
 
 __all__ = ["agent", "attach", "emit_reward"]
 
-
-def attach(**options: Any) -> Attachment:
-    """Record every agent, tool and model of NewFramework; options and errors as of `lightning_spans.attach`."""
-    return lightning_spans.attach("new-framework", **options)
+attach = partial(lightning_spans.attach, "new-framework")
+"""Record every agent, tool and model of New Framework; options and errors as of `lightning_spans.attach`."""

@@ -1,6 +1,7 @@
 """A framework of one page that stands in for yours, so that every test is green before you begin.
 
-Replace it piece by piece: import your framework in `at_work.py`, write the programs of the tests in it, delete this.
+Replace it piece by piece: import your framework in `agents.py` and `tools.py`, write the programs of the tests in it,
+delete this.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Agent:
         self._tools = {tool.__name__: tool for tool in tools}
 
     async def run(self, prompt: str) -> str:
-        """Give the answer to a prompt."""
+        """Return the answer to a prompt."""
         messages = self._begin(prompt)
         while True:
             reply = await self._client.chat.completions.create(**self._request(messages))
@@ -47,14 +48,14 @@ class Agent:
             messages += await asyncio.gather(*(self._result_of(call) for call in message.tool_calls))
 
     async def stream(self, prompt: str) -> AsyncGenerator[str, None]:
-        """Give the answer piece by piece; without tools."""
+        """Return the answer piece by piece; without tools."""
         chunks = await self._client.chat.completions.create(**self._request(self._begin(prompt)), stream=True)
         async for chunk in chunks:
             if chunk.choices and chunk.choices[0].delta.content:
                 yield chunk.choices[0].delta.content
 
     async def call_tool(self, name: str, arguments: str, call_id: str) -> str:
-        """Give a tool's result as text."""
+        """Return a tool's result as text."""
         self._observe(f"{name} {call_id}")
         result = self._tools[name](**json.loads(arguments))
         return str(await result if inspect.isawaitable(result) else result)

@@ -1,0 +1,102 @@
+"""What CrewAI's events say of a model call, as chat completions; and the calls that the openai client does not make."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_crewai.tools import requests_in
+from lightning_openai.other_clients import OtherCall, to_json
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from lightning_spans.record.instrument.scope import Scope
+    from lightning_spans.record.instrument.tracker import Tracker
+    from lightning_spans.schema.spans import Json
+
+_PARAMETERS: Final = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "max_tokens": "max_tokens",
+    "stream": "stream",
+    "seed": "seed",
+    "stop_sequences": "stop",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "n": "n",
+}
+_MARK: Final = "cache_breakpoint"  # CrewAI's own; it is taken out before a message is sent
+_BY_OPENAI: Final = "crewai.llms.providers.openai"  # providers in here, and all made from them, use the openai client
+# Messages and tools of the call that is about to be reported: the event's own are cut at a depth of five.
+_offered: ContextVar[tuple[Any, Any] | None] = ContextVar("lightning_crewai_offered", default=None)
+
+
+@functools.lru_cache(256)
+def uses_openai(kind: type) -> bool:
+    """Whether models of a class are called through the openai client."""
+    return any(known.__module__.startswith(_BY_OPENAI) for known in kind.__mro__)
+
+
+def wrap_started(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model call is about to be reported."""
+
+    def emit_call_started_event(llm: Any, messages: Any, tools: Any = None, *args: Any, **kwargs: Any) -> Any:
+        token = _offered.set((messages, tools))
+        try:
+            return original(llm, messages, tools, *args, **kwargs)
+        finally:
+            _offered.reset(token)
+
+    return emit_call_started_event
+
+
+def begin_call(tracker: Tracker, scope: Scope, llm: Any, event: Any, context: Context) -> None:
+    """See to the chat span of a call, unless the openai client makes one."""
+    request = request_body(event, llm, *(_offered.get() or (event.messages, event.tools)))
+    OtherCall(
+        tracker.recorder,
+        tracker.plugin,
+        tracker.framework,
+        lambda: request,
+        provider=getattr(llm, "provider", None),
+        streamed=bool(request.get("stream")),
+        place=lambda: context,
+        scope=scope,
+    )
+
+
+def request_body(event: Any, llm: Any, messages: Any, tools: Any) -> dict[str, Json]:
+    """Return the request of a call that starts, copied: messages and tools are the agent's, and may change."""
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    body: dict[str, Json] = {"model": event.model, "messages": messages, "tools": tools or None}
+    for key, name in _PARAMETERS.items():  # on the event since 1.14
+        told = getattr(event, key, None)
+        body[name] = getattr(llm, key, None) if told is None else told
+    copied: dict[str, Json] = json.loads(to_json({name: value for name, value in body.items() if value is not None}))
+    for message in copied.get("messages") or ():
+        if isinstance(message, dict):
+            message.pop(_MARK, None)
+    return copied
+
+
+def response_body(event: Any) -> dict[str, Json]:
+    """Return the response of a call that is completed."""
+    calls = list(requests_in(event.response))
+    message: dict[str, Json] = {"role": "assistant", "content": None}
+    if calls:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    elif event.response is not None:
+        message["content"] = event.response if isinstance(event.response, str) else to_json(event.response)
+    # Known since 1.14.7: why it ended, and its id; usage since 1.13.
+    choice = {"index": 0, "message": message, "finish_reason": getattr(event, "finish_reason", None)}
+    body = {"id": getattr(event, "response_id", None), "model": event.model, "usage": getattr(event, "usage", None)}
+    kept = {name: value for name, value in body.items() if value is not None}
+    return {"object": "chat.completion", **kept, "choices": [choice]}

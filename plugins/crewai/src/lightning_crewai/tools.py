@@ -1,0 +1,151 @@
+"""Tool calls: those that a model asks for, in whichever provider's format, and what CrewAI's events say of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from crewai.tools import BaseTool
+from crewai.tools.structured_tool import CrewStructuredTool
+
+from lightning_openai.other_clients import to_json
+from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
+from lightning_spans.record.instrument.tool_requests import ToolRequest, take
+from lightning_spans.record.replay import Given, acalled, called, keep_whole, tool_around
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.json import dumps
+
+try:
+    from crewai.utilities.string_utils import sanitize_tool_name
+except ImportError:  # before 1.9, names went to models as they are
+
+    def sanitize_tool_name(name: str) -> str:
+        """Return the name as events tell it."""
+        return name
+
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import OpenSpan
+    from lightning_spans.record.instrument.tracker import Tracker
+
+
+_FINGERPRINTS = "security_context"  # CrewAI's own argument: ids of agent and task, others in each run
+
+
+def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
+    """Put what a replay's record has in the place of every tool's own code, until what is yielded is called.
+
+    A model's own tool call is carried out by the `run` of a tool, one that a model only wrote by the `invoke` of a tool
+    made of it. Both count what a tool may be used; where the record answers, that is counted here.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tool: Any, *args: Any, **kwargs: Any) -> Any:
+            if not tracker.live:
+                return original(tool, *args, **kwargs)
+            with tracker.guard():
+                _tell_call(tool, args, kwargs)
+            return called(lambda: original(tool, *args, **kwargs), lambda given: _used(tool, given), keep=keep_whole)
+
+        async def arun(tool: Any, *args: Any, **kwargs: Any) -> Any:
+            if not tracker.live:
+                return await original(tool, *args, **kwargs)
+            with tracker.guard():
+                _tell_call(tool, args, kwargs)
+            return await acalled(
+                lambda: original(tool, *args, **kwargs), lambda given: _used(tool, given), keep=keep_whole
+            )
+
+        return arun if inspect.iscoroutinefunction(original) else run
+
+    for name in ("run", "arun"):
+        if hasattr(BaseTool, name):
+            yield replace_in_subclasses(BaseTool, name, wrap)
+    for name in ("invoke", "ainvoke"):
+        yield replace(CrewStructuredTool, name, wrap)
+
+
+def _tell_call(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Put name and arguments on the span in a replay: of a call that a model only wrote, the event tells it late."""
+    span = tool_around()
+    if span is None or span.attempt is None or span.attempt.replay is None or names.REPLAYED in span.attributes:
+        return
+    if isinstance(tool, CrewStructuredTool):
+        given = kwargs.get("input", args[0] if args else {})
+        if isinstance(given, Mapping):
+            given = {name: value for name, value in given.items() if name != _FINGERPRINTS}
+        span.set(**{names.TOOL_NAME: sanitize_tool_name(tool.name)})
+        span.set(**{names.TOOL_ARGUMENTS: given if isinstance(given, str) else to_json(given)})
+
+
+def _used(tool: Any, given: Given) -> Any:
+    """Count the use of a tool whose own code is not called, and return or raise what it did."""
+    claim = getattr(tool, "_claim_usage", None) or getattr(tool, "_increment_usage_count", None)
+    if claim is not None:
+        claim()
+    elif hasattr(tool, "current_usage_count"):
+        tool.current_usage_count += 1
+    return given.outcome()
+
+
+def requests_in(response: Any) -> Iterator[ToolRequest]:
+    """Return the tool calls that an answer asks for, in whichever provider's format."""
+    if not isinstance(response, Sequence) or isinstance(response, str):
+        return
+    for call in response:
+        function = _get(call, "function") or call
+        name = _get(function, "name")
+        given = _first(function, "arguments", "input", "args")
+        if isinstance(name, str) and given is not None:
+            call_id = _first(call, "call_id", "id", "toolUseId")
+            yield ToolRequest(call_id, name, given if isinstance(given, str) else to_json(given))
+
+
+def take_request(requests: list[ToolRequest], name: str, arguments: Any) -> ToolRequest | None:
+    """Take out the request that a tool's call is made for: the same name and arguments, else the same name."""
+
+    def same(request: ToolRequest) -> bool:
+        return arguments in (request.arguments, _parsed(str(request.arguments)))
+
+    return take(requests, lambda request: request.name == name, same)
+
+
+def tell_tool(span: OpenSpan, event: Any) -> None:
+    """Add what is known of a tool when it is over; without a model's own tool calls, its arguments are read late."""
+    span.name = event.tool_name
+    span.set(**{names.TOOL_NAME: event.tool_name})
+    if not isinstance(event.tool_args, str) and event.tool_args is not None:
+        span.set(**{names.TOOL_ARGUMENTS: to_json(event.tool_args)})
+    span.set(**{names.HANDOFF: handed_to(event.tool_name, event.tool_args)})
+    output = getattr(event, "output", None)
+    if output is not None:
+        text = output if isinstance(output, str) else to_json(output)
+        span.set(**{names.TOOL_RESULT: text})
+        if span.attributes.get(names.TOOL_RETURNED) == dumps(text).decode():  # nearly always: the text says it
+            del span.attributes[names.TOOL_RETURNED]
+
+
+def handed_to(name: str, arguments: Any) -> str | None:
+    """Return the agent to which a tool hands work or a question, if it is one of CrewAI's two that do."""
+    if not name.lower().replace(" ", "_").endswith("_to_coworker"):
+        return None
+    given = _parsed(arguments) if isinstance(arguments, str) else arguments
+    coworker = _first(given, "coworker", "co_worker")
+    return coworker.strip() if isinstance(coworker, str) else None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _first(thing: Any, *keys: str) -> Any:
+    return next((value for key in keys if (value := _get(thing, key)) is not None), None)
+
+
+def _get(thing: Any, key: str) -> Any:
+    return thing.get(key) if isinstance(thing, Mapping) else getattr(thing, key, None)

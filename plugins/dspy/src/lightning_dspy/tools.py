@@ -1,0 +1,210 @@
+"""Tool calls: by DSPy's agents, which ask in words or by the model's own tool calls, or by a program for itself.
+
+Where the model asked with ids, DSPy drops them on the way before 3.4: they are found again by name and arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import dspy
+from dspy.adapters.base import Adapter
+from dspy.adapters.types.tool import Tool, ToolCalls
+
+from lightning_dspy.agents import calling_module, is_dspys
+from lightning_dspy.plugin import FRAMEWORK
+from lightning_openai.other_clients import to_json
+from lightning_spans.record.context import current_agent
+from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.tool_requests import ToolRequest, take
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.recorder import current_span
+from lightning_spans.record.replay import acalled, called
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import OpenSpan, Recorder
+
+_ANSWERS: Final = frozenset({"finish", "submit"})  # tools of DSPy's agents: the form in which they answer
+_TRACES: Final = 1024  # whose requests are kept; of those that are never made the oldest are forgotten
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every tool call, until what is yielded is called."""
+    tools = DspyTools(recorder, FRAMEWORK)
+    yield tools.stop
+    yield replace(Tool, "__call__", tools.wrap_call)
+    yield replace(Tool, "acall", tools.wrap_acall)
+    yield replace(ToolCalls.ToolCall, "execute", tools.wrap_execute)
+    yield replace(Adapter, "_call_postprocess", tools.wrap_postprocess)
+    yield replace(dspy.Predict, "forward", tools.wrap_forward)
+    yield replace(dspy.Predict, "aforward", tools.wrap_aforward)
+
+
+class DspyTools(Tracker):
+    """Begins and ends the spans of tools."""
+
+    def __init__(self, recorder: Recorder, framework: str) -> None:
+        super().__init__(recorder, framework)
+        self._asked: OrderedDict[str, list[ToolRequest]] = OrderedDict()  # by trace: what models asked for
+
+    def wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A tool is called."""
+
+        def call(tool: Any, **kwargs: Any) -> Any:
+            if not self._counts(tool.name):
+                return original(tool, **kwargs)
+            span = self._begin(tool.name, kwargs)
+            with self.inside(span):
+                result = called(lambda: original(tool, **kwargs))
+                self.end(span, attributes={names.TOOL_RESULT: _text(result)})
+                return result
+
+        return call
+
+    def wrap_acall(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A tool is called, and awaited."""
+
+        async def acall(tool: Any, **kwargs: Any) -> Any:
+            if not self._counts(tool.name):
+                return await original(tool, **kwargs)
+            span = self._begin(tool.name, kwargs)
+            with self.inside(span):
+                result = await acalled(lambda: original(tool, **kwargs))
+                self.end(span, attributes={names.TOOL_RESULT: _text(result)})
+                return result
+
+        return acall
+
+    def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A program carries out a tool call that it was given; without functions, one of its own variables is meant."""
+
+        def execute(call: Any, functions: Any = None) -> Any:
+            if functions is None:
+                frame = sys._getframe(1)
+                found = frame.f_locals.get(call.name) or frame.f_globals.get(call.name)
+                functions = {} if found is None else {call.name: found}
+            span = self._begin(call.name, call.args or {}, getattr(call, "id", None))
+            with self.inside(span):
+                try:
+                    result = original(call, _replayed(call.name, functions))
+                except Exception as error:
+                    self.end(span, error=error.__cause__ or error)
+                    raise
+                self.end(span, attributes={names.TOOL_RESULT: _text(result)})
+                return result
+
+        return execute
+
+    def wrap_postprocess(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An adapter reads a model's answers, which may ask for tools."""
+
+        def postprocess(adapter: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.guard():
+                outputs = kwargs.get("outputs", args[2] if len(args) > 2 else ())
+                self._note([call for output in outputs if isinstance(output, dict) for call in _calls_in(output)])
+            return original(adapter, *args, **kwargs)
+
+        return postprocess
+
+    def wrap_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A predictor answers; as a part of an agent it may ask for a tool that does not exist."""
+
+        def forward(predictor: Any, **kwargs: Any) -> Any:
+            answer = original(predictor, **kwargs)
+            self._refuse(answer)
+            return answer
+
+        return forward
+
+    def wrap_aforward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, awaited."""
+
+        async def aforward(predictor: Any, **kwargs: Any) -> Any:
+            answer = await original(predictor, **kwargs)
+            self._refuse(answer)
+            return answer
+
+        return aforward
+
+    def _counts(self, name: str) -> bool:
+        """Whether a call is a tool's: not the end of an agent's work, nor what `execute` has begun a span for."""
+        if not self.live:
+            return False
+        span = current_span()
+        if span is not None and span.operation == names.EXECUTE_TOOL and span.name == name and _is_inner(span):
+            return False
+        return not (name in _ANSWERS and is_dspys(calling_module()))
+
+    def _begin(self, name: str, arguments: Mapping[str, Any], call_id: str | None = None) -> OpenSpan | None:
+        if not self.live:
+            return None
+        with self.guard():
+            span = current_span()
+            asked = self._asked.get(span.trace_id, []) if span is not None else []
+            agent = current_agent()
+            made = take(
+                asked,
+                lambda known: known.name == name and known.arguments == arguments and call_id in {None, known.call_id},
+                lambda known: known.agent == agent,
+            )
+            call_id = call_id or (None if made is None else made.call_id)
+            return self.begin_tool(name, call_id, to_json(arguments), agent=None if made is None else made.agent)
+        return None
+
+    def _note(self, calls: list[ToolRequest]) -> None:
+        span = current_span()
+        if not calls or span is None or not self.live:
+            return
+        self._asked.setdefault(span.trace_id, []).extend(calls)
+        while len(self._asked) > _TRACES:
+            self._asked.popitem(last=False)
+
+    def _refuse(self, answer: Any) -> None:
+        """Report a tool that an agent of DSPy's was asked for and does not have."""
+        with self.guard():
+            caller = calling_module()  # the predictor itself, and before it the module that it is a part of
+            callers = dspy.settings.caller_modules or []
+            holder = callers[-2] if len(callers) > 1 and is_dspys(caller) else None
+            tools = getattr(holder, "tools", None)
+            if not self.live or not isinstance(tools, dict) or not is_dspys(holder):
+                return
+            name = getattr(answer, "next_tool_name", None)
+            asked = [] if name is None else [(name, getattr(answer, "next_tool_args", None) or {})]
+            asked += [(call.name, call.args) for call in getattr(getattr(answer, "tool_calls", None), "tool_calls", ())]
+            for name, arguments in asked:
+                if name not in tools:
+                    self.end(self._begin(name, arguments), error=f"there is no tool {name!r}")
+
+
+def _replayed(name: str, functions: Any) -> dict[str, Callable[..., Any]]:
+    """Return the function of a tool call, which in a replay runs only where the record does not have what it gave."""
+    if isinstance(functions, Mapping):
+        function = functions.get(name)
+    else:
+        function = next((tool.func for tool in functions if tool.name == name), None)
+    return {} if function is None else {name: lambda **arguments: called(lambda: function(**arguments))}
+
+
+def _is_inner(span: OpenSpan) -> bool:
+    return span.attributes.get(names.FRAMEWORK) == FRAMEWORK
+
+
+def _calls_in(output: Mapping[str, Any]) -> Iterator[ToolRequest]:
+    for call in output.get("tool_calls") or ():
+        function = _get(call, "function") or call
+        arguments = _get(function, "arguments") or _get(function, "args") or "{}"
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        yield ToolRequest(_get(call, "id"), _get(function, "name"), read, current_agent())
+
+
+def _get(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _text(result: Any) -> str:
+    return result if isinstance(result, str) else to_json(result)

@@ -1,0 +1,235 @@
+"""Calls by DSPy's own HTTP client (since 3.4): one chat span for each request, as it is sent and answered.
+
+DSPy carries a client of its own, `lm15`, over the standard library's sockets, and prefers it to LiteLLM. It is patched
+where a request passes as bytes; tries again are requests of their own there. The calls of agents in training are sent
+to the gateway, with nothing of the user's but the body.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import orjson
+
+from lightning_dspy.plugin import FRAMEWORK
+from lightning_openai.attributes import request_attributes, response_attributes
+from lightning_openai.call import endpoint_of
+from lightning_openai.events import is_whole, read_events
+from lightning_openai.reroute import agent_header
+from lightning_spans.chat.stream import put_together
+from lightning_spans.record.instrument.http_calls import look
+from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.scope import current_scope, scopes_around
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.prompts import with_prompts
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import OpenSpan, Recorder
+    from lightning_spans.schema.spans import Json
+
+_LM15: Final = "dspy._vendor.lm15"
+_KEPT: Final = frozenset({"content-type", "accept", "accept-encoding", "user-agent"})  # of the headers, to the gateway
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every request, until what is yielded is called."""
+    if find_spec("dspy._vendor") is None or find_spec(_LM15) is None:
+        return
+    from dspy._vendor.lm15.transports import StdlibAsyncTransport, StdlibTransport
+
+    requests = DspyRequests(recorder, FRAMEWORK)
+    yield requests.stop
+    yield replace(StdlibTransport, "stream", requests.wrap_stream)
+    yield replace(StdlibAsyncTransport, "_do_stream", requests.wrap_async_stream)
+
+
+class DspyRequests(Tracker):
+    """Makes the chat spans of requests."""
+
+    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A request is sent."""
+
+        def stream(transport: Any, request: Any) -> Any:
+            call = self._begin(request)
+            if call is None:
+                return original(transport, request)
+            try:
+                response = original(transport, call.request)
+            except BaseException as error:
+                call.end(error)
+                raise
+            response._chunks = call.read(response._chunks, response.status)
+            response._release = call.released(response._release)
+            return response
+
+        return stream
+
+    def wrap_async_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A request is sent, and its answer awaited."""
+
+        async def stream(transport: Any, request: Any) -> Any:
+            call = self._begin(request)
+            if call is None:
+                return await original(transport, request)
+            try:
+                response = await original(transport, call.request)
+            except BaseException as error:
+                call.end(error)
+                raise
+            response._chunks = call.aread(response._chunks, response.status)
+            response._release = call.areleased(response._release)
+            return response
+
+        return stream
+
+    def _begin(self, request: Any) -> _Request | None:
+        """Begin the span of a model's call; others that look like one are counted."""
+        if not self.live:
+            return None
+        with self.guard():
+            endpoint = endpoint_of(request.method, request.url)
+            if endpoint is not None:
+                return _Request.begun(self, request, endpoint)
+            where = urlsplit(request.url)
+            known = any(scope.call is not None for scope in scopes_around())
+            look(lambda: known, request.method, lambda: (where.netloc, where.path))
+        return None
+
+
+class _Request:
+    """One request, until its answer has been read."""
+
+    def __init__(self, tracker: DspyRequests, request: Any, span: OpenSpan, endpoint: str, *, streamed: bool) -> None:
+        self.request = request
+        self._tracker = tracker
+        self._span = span
+        self._endpoint = endpoint
+        self._streamed = streamed
+        self._status = 200
+        self._pieces: list[bytes] = []
+        self._whole = False
+
+    @classmethod
+    def begun(cls, tracker: DspyRequests, request: Any, endpoint: str) -> _Request | None:
+        """Begin the span of a request, and name it there; None where it can't be begun."""
+        body = orjson.loads(request.body)
+        scope = current_scope()
+        context = None if scope is None else scope.call_begins()
+        facts: dict[str, Json] = {
+            names.PROVIDER: "openai",
+            names.ENDPOINT: endpoint,
+            names.STREAMED: bool(body.get("stream")),
+            names.SERVER_ADDRESS: urlsplit(request.url).hostname,
+            **request_attributes(body),
+        }
+        span = tracker.begin(names.CHAT, str(body.get("model", "chat")), context=context, attributes=facts)
+        if span is None:
+            return None
+        if scope is not None:
+            scope.call_began()
+        call = cls(tracker, request, span, endpoint, streamed=bool(body.get("stream")))
+        with tracker.guard(span):
+            call._send(body)
+        span.set(**{names.REQUEST: call.request.body.decode()})
+        return call
+
+    def _send(self, body: dict[str, Json]) -> None:
+        """Name the span in the request, and send it to the gateway where its agent is in training."""
+        request, span, attempt = self.request, self._span, self._span.attempt
+        prompted = with_prompts(body, span.agent, attempt)
+        body = dict(prompted) if prompted is not None else body
+        headers = [*request.headers, ("traceparent", span.traceparent)]
+        url = request.url
+        if attempt is not None and self._tracker.recorder.reroutes(span):
+            body = {**body, "model": attempt.model}
+            url = f"{attempt.endpoint}/v1{self._endpoint}"
+            own = {"authorization": f"Bearer {attempt.key or 'unused'}", **agent_header(span.path)}
+            headers = [pair for pair in headers if pair[0].lower() in {*_KEPT, "traceparent"}] + list(own.items())
+            span.set(**{names.REROUTED: True, names.REQUEST_MODEL: attempt.model})
+            span.name = attempt.model
+        content = request.body if url == request.url and prompted is None else orjson.dumps(body)
+        self.request = dataclasses.replace(request, url=url, headers=headers, body=content)
+
+    def read(self, pieces: Iterator[bytes], status: int) -> Iterator[bytes]:
+        """Return the pieces of a body, and keep them."""
+        self._status = status
+        try:
+            for piece in pieces:
+                self._pieces.append(piece)
+                yield piece
+            self._whole = True
+        except Exception as error:
+            self.end(error)
+            raise
+
+    async def aread(self, pieces: AsyncIterator[bytes], status: int) -> AsyncIterator[bytes]:
+        """Return the pieces of a body, and keep them."""
+        self._status = status
+        try:
+            async for piece in pieces:
+                self._pieces.append(piece)
+                yield piece
+            self._whole = True
+        except Exception as error:
+            self.end(error)
+            raise
+
+    def released(self, original: Callable[[bool], Any]) -> Callable[[bool], Any]:
+        """Follow that the answer has been read, or that nobody reads on."""
+
+        def release(body_consumed: bool) -> Any:
+            self.end()
+            return original(body_consumed)
+
+        return release
+
+    def areleased(self, original: Callable[[bool], Any]) -> Callable[[bool], Any]:
+        """The same, awaited."""
+
+        async def release(body_consumed: bool) -> Any:
+            self.end()
+            return await original(body_consumed)
+
+        return release
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the span with what was read."""
+        if self._span.end_ns is not None:
+            return
+        with self._tracker.guard(self._span):
+            refused = self._status >= 400
+            if refused:
+                self._span.set(**{"http.response.status_code": self._status, names.ERROR_TYPE: str(self._status)})
+            text = b"".join(self._pieces).decode(errors="replace")
+            self._tell(text)
+            self._tracker.end(self._span, error=error or (f"HTTP {self._status}: {text[:500]}" if refused else None))
+
+    def _tell(self, text: str) -> None:
+        """Add what the answer says."""
+        told: dict[str, Json] = {}
+        response: dict[str, Json] | None = None
+        whole = self._whole
+        if self._streamed and self._status < 400:
+            events = read_events(text)
+            response = put_together(self._endpoint, events.found)
+            whole = whole or events.done or is_whole(self._endpoint, response)
+            told[names.RESPONSE] = None if response is None else orjson.dumps(response).decode()
+        elif self._pieces:
+            told[names.RESPONSE] = text
+            response = _parsed(text)
+        if not whole:
+            told[names.ABANDONED] = True
+        self._span.set(**told, **response_attributes(self._endpoint, response or {}))
+
+
+def _parsed(text: str) -> dict[str, Json] | None:
+    try:
+        parsed = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return parsed if isinstance(parsed, dict) else None

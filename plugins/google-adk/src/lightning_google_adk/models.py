@@ -1,0 +1,129 @@
+"""Models that Google ADK reaches without openai's and LiteLLM's clients (Gemini, Anthropic): one chat span a call.
+
+Every call is a scope while it lasts. If a client makes a chat span in it, or a model inside of this one does, nothing
+is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from google.adk.models import BaseLlm
+
+from lightning_google_adk.plugin import FRAMEWORK
+from lightning_openai.other_clients import OtherCall, to_json
+from lightning_spans.record.instrument.patches import replace_in_subclasses
+from lightning_spans.record.instrument.tracker import Tracker
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+    from lightning_spans.schema.spans import Json
+
+_BY_LITELLM: Final = "google.adk.models.lite_llm"
+_SETTINGS: Final = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
+_FINISH: Final = {"STOP": "stop", "MAX_TOKENS": "length"}
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every call of a model, until what is yielded is called."""
+    models = AdkModels(recorder, FRAMEWORK)
+    yield models.stop
+    yield replace_in_subclasses(BaseLlm, "generate_content_async", models.wrap_generate)
+
+
+class AdkModels(Tracker):
+    """Makes the chat spans of calls that no client makes."""
+
+    def wrap_generate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A model is asked; the last of what it yields is the whole answer, streamed or not."""
+        if original.__module__ == _BY_LITELLM:
+            return original
+
+        def generate(model: Any, llm_request: Any, stream: bool = False) -> AsyncGenerator[Any, None]:
+            answers: AsyncGenerator[Any, None] = original(model, llm_request, stream)
+            if not self.live:
+                return answers
+
+            def ask() -> dict[str, Json]:
+                return request_body(model, llm_request)
+
+            call = OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=stream)
+            return call.steps(answers, response_body)
+
+        return generate
+
+
+def request_body(model: Any, request: Any) -> dict[str, Json]:
+    """Return what was asked as the body of a chat completion."""
+    config = request.config
+    body = {name: getattr(config, name, None) for name in _SETTINGS}
+    body |= {"max_tokens": config.max_output_tokens, "stop": config.stop_sequences, "n": config.candidate_count}
+    system = config.system_instruction
+    turns = [{"role": "system", "content": system if isinstance(system, str) else to_json(system)}] if system else []
+    turns += [turn for content in request.contents for turn in _turns(content)]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": declared.name,
+                "description": declared.description,
+                "parameters": _schema(declared),
+            },
+        }
+        for tool in config.tools or ()
+        for declared in getattr(tool, "function_declarations", None) or ()
+    ]
+    body |= {"model": request.model or model.model, "messages": turns, "tools": tools or None}
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def response_body(answer: Any) -> dict[str, Json] | None:
+    """Return what was answered as a chat completion; None where that is no answer, but an error's code."""
+    if answer.content is None:
+        return None
+    usage = getattr(answer, "usage_metadata", None)
+    reason = getattr(getattr(answer, "finish_reason", None), "name", None)
+    (message,) = _turns(answer.content) or [{"role": "assistant", "content": None}]
+    called = "tool_calls" if "tool_calls" in message else _FINISH.get(str(reason), reason)
+    return {
+        "id": getattr(answer, "interaction_id", None),
+        "object": "chat.completion",
+        "model": getattr(answer, "model_version", None),
+        "choices": [{"index": 0, "message": message, "finish_reason": called}],
+        "usage": {
+            "prompt_tokens": getattr(usage, "prompt_token_count", None),
+            "completion_tokens": getattr(usage, "candidates_token_count", None),
+        },
+    }
+
+
+def _turns(content: Any) -> list[dict[str, Json]]:
+    """Return one content as messages: each result of a tool is one of its own."""
+    parts = content.parts or []
+    told = [part.function_response for part in parts if part.function_response]
+    if told:
+        return [{"role": "tool", "tool_call_id": one.id, "content": to_json(one.response)} for one in told]
+    text = "".join(part.text for part in parts if part.text and not part.thought)
+    if content.role != "model":
+        if any(part.text is None for part in parts):  # pictures and the like
+            text = to_json([part.model_dump(exclude_none=True) for part in parts])
+        return [{"role": "user", "content": text}]
+    calls = [
+        {
+            "id": part.function_call.id,
+            "type": "function",
+            "function": {"name": part.function_call.name, "arguments": to_json(part.function_call.args or {})},
+        }
+        for part in parts
+        if part.function_call
+    ]
+    turn: dict[str, Json] = {"role": "assistant", "content": text or None}
+    return [{**turn, "tool_calls": calls} if calls else turn]
+
+
+def _schema(declared: Any) -> Json:
+    known = getattr(declared, "parameters_json_schema", None)
+    if known is not None:
+        return known
+    return declared.parameters.model_dump(mode="json", exclude_none=True) if declared.parameters else None

@@ -1,0 +1,264 @@
+"""LangChain's runs as a tree: which agent is at work in each, and which of them are spans.
+
+LangChain reports a run for every step; most are plumbing. An agent is a named graph (`create_agent(name=)`,
+`compile(name=)`) or a node of a graph, but not the inner nodes of an agent's own loop (``model``, ``tools``). That a
+run is a graph shows when its first node starts, so its span is begun then, with the time at which the run began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_langchain.libraries import AGENTS, LIBRARY, graph_below, packages_of
+from lightning_langchain.tools import WaitingRequests
+from lightning_openai.other_clients import to_json
+from lightning_spans.record.context import current_agent, settled
+from lightning_spans.record.instrument.scope import Scope
+from lightning_spans.record.instrument.tracker import EventTracker
+from lightning_spans.record.recorder import current_span
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from opentelemetry.context import Context
+
+    from lightning_spans.hooks import OpenSpan, Recorder
+    from lightning_spans.record.instrument.tool_requests import ToolRequest
+
+UNNAMED: Final = "LangGraph"  # what LangGraph calls a graph that has no name
+_LOOP: Final = frozenset(
+    {"model", "agent", "tools", "pre_model_hook", "post_model_hook", "generate_structured_response"}
+)
+_MIDDLEWARE: Final = (".before_agent", ".before_model", ".after_model", ".after_agent")
+
+
+class Run(Scope):
+    """One run of LangChain."""
+
+    __slots__ = (
+        "agent", "cached", "context", "foreign", "graph", "inner", "kind", "lc_agent", "made", "metadata", "model",
+        "name", "namespace", "offered", "packages", "parent", "pregel", "requests", "start_ns", "tags", "unknown",
+    )  # fmt: skip
+
+    def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
+        here = settled()
+        super().__init__(here)
+        self.parent = parent
+        # Of the whole tree: its open runs, and the tool calls that models asked for, until they are made.
+        self.inner: dict[UUID, Run] = {} if parent is None else parent.inner
+        self.requests: list[ToolRequest] = [] if parent is None else parent.requests
+        # Of the whole tree, by id: calls of tools that the model was not offered, until somebody answers them.
+        self.unknown: dict[str, ToolRequest] = {} if parent is None else parent.unknown
+        self.offered: frozenset[str] = frozenset()  # of a chat run: names of the tools that its model has
+        self.made: ToolRequest | None = None  # of a tool: what was asked for
+        self.kind = kind  # chain, tool or chat
+        self.name = name
+        self.metadata = metadata
+        self.namespace: str | None = metadata.get("langgraph_checkpoint_ns")
+        self.lc_agent: str | None = metadata.get("lc_agent_name")
+        self.agent: str | None = None  # of a graph, a node or a tool: who works in it
+        self.context: Context = here
+        self.start_ns = time.time_ns()
+        self.graph = False
+        # Of a graph: itself, its tags, the packages that its nodes come from, and whether it is a library's.
+        self.pregel: Any = graph_below() if kind == "chain" else None
+        self.tags: Sequence[str] = ()
+        self.packages: frozenset[str] = frozenset()
+        self.foreign = False
+        self.model = ""  # of a chat run: the class of its model
+        self.cached = False  # of a chat run: a cache answered
+
+
+class Runs(EventTracker[Run]):
+    """The runs that are open, by LangChain's ids, and the spans of those that are agents or tools."""
+
+    def __init__(self, recorder: Recorder, framework: str) -> None:
+        super().__init__(recorder, framework)
+        self._waiting = WaitingRequests()
+        self._lock = threading.RLock()  # branches of one graph that start at once begin its span once
+
+    def begin_run(self, run_id: UUID, parent_id: UUID | None, kind: str, name: str, metadata: Mapping[str, Any]) -> Run:
+        """Take a run that starts."""
+        run = Run(self.scopes.get(parent_id), kind, name, metadata)
+        if run.parent is None:
+            self._waiting.begin(run.requests, metadata.get("thread_id"))
+        self.scopes[run_id] = run
+        run.inner[run_id] = run
+        return run
+
+    def end_run(self, run_id: UUID) -> Run | None:
+        """Take a run that ends; the context that it was entered with is left, its span is still the caller's to end."""
+        run = self.leave(run_id)
+        if run is None:
+            return None
+        run.inner.pop(run_id, None)
+        if run.parent is None:
+            for inner_id, inner in reversed(list(run.inner.items())):  # cancelled without a word
+                self.end_run(inner_id)
+                if inner.call is not None and self.live:
+                    inner.call.end(error=asyncio.CancelledError())
+                self.end(inner.span)
+            for request in list(run.unknown.values()):
+                self.refuse(run, request, f"there is no tool {request.name!r}")
+            self._waiting.end(run.requests, run.metadata.get("thread_id"))
+        return run
+
+    def refuse(self, run: Run, request: ToolRequest, why: str) -> None:
+        """Record a tool call that no tool carries out."""
+        if request.call_id is not None:
+            run.unknown.pop(request.call_id, None)
+        if request in run.requests:
+            run.requests.remove(request)
+        text = request.arguments if isinstance(request.arguments, str) else to_json(request.arguments)
+        context = self.place(run, run.context)
+        self.end(self.begin_tool(request.name, request.call_id, text, context, agent=request.agent), error=why)
+
+    def is_node(self, run: Run) -> bool:
+        """Whether a chain is a node of a graph: its checkpoint namespace is its own."""
+        return run.namespace is not None and (run.parent is None or run.namespace != run.parent.namespace)
+
+    def begin_node(self, run: Run) -> None:
+        """Find the agent of a node, begin its span if it is an agent of its own, and enter it."""
+        node = str(run.metadata.get("langgraph_node") or run.name)
+        graph = run.parent
+        with self._lock:
+            if graph is not None and not graph.graph:
+                self._begin_graph(graph)
+        if _is_of_loop(node, run, graph):
+            self._name_loop(run, graph)
+        elif graph is not None and graph.foreign:
+            run.agent = graph.agent
+        else:
+            self._begin_agent(run, node)
+        run.enter(self.place(run))
+
+    def _begin_graph(self, graph: Run) -> None:
+        graph.graph = True
+        graph.agent = current_agent(self.place(graph.parent, graph.context))
+        above = graph.parent.lc_agent if graph.parent is not None else None
+        made = graph.lc_agent if graph.lc_agent and (graph.lc_agent != above or graph.name == above) else None
+        own = made or graph.name
+        graph.foreign = made is None and _is_foreign(graph)
+        graph.pregel = None
+        if own != UNNAMED and not graph.foreign:
+            self._begin_agent(graph, own)
+
+    def _name_loop(self, run: Run, graph: Run | None) -> None:
+        """Find the agent whose loop a node is part of: the named graph, else what is around it, else the graph."""
+        if graph is None:  # recording began inside it
+            if run.lc_agent:
+                self._begin_agent(run, run.lc_agent)
+            return
+        if graph.agent is None and _made_by_langchain(run):
+            with self._lock:
+                if graph.agent is None:
+                    self._begin_agent(graph, UNNAMED)
+        run.agent = graph.agent
+
+    def _begin_agent(self, run: Run, name: str) -> None:
+        """Begin an agent's span, unless the same agent is at work right around it (a node that holds a named graph)."""
+        around = run.parent
+        while around is not None and around.span is None:
+            around = around.parent
+        run.agent = name
+        if around is not None and around.kind == "chain" and around.agent == name:
+            return
+        run.span = self._begin(names.INVOKE_AGENT, run, name, self.place(run.parent, run.context))
+
+    def _begin(self, operation: str, run: Run, name: str, context: Context) -> OpenSpan | None:
+        return self.begin(
+            operation,
+            name,
+            agent=name if operation == names.INVOKE_AGENT else None,
+            context=context,
+            attributes={names.CONVERSATION_ID: run.metadata.get("thread_id")},
+            start_ns=run.start_ns,
+        )
+
+    def home(self, run: Run | None) -> OpenSpan | None:
+        """Return the span that what happens in a run belongs under; None for what stands alone."""
+        while run is not None:
+            if run.span is not None:
+                return run.span
+            if run.parent is None and run.kind == "chain":
+                return self._begin_workflow(run)
+            run = run.parent
+        return None
+
+    def _begin_workflow(self, root: Run) -> OpenSpan | None:
+        with self._lock:
+            if root.span is None:
+                context = settled(root.context)
+                if (around := current_span(context)) is not None:
+                    return around
+                root.span = self._begin(names.INVOKE_WORKFLOW, root, root.name, context)
+            return root.span
+
+    def place(self, run: Run | None, context: Context | None = None) -> Context:
+        """Return the context for what begins in a run: the current one if it is inside the run's span, else the span's.
+
+        A context may be inside through a `with agent(...)` of the user's, and outside where it was not handed on.
+        """
+        context = settled(context)
+        inside = current_span(context)
+        if inside is not None and names.FRAMEWORK not in inside.attributes and _began_in_chain(inside, run):
+            return context
+        home = self.home(run)
+        if home is None:
+            return context
+        while inside is not None and inside is not home:
+            inside = inside.parent
+        return context if inside is home else home.context_in(context)
+
+
+def _began_in_chain(span: OpenSpan, run: Run | None) -> bool:
+    """Whether a `with agent(...)` of the user's was begun in a plain chain, whose own span is not entered."""
+    while run is not None:
+        if run.span is not None:
+            above = run.span if run.span.operation == names.INVOKE_WORKFLOW else None
+            if above is None:
+                return False
+            while above is not None and above is not span:
+                above = above.parent
+            return above is None
+        if run.parent is None:
+            return run.kind == "chain" and span is not current_span(settled(run.context))
+        run = run.parent
+    return False
+
+
+def _is_foreign(graph: Run) -> bool:
+    """Whether a graph is a library's, at work for an agent of the user's: its nodes are no agents then.
+
+    Without an agent around, its nodes are all there is to tell calls apart by. A graph of the package that the graph
+    around it comes from is no more foreign than that one: a whole program may be installed.
+    """
+    graph.packages = packages_of(graph.pregel) if graph.pregel is not None else frozenset()
+    if graph.agent is None or AGENTS in graph.tags:
+        return False
+    if LIBRARY in graph.tags:
+        return True
+    around = graph.parent
+    while around is not None and not around.graph:
+        around = around.parent
+    if around is not None and graph.packages & around.packages:
+        return around.foreign
+    return bool(graph.packages)
+
+
+def _is_of_loop(node: str, run: Run, graph: Run | None) -> bool:
+    """Whether a node is a part of an agent's loop rather than an agent: `create_agent` and `create_react_agent`."""
+    if node.endswith(_MIDDLEWARE) or node == "tools":
+        return True
+    if node not in _LOOP:
+        return False
+    return _made_by_langchain(run) or graph is None or graph.name != UNNAMED or graph.agent is not None
+
+
+def _made_by_langchain(run: Run) -> bool:
+    return run.metadata.get("ls_integration") == "langchain_create_agent"

@@ -1,0 +1,23 @@
+"""Handoffs: tools that say which node goes on, by LangGraph's `Command`, as those of a swarm or a supervisor do."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+_END: Final = "__end__"
+
+
+def handed_to(output: Any) -> str | None:
+    """Return the agent to which a tool's output hands over; None where it does not."""
+    given = output if isinstance(output, list) else [output]
+    goals = [goal for part in given for goal in _goals(getattr(part, "goto", None))]
+    return next((goal for goal in goals if goal != _END), None)
+
+
+def _goals(goto: Any) -> list[str]:
+    if goto is None or isinstance(goto, str):
+        return [goto] if goto else []
+    if isinstance(goto, list | tuple):
+        return [goal for part in goto for goal in _goals(part)]
+    node = getattr(goto, "node", None)  # a `Send`
+    return [node] if isinstance(node, str) else []

@@ -1,0 +1,113 @@
+"""Tool calls: whose they are, and what came of them.
+
+A tool call is the agent's whose model asked for it, also where several agents share one node of tools.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from langchain_core.messages import ToolMessage
+from langchain_core.tools import BaseTool
+
+from lightning_openai.other_clients import to_json
+from lightning_spans.record.instrument.patches import replace_in_subclasses
+from lightning_spans.record.instrument.tool_requests import ToolRequest, take
+from lightning_spans.record.replay import acalled, called
+
+if TYPE_CHECKING:
+    from langchain_core.outputs import LLMResult
+
+    from lightning_spans.record.instrument.tracker import Tracker
+
+_CONVERSATIONS: Final = 1024  # that may wait for somebody's approval at once; the oldest are forgotten
+_CALLS: Final = 64  # and of one conversation
+
+
+def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
+    """Put what a replay's record has in the place of every tool's own code, until what is yielded is called."""
+
+    def wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tool: Any, *args: Any, **kwargs: Any) -> Any:
+            if not tracker.live:
+                return original(tool, *args, **kwargs)
+            return called(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
+
+        return run
+
+    def wrap_arun(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def arun(tool: Any, *args: Any, **kwargs: Any) -> Any:
+            if not tracker.live:
+                return await original(tool, *args, **kwargs)
+            return await acalled(lambda: original(tool, *args, **kwargs), waits=is_control_flow)
+
+        return arun
+
+    yield replace_in_subclasses(BaseTool, "_run", wrap_run)
+    yield replace_in_subclasses(BaseTool, "_arun", wrap_arun)
+
+
+def is_control_flow(error: BaseException) -> bool:
+    """Whether it is LangGraph's way to pause or to go elsewhere, and no failure."""
+    return any(kind.__name__ == "GraphBubbleUp" for kind in type(error).__mro__)
+
+
+class WaitingRequests:
+    """What was asked for in conversations that were interrupted before the tool was called, by LangGraph's thread."""
+
+    def __init__(self) -> None:
+        self._by_thread: OrderedDict[str, list[ToolRequest]] = OrderedDict()
+
+    def begin(self, requests: list[ToolRequest], thread: object) -> None:
+        """Add what an earlier run of a conversation left."""
+        if self._by_thread and thread is not None:
+            requests.extend(self._by_thread.pop(str(thread), ()))
+
+    def end(self, requests: list[ToolRequest], thread: object) -> None:
+        """Keep what is left of a run that has ended."""
+        if requests and thread is not None:
+            self._by_thread[str(thread)] = requests[-_CALLS:]  # some are never made: those that are an answer's form
+            if len(self._by_thread) > _CONVERSATIONS:
+                self._by_thread.popitem(last=False)
+
+
+def requests_in(response: LLMResult, agent: str | None) -> Iterator[ToolRequest]:
+    """Return the tool calls that the answer of an agent's model asks for."""
+    messages = [getattr(generation, "message", None) for row in response.generations for generation in row]
+    for call in [call for message in messages for call in getattr(message, "tool_calls", None) or ()]:
+        if call_id := call.get("id"):
+            yield ToolRequest(call_id, call["name"], call["args"], agent)
+
+
+def take_request(
+    requests: list[ToolRequest], name: str, call_id: str | None, arguments: Mapping[str, Any] | None, agent: str | None
+) -> ToolRequest | None:
+    """Take out the request that a tool's call is made for; None when no model of its tree asked for it.
+
+    By id, or by name and arguments where the framework does not tell the id (langchain-core before 1.0). Where several
+    asked for the same, and ids are unique only within a conversation, it is the agent's around the call.
+    """
+
+    def fits(known: ToolRequest) -> bool:
+        return known.call_id == call_id if call_id is not None else (known[1:3] == (name, arguments))
+
+    return take(requests, fits, lambda known: known.agent == agent)
+
+
+def tool_result(output: Any) -> tuple[str, ToolMessage | None]:
+    """Return a tool's result as text, and the message that carries it, where there is one."""
+    message = _message_of(output)
+    content = message.content if message is not None else output
+    return content if isinstance(content, str) else to_json(content), message
+
+
+def _message_of(output: Any) -> ToolMessage | None:
+    """Find the message in a tool's output: itself, or inside a LangGraph `Command` or a list."""
+    if isinstance(output, ToolMessage):
+        return output
+    update = getattr(output, "update", None)
+    messages = update.get("messages") if isinstance(update, dict) else output if isinstance(output, list) else None
+    found = [message for message in messages or () if isinstance(message, ToolMessage)]
+    return found[-1] if found else None

@@ -1,0 +1,110 @@
+"""Agents and workflows: their spans, and the agents' names for the model calls that they make.
+
+A run begins in a call and goes on in tasks of its own, which copy the context that they are begun in. Of an agent that
+runs alone that is the agent's. In an `AgentWorkflow` agents take turns: each has a span from its first step to the
+first of another, and steps are carried out in it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from llama_index.core.agent.workflow import AgentWorkflow
+from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
+from llama_index.core.workflow import Workflow
+
+from lightning_llama_index.plugin import FRAMEWORK
+from lightning_spans.record.context import entered, settled
+from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.recorder import current_span
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import OpenSpan, Recorder
+
+_STEPS: Final = ("setup_agent", "run_agent_step", "parse_agent_output", "call_tool", "aggregate_tool_results")
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every agent and workflow, until what is yielded is called."""
+    agents = LlamaIndexAgents(recorder, FRAMEWORK)
+    yield agents.stop
+    yield replace(Workflow, "run", agents.wrap_run)
+    for step in _STEPS:
+        yield replace(AgentWorkflow, step, agents.wrap_step)
+
+
+class LlamaIndexAgents(Tracker):
+    """Begins and ends our spans with runs, and with the turns of agents in a run."""
+
+    def __init__(self, recorder: Recorder, framework: str) -> None:
+        super().__init__(recorder, framework)
+        self._turns: dict[str, OpenSpan | None] = {}  # by an agent workflow's span: whose turn it is
+
+    def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A workflow runs, which an agent is too."""
+
+        def run(workflow: Any, *args: Any, **kwargs: Any) -> Any:
+            span = self._begin_run(workflow)
+            if span is None:
+                return original(workflow, *args, **kwargs)
+            try:
+                with entered(span.context):
+                    handler = original(workflow, *args, **kwargs)
+            except BaseException as error:
+                self.end(span, error=error)
+                raise
+            with self.guard(span):  # before llama-index-workflows 2.13 a handler was the future itself
+                getattr(handler, "_result_task", handler).add_done_callback(functools.partial(self._end_run, span))
+            return handler
+
+        return run
+
+    def _begin_run(self, workflow: Any) -> OpenSpan | None:
+        if isinstance(workflow, BaseWorkflowAgent):
+            return self.begin_agent(workflow.name, settled())
+        span = self.begin(names.INVOKE_WORKFLOW, type(workflow).__name__, context=settled())
+        if span is not None and isinstance(workflow, AgentWorkflow):
+            self._turns[span.span_id] = None
+        return span
+
+    def _end_run(self, span: OpenSpan, done: Any) -> None:
+        with self.guard(span):
+            error = _error_of(done)
+            self.end(self._turns.pop(span.span_id, None), error=error)
+            self.end(span, error=error)
+
+    def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A step of an agent workflow: its event names the agent, unless it is a tool's."""
+
+        async def step(workflow: Any, ctx: Any, ev: Any) -> Any:
+            turn = None
+            with self.guard():
+                turn = self._turn_of(getattr(ev, "current_agent_name", None))
+            if turn is None:
+                return await original(workflow, ctx, ev)
+            with entered(turn.context):
+                return await original(workflow, ctx, ev)
+
+        return step
+
+    def _turn_of(self, agent: str | None) -> OpenSpan | None:
+        """Return the span of the agent whose turn it is: its first step ends the turn of the one before."""
+        run = current_span()
+        if run is None or run.span_id not in self._turns:
+            return None
+        turn = self._turns[run.span_id]
+        if agent is not None and (turn is None or turn.name != agent):
+            self.end(turn)
+            self._turns[run.span_id] = turn = self.begin_agent(agent)
+        return turn
+
+
+def _error_of(done: Any) -> BaseException | str | None:
+    if done.cancelled():
+        return "cancelled"
+    error: BaseException | None = done.exception()
+    return error

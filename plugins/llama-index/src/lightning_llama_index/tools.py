@@ -1,0 +1,96 @@
+"""Tool calls that models ask for: carried out, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from llama_index.core.agent.workflow import AgentWorkflow
+from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
+from llama_index.core.tools import ToolOutput
+
+from lightning_llama_index.plugin import FRAMEWORK
+from lightning_openai.other_clients import to_json
+from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.replay import Given, acalled, keep_returned
+from lightning_spans.record.returned import error_of
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import OpenSpan, Recorder
+
+_HANDOFF: Final = "handoff"  # what it does is done to the workflow, so it is done again in a replay
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every tool call, until what is yielded is called."""
+    tools = LlamaIndexTools(recorder, FRAMEWORK)
+    yield tools.stop
+    for owner in (BaseWorkflowAgent, AgentWorkflow):
+        yield replace(owner, "call_tool", tools.wrap_call_tool)
+        yield replace(owner, "_call_tool", tools.wrap_own_code)
+
+
+class LlamaIndexTools(Tracker):
+    """Begins and ends the spans of tools."""
+
+    def wrap_call_tool(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A tool is called for an agent, or there is none of that name; what it raises is told to the model."""
+
+        async def call_tool(workflow: Any, ctx: Any, ev: Any) -> Any:
+            span = self.begin_tool(ev.tool_name, ev.tool_id, to_json(ev.tool_kwargs))
+            with self.inside(span):
+                if span is not None and ev.tool_name == _HANDOFF:
+                    span.set(**{names.HANDOFF: ev.tool_kwargs.get("to_agent")})
+                try:
+                    result = await original(workflow, ctx, ev)
+                except Exception as error:
+                    if _waits(error):
+                        self.end(span)
+                    raise
+                with self.guard(span):
+                    output = result.tool_output
+                    text = str(output.content)
+                    failed = (getattr(output, "exception", None) or text) if output.is_error else None
+                    self.end(span, error=failed, attributes={names.TOOL_RESULT: text})
+                return result
+
+        return call_tool
+
+    def wrap_own_code(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A tool's own code is called; what it raises becomes its output."""
+
+        async def call(workflow: Any, ctx: Any, tool: Any, tool_input: Any) -> Any:
+            name = tool.metadata.get_name()
+            if not self.live or name == _HANDOFF:
+                return await original(workflow, ctx, tool, tool_input)
+            own_code = partial(original, workflow, ctx, tool, tool_input)
+            return await acalled(own_code, partial(_output, name, tool_input), keep=_keep, waits=_waits)
+
+        return call
+
+
+def _output(name: str, tool_input: Any, given: Given) -> ToolOutput:
+    """Make a tool's output of what the record has."""
+    raw = given.result if given.returned is None else given.outcome()
+    error = error_of(given.error_type, given.error) if given.failed else None
+    return ToolOutput(
+        content=given.result,
+        tool_name=name,
+        raw_input=tool_input,
+        raw_output=raw,
+        is_error=given.failed,
+        **({"exception": error} if "exception" in ToolOutput.model_fields else {}),  # since 0.14
+    )
+
+
+def _keep(span: OpenSpan, output: Any) -> None:
+    """Keep what a tool returned, where the text that the model is told is not the same."""
+    keep_returned(span, "" if output.is_error else output.raw_output)
+
+
+def _waits(error: BaseException) -> bool:
+    """Whether a tool waits for an event; the step is carried out again once it is there."""
+    return type(error).__name__ == "WaitingForEvent"

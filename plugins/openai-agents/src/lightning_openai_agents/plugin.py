@@ -1,0 +1,24 @@
+"""The plugin's hook: what `lightning_spans.attach("openai-agents")` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from lightning_spans.record.instrument.binding import attaches
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+FRAMEWORK: Final = "openai-agents"
+
+
+@attaches(FRAMEWORK)
+def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Bind the SDK's own spans and its tools, over the openai client's own patches, to the recorder."""
+    from lightning_openai import patch
+    from lightning_openai_agents import agents, tools
+
+    yield patch.bind(recorder)
+    yield from agents.bind(recorder)
+    yield from tools.bind(recorder)

@@ -1,0 +1,191 @@
+"""Tool calls: what the SDK's span of one does not say, and what is given in their place in a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any, Final
+
+import agents
+from agents.tool_context import ToolContext
+from wrapt import CallableObjectProxy
+
+from lightning_openai.other_clients import to_json
+from lightning_openai_agents.plugin import FRAMEWORK
+from lightning_spans.errors import ReplayEndedError
+from lightning_spans.record.context import current_attempt
+from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
+from lightning_spans.record.instrument.scope import Scope, scopes_around
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.recorder import current_span
+from lightning_spans.record.replay import Given, acalled, tool_around
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import OpenSpan, Recorder
+    from lightning_spans.schema.spans import Json
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Add to the spans of tools, until what is yielded is called."""
+    tools = SdkTools(recorder, FRAMEWORK)
+    yield tools.stop
+    yield replace(ToolContext, "from_agent_context", tools.wrap_from_agent_context)
+    for kind in (getattr(agents, name, None) for name in _INVOKED):
+        if kind is not None:
+            yield _invoke_through(tools, kind)
+    for kind in _actions():
+        yield replace(kind, "execute", tools.wrap_action)
+    if find_spec("mcp") is not None:
+        from agents.mcp.server import MCPServer
+
+        yield replace_in_subclasses(MCPServer, "call_tool", tools.wrap_call_tool)
+
+
+_INVOKED: Final = ("FunctionTool", "CustomTool")  # those with an `on_invoke_tool`: functions, agents, MCP's
+_ACTIONS: Final = ("ComputerAction", "LocalShellAction", "ShellAction", "ApplyPatchAction")
+
+
+def _actions() -> list[type]:
+    """Return what carries out the calls of tools that are no functions."""
+    home = "agents.run_internal.tool_actions" if find_spec("agents.run_internal") else "agents._run_impl"
+    module = import_module(home)
+    return [getattr(module, name) for name in _ACTIONS if hasattr(module, name)]
+
+
+def _invoke_through(tools: SdkTools, kind: Any) -> Callable[[], None]:
+    """Have what invokes a tool go through us; it is a field of each tool, also of those that are there already."""
+    kind.on_invoke_tool = _Invoker(tools)
+    return lambda: delattr(kind, "on_invoke_tool")
+
+
+class _Invoker:
+    """Stands in for the field. Outside of a tool's span it gives what is in it."""
+
+    def __init__(self, tools: SdkTools) -> None:
+        self._tools = tools
+
+    def __get__(self, tool: Any, kind: type | None = None) -> Any:
+        if tool is None:
+            raise AttributeError("on_invoke_tool")  # the class has no such attribute of its own
+        invoke = vars(tool)["on_invoke_tool"]
+        return _Invoked(invoke, self._tools) if self._tools.live and tool_around() is not None else invoke
+
+    def __set__(self, tool: Any, invoke: Any) -> None:
+        vars(tool)["on_invoke_tool"] = invoke.__wrapped__ if type(invoke) is _Invoked else invoke
+
+
+if TYPE_CHECKING:
+    _Proxy = CallableObjectProxy[Any]
+else:
+    _Proxy = CallableObjectProxy  # takes no parameter before wrapt 2
+
+
+class _Invoked(_Proxy):
+    """What invokes a tool, unless the record of a replay says what came of it."""
+
+    def __init__(self, invoke: Any, tools: SdkTools) -> None:
+        super().__init__(invoke)
+        self._self_tools = tools
+
+    async def __call__(self, context: Any, arguments: str) -> Any:
+        span, guard = tool_around(), self._self_tools.guard
+        if span is not None and names.TOOL_ARGUMENTS not in span.attributes:  # a custom tool's
+            with guard(span):
+                span.set(
+                    **{names.TOOL_ARGUMENTS: arguments, names.TOOL_CALL_ID: getattr(context, "tool_call_id", None)}
+                )
+        answer = await acalled(lambda: _invoked(self.__wrapped__, context, arguments), _outcome)
+        if span is not None and isinstance(answer, str):  # the SDK's span may be told not to hold it
+            with guard(span):
+                span.set(**{names.TOOL_RESULT: answer})
+        return answer
+
+
+async def _invoked(invoke: Any, context: Any, arguments: str) -> Any:
+    answer = invoke(context, arguments)
+    return await answer if isawaitable(answer) else answer
+
+
+def _outcome(given: Given) -> Any:
+    """Return what a tool gave, also where that is what the model was told of a failure; the failure is noted."""
+    scope = _tool_scope()
+    if given.failed and scope is not None:
+        scope.error = given.error
+    return given.result if given.failed and given.returned is None and given.result else given.outcome()
+
+
+def _tool_scope() -> Scope | None:
+    for scope in scopes_around():
+        if scope.span is not None and scope.span.operation == names.EXECUTE_TOOL:
+            return scope
+    return None
+
+
+class SdkTools(Tracker):
+    """Adds to the spans that are begun with the SDK's."""
+
+    def wrap_from_agent_context(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Take a tool call's id and arguments, which the SDK's span has not, or only if it may hold data."""
+
+        def from_agent_context(cls: Any, context: Any, tool_call_id: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = original(cls, context, tool_call_id, *args, **kwargs)
+            tool = current_span()
+            if self.live and tool is not None and tool.operation == names.EXECUTE_TOOL:
+                with self.guard(tool):
+                    tool_call = kwargs.get("tool_call", args[0] if args else None)
+                    agent = kwargs.get("agent", args[1] if len(args) > 1 else None)
+                    if tool.agent is None and agent is not None:  # approved: it runs before its agent's span (0.20)
+                        tool.agent = agent.name
+                    if names.TOOL_CALL_ID not in tool.attributes:
+                        arguments = getattr(tool_call, "arguments", None)
+                        tool.set(**{names.TOOL_CALL_ID: tool_call_id, names.TOOL_ARGUMENTS: arguments})
+            return answer
+
+        return from_agent_context
+
+    def wrap_call_tool(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A server of tools carries out a call; of one that failed the SDK keeps the text alone."""
+
+        async def call_tool(server: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = await original(server, *args, **kwargs)
+            if self.live and (getattr(answer, "isError", False) or getattr(answer, "is_error", False)):
+                with self.guard():
+                    scope = _tool_scope()
+                    if scope is not None:
+                        scope.error = " ".join(str(getattr(part, "text", "")) for part in answer.content)
+            return answer
+
+        return call_tool
+
+    def wrap_action(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A shell, a computer or an editor is told to do something: not in a replay, as what came of it is not kept."""
+
+        async def execute(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            attempt = current_attempt() if self.live else None
+            if attempt is not None and attempt.replay is not None and attempt.replay.tools != "run":
+                raise ReplayEndedError(f'{cls.__name__} of the Agents SDK can\'t be replayed; `tools = "run"` runs it.')
+            return await original(cls, *args, **kwargs)
+
+        return execute
+
+
+def error_text(error: Any) -> str:
+    """Return an error of the SDK as text: its message, and the detail where it has one."""
+    if not isinstance(error, Mapping):
+        return str(error)
+    data = error.get("data")
+    detail = data.get("error") if isinstance(data, Mapping) else None
+    return f"{error.get('message')}: {detail}" if detail else str(error.get("message"))
+
+
+def tool_facts(data: Any, span: OpenSpan | None) -> dict[str, Json]:
+    """Return what the span of a tool knows when it is over."""
+    facts: dict[str, Json] = {}
+    if data.output is not None:
+        facts[names.TOOL_RESULT] = data.output if isinstance(data.output, str) else to_json(data.output)
+    if span is not None and names.TOOL_ARGUMENTS not in span.attributes:
+        facts[names.TOOL_ARGUMENTS] = data.input
+    return facts

@@ -1,0 +1,339 @@
+"""Calls made with LiteLLM, by whichever of its providers: most of those send HTTP of their own, beside every client.
+
+Each of its functions is one that LiteLLM's decorator `client` holds: caching, retries and logging are around it, the
+choice of a provider is in it. So it is changed where the decorator holds it, which reaches names imported before. The
+calls of agents in training are asked of LiteLLM's provider ``openai`` instead: it sends them to the gateway.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from lightning_openai.abandoned import abandoned
+from lightning_openai.other_clients import OtherCall
+from lightning_openai.unfinished import unfinished
+from lightning_spans.chat.stream import put_together
+from lightning_spans.record.context import current_agent, current_attempt, entered
+from lightning_spans.record.instrument.imports import when_imported
+from lightning_spans.record.instrument.patches import Undo
+from lightning_spans.record.instrument.scope import place_of_call, scoped
+from lightning_spans.record.recorder import standing
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.spans import Json
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+PLUGIN: Final = "lightning_openai"
+_MODULES: Final = ("litellm.main", "litellm.responses.main")
+_ENDPOINTS: Final = {
+    "completion": "/chat/completions",
+    "acompletion": "/chat/completions",
+    "text_completion": "/completions",
+    "atext_completion": "/completions",
+    "responses": "/responses",
+    "aresponses": "/responses",
+}
+_SAME_ARGUMENTS: Final = {"atext_completion": "text_completion"}  # which takes whatever it is given
+_PREFIXES: Final = {"/completions": "text-completion-openai"}  # of a model's name: LiteLLM's provider for the endpoint
+# LiteLLM's asynchronous functions call the others with one of these, to be given a coroutine.
+_INNER: Final = ("acompletion", "atext_completion", "aresponses")
+# Of what the caller gives, what is part of a request's body; the rest are LiteLLM's own settings, and keys.
+_BODY: Final = frozenset((
+    "messages", "prompt", "input", "instructions", "functions", "function_call", "temperature", "top_p", "n", "stream",
+    "stream_options", "stop", "max_completion_tokens", "max_tokens", "max_output_tokens", "modalities", "prediction",
+    "presence_penalty", "frequency_penalty", "logit_bias", "response_format", "seed", "tools", "tool_choice",
+    "logprobs", "top_logprobs", "parallel_tool_calls", "reasoning_effort", "verbosity", "thinking", "reasoning", "text",
+    "previous_response_id", "store", "truncation", "include", "service_tier", "web_search_options", "top_k", "min_p",
+    "repetition_penalty", "best_of", "echo", "suffix", "extra_body",
+))  # fmt: skip
+# Of what the caller gives, what says where a call goes and in whose name; it does not go along to the gateway.
+_WHERE: Final = frozenset((
+    "model", "api_key", "api_base", "base_url", "api_version", "api_type", "organization", "project", "deployment_id",
+    "model_list", "custom_llm_provider", "client", "shared_session", "headers", "extra_headers", "extra_query",
+    "ssl_verify", "azure", "hf_model_name", "region_name", "litellm_credential_name", "drop_params",
+))  # fmt: skip
+_VENDORS: Final = ("aws_", "azure_", "vertex_", "watsonx_", "oci_", "sagemaker_", "bedrock_", "gcs_")
+
+
+def follow(recorder: Callable[[], Recorder | None]) -> Undo:
+    """Report LiteLLM's calls, from when the program imports it until the undo.
+
+    Args:
+        recorder: gives who is to be told; None: nobody now.
+    """
+    undo = Undo()
+    for name in _MODULES:
+        undo.add(when_imported(name, lambda module: _change(module, recorder)))
+    return undo
+
+
+def _change(module: ModuleType, recorder: Callable[[], Recorder | None]) -> Undo:
+    undo = Undo()
+    found = {name: _cell(getattr(module, name)) for name in _ENDPOINTS if hasattr(module, name)}
+    originals = {name: cell.cell_contents for name, cell in found.items()}
+    for name, cell in found.items():
+        signature = inspect.signature(originals[_SAME_ARGUMENTS.get(name, name)])
+        wrap = _wrap_async if inspect.iscoroutinefunction(originals[name]) else _wrap
+        undo.add(_put(cell, wrap(originals[name], _Function(_ENDPOINTS[name], signature, recorder))))
+    return undo
+
+
+def _cell(function: Any) -> Any:
+    """Return where LiteLLM's decorator keeps the function that it decorates."""
+    while function is not None:
+        held = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if "original_function" in held:
+            return held["original_function"]
+        function = getattr(function, "__wrapped__", None)
+    raise AttributeError("LiteLLM's decorator holds no `original_function`: this version of LiteLLM is not known")
+
+
+def _put(cell: Any, function: Any) -> Callable[[], None]:
+    original = cell.cell_contents
+    cell.cell_contents = function
+
+    def undo() -> None:
+        if cell.cell_contents is function:
+            cell.cell_contents = original
+
+    return undo
+
+
+class _Caller(NamedTuple):
+    """Who calls."""
+
+    agent: str | None
+    path: str | None
+    attempt: Attempt | None
+
+
+class _Function(NamedTuple):
+    """One of LiteLLM's functions."""
+
+    endpoint: str
+    signature: inspect.Signature
+    recorder: Callable[[], Recorder | None]
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OtherCall, dict[str, Any]] | None:
+        """Return the call that is about to be made, and the arguments to make it with; None: it is not recorded."""
+        recorder = self.recorder()
+        if recorder is None or any(kwargs.get(name) is True for name in _INNER):
+            return None
+        with recorder.guard(PLUGIN):
+            return self._begin(recorder, args, kwargs)
+        return None
+
+    def _begin(
+        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[OtherCall, dict[str, Any]]:
+        given: dict[str, Any] = {}
+        for name, value in self.signature.bind(*args, **kwargs).arguments.items():
+            if self.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(value)
+            else:
+                given[name] = value
+        context = place_of_call()
+        agent = current_agent(context)
+        path = None if agent is None else standing(agent, context)
+        caller = _Caller(agent, path, current_attempt(context))
+        provider, model = _provider(given)
+        rerouted = caller.attempt is not None and recorder.reroutes(caller)
+        if rerouted and caller.attempt is not None:
+            model, given = caller.attempt.model, self._rerouted(given, caller.attempt)
+        body = {"model": model, **{name: given[name] for name in given if name in _BODY and given[name] is not None}}
+        if isinstance(body.get("messages"), list):
+            body["messages"] = list(body["messages"])
+        call = OtherCall(
+            recorder,
+            PLUGIN,
+            "litellm",
+            lambda: body,
+            provider=provider,
+            streamed=bool(given.get("stream")),
+            endpoint=self.endpoint,
+            place=lambda: context,
+            known={names.REROUTED: True} if rerouted else {},
+        )
+        return call, given
+
+    def _rerouted(self, given: Mapping[str, Any], attempt: Attempt) -> dict[str, Any]:
+        """Return the arguments that ask the policy. Parameters that only another provider knows are left out."""
+        kept = {name: given[name] for name in given if name not in _WHERE and not name.startswith(_VENDORS)}
+        return {
+            **kept,
+            "model": f"{_PREFIXES.get(self.endpoint, 'openai')}/{attempt.model}",
+            "api_base": f"{attempt.endpoint}/v1",
+            "api_key": attempt.key or "unused",
+            "drop_params": True,
+        }
+
+    def answered(self, call: OtherCall, answer: Any) -> Any:
+        """End the span of a call, now or as its stream is read."""
+        if call.scope.seen:  # the openai client's, or that of a call of LiteLLM's in this one
+            return answer
+        if hasattr(answer, "__next__") or hasattr(answer, "__anext__"):
+            call.begin()
+            _read(answer, _Reading(call, self.endpoint))
+        else:
+            call.end(lambda: answer.model_dump(mode="json", warnings=False))
+        return answer
+
+
+def _provider(given: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return the provider and its name for the model."""
+    model = str(given.get("model"))
+    told = given.get("custom_llm_provider")
+    provider, _, name = model.partition("/")
+    if told:
+        return str(told), name if provider == told else model
+    return (provider, name) if name else (None, model)
+
+
+def _wrap(original: Callable[..., Any], function: _Function) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        begun = function.begin(args, kwargs)
+        if begun is None:
+            return original(*args, **kwargs)
+        call, given = begun
+        try:
+            with entered(scoped(call.scope)):
+                answer = original(**given)
+        except BaseException as error:
+            call.end(error=error)
+            raise
+        return function.answered(call, answer)
+
+    return ask
+
+
+def _wrap_async(original: Callable[..., Any], function: _Function) -> Callable[..., Any]:
+    @functools.wraps(original)
+    async def ask(*args: Any, **kwargs: Any) -> Any:
+        begun = function.begin(args, kwargs)
+        if begun is None:
+            return await original(*args, **kwargs)
+        call, given = begun
+        try:
+            with entered(scoped(call.scope)):
+                answer = await original(**given)
+        except BaseException as error:
+            call.end(error=error)
+            raise
+        return function.answered(call, answer)
+
+    return ask
+
+
+class _Reading:
+    """A stream of LiteLLM's that is being read. It holds the call and not the stream, which may be left."""
+
+    def __init__(self, call: OtherCall, endpoint: str) -> None:
+        self.call = call
+        self._endpoint = endpoint
+        self._items: list[Any] = []
+        self.inside = False  # the stream's own methods may call each other
+        self._over = False
+        unfinished.add(self)
+
+    def took(self, item: Any) -> Any:
+        """Keep an item that the agent is given."""
+        self._items.append(item)
+        return item
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the span, with what was read."""
+        if self._over:
+            return
+        self._over = True
+        unfinished.discard(self)
+        self.call.end(self._answer if self._items else None, error=error)
+
+    def end_left(self) -> None:
+        """End the span of a stream that nobody reads on."""
+        self.end(GeneratorExit())
+
+    def left(self) -> None:
+        """Have the span ended: perhaps it is the garbage collector that calls."""
+        if not self._over:
+            abandoned.take(self.end_left)
+
+    def leave(self) -> None:
+        """Leave the span to the parent of a forked child."""
+        self._over = True
+
+    def _answer(self) -> Mapping[str, Json] | None:
+        dumped = [item.model_dump(mode="json", exclude_none=True, warnings=False) for item in self._items]
+        return put_together(self._endpoint, dumped)
+
+
+def _read(stream: Any, reading: _Reading) -> None:
+    """Follow who reads a stream, which stays the object that it is."""
+    try:
+        object.__setattr__(stream, "_lightning", reading)
+        kind: Any = type(stream)  # a type is hashable, which mypy does not know of one
+        stream.__class__ = _class_for(kind)
+    except (AttributeError, TypeError):  # a bare generator
+        reading.end_left()
+        return
+    weakref.finalize(stream, reading.left).atexit = False
+
+
+@functools.cache
+def _class_for(kind: Any) -> Any:
+    """Return a class of streams that tell what is read of them, and are in all else what they were."""
+    return type(kind.__name__, (kind,), dict(_methods(kind)) | {"__module__": kind.__module__})
+
+
+def _methods(kind: Any) -> Iterator[tuple[str, Any]]:
+    def next_item(self: Any) -> Any:
+        reading = self._lightning
+        if reading.inside:
+            return kind.__next__(self)
+        reading.inside = True
+        try:
+            with entered(scoped(reading.call.scope)):
+                return reading.took(kind.__next__(self))
+        except StopIteration:
+            reading.end()
+            raise
+        except BaseException as error:
+            reading.end(error)
+            raise
+        finally:
+            reading.inside = False
+
+    async def next_item_async(self: Any) -> Any:
+        reading = self._lightning
+        reading.inside = True
+        try:
+            with entered(scoped(reading.call.scope)):
+                return reading.took(await kind.__anext__(self))
+        except StopAsyncIteration:
+            reading.end()
+            raise
+        except BaseException as error:
+            reading.end(error)
+            raise
+        finally:
+            reading.inside = False
+
+    async def close(self: Any) -> None:
+        try:
+            await kind.aclose(self)
+        finally:
+            self._lightning.end_left()
+
+    if hasattr(kind, "__next__"):
+        yield "__next__", next_item
+    if hasattr(kind, "__anext__"):
+        yield "__anext__", next_item_async
+    if hasattr(kind, "aclose"):
+        yield "aclose", close

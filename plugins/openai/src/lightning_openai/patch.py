@@ -1,0 +1,379 @@
+"""The patch of the openai client: every model call made with the openai client is one chat span, whoever makes it.
+
+The client is patched where every request passes: `request` (which holds the loop of retries, so that one call is one
+span), `_process_response` (which has the answer as it came), and the two generators that read event streams. Clients
+made before are patched too, since these are methods of the base classes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+from openai._base_client import AsyncAPIClient, SyncAPIClient
+from openai._streaming import AsyncStream, Stream
+from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
+
+from lightning_openai import reroute
+from lightning_openai.abandoned import abandoned
+from lightning_openai.call import PLUGIN, ModelCall, endpoint_of
+from lightning_openai.litellm_calls import follow
+from lightning_openai.other_clients import mark
+from lightning_openai.unfinished import unfinished
+from lightning_spans.record.instrument.http_calls import look, watch
+from lightning_spans.record.instrument.patches import Undo, clear, put_back, replace, replace_in_subclasses
+from lightning_spans.record.instrument.scope import scopes_around
+from lightning_spans.record.process import in_child
+from lightning_spans.record.recorder import log_failure
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+logger = logging.getLogger("lightning_spans")
+_lock = threading.Lock()
+_recorders: list[Recorder] = []
+_undo_patches = Undo()
+# Which call a response belongs to, between `request` and `_process_response` of the same task.
+_current: ContextVar[ModelCall | None] = ContextVar("lightning_openai_call", default=None)
+# Whether a client of httpx is sending: what is under it sends the same request.
+_sending: ContextVar[bool] = ContextVar("lightning_openai_sending", default=False)
+
+
+def bind(recorder: Recorder) -> Callable[[], None]:
+    """Report every model call to this recorder, until the callable that is given back is called.
+
+    Several frameworks may bind; they share one patch, and the first undo but the last leaves it in place.
+    """
+    with _lock:
+        if not _recorders:
+            _clear()
+            for owner, name, wrap in (*_PATCHES, *_sends()):
+                put = replace_in_subclasses if name == "request" else replace
+                _undo_patches.add(put(owner, name, wrap))
+            _undo_patches.add(replace(BaseInstrumentor, "uninstrument", _wrap_uninstrument))
+            _undo_patches.add(watch(_is_recorded))
+            _undo_patches.add(follow(lambda: _recorders[-1] if _recorders else None))
+            abandoned.start()
+            atexit.register(_end_unfinished)
+        _recorders.append(recorder)
+
+    undo = Undo()
+    undo.add(lambda: _unbind(recorder))
+    return undo
+
+
+def _unbind(recorder: Recorder) -> None:
+    with _lock:
+        _recorders.remove(recorder)
+        if not _recorders:
+            _undo_patches()
+            _clear()
+            abandoned.stop()
+            _end_unfinished()
+            atexit.unregister(_end_unfinished)
+            reroute.forget()
+
+
+def _clear() -> None:
+    for owner, name, _ in _PATCHES:
+        if name == "request":
+            clear(owner, name)
+
+
+def _put_back() -> bool:
+    """Patch again where somebody took our patch out; gives whether he had."""
+    with _lock:
+        again = [put_back(owner, name, wrap) for owner, name, wrap in _PATCHES if name == "request" and _recorders]
+        for undo in again:
+            _undo_patches.add(undo)
+    return any(again)
+
+
+def _wrap_uninstrument(original: Callable[..., Any]) -> Callable[..., Any]:
+    """See to our patches after an instrumentor has put back what was there before it, and so perhaps before us."""
+
+    def uninstrument(instrumentor: Any, **options: Any) -> Any:
+        try:
+            return original(instrumentor, **options)
+        finally:
+            _put_back()
+
+    return uninstrument
+
+
+def _end_unfinished() -> None:
+    for call in list(unfinished):
+        call.end_left()
+
+
+def _after_fork() -> None:
+    """Leave calls to the parent: that the child lets go of their answers says nothing."""
+    global _lock  # noqa: PLW0603 - another thread of the parent's may hold it
+    _lock = threading.Lock()
+    while unfinished:
+        unfinished.pop().leave()
+
+
+in_child(_after_fork)
+
+
+def _begin(client: Any, options: Any, streamed: object, method: Any) -> ModelCall | None:
+    """Begin the span of a model call; None for any other request, and while nothing is attached."""
+    recorder = _recorders[-1] if _recorders else None
+    endpoint = endpoint_of(options.method, str(options.url))
+    if recorder is None:
+        with _lock:
+            if not _recorders:  # somebody put back a wrapper of ours that he had found: see `patches.clear`
+                _clear()
+        return None
+    if endpoint is None:
+        return None
+    try:
+        call = ModelCall(recorder, client, options, endpoint, method, streamed=bool(streamed))
+    except Exception as error:  # noqa: BLE001 - logged
+        log_failure(PLUGIN, error)
+        return None
+    unfinished.add(call)
+    return call
+
+
+# Below, a request that the current call `covers` is already being recorded: we are patched in twice, in a class and in
+# its parent, perhaps with somebody else's patch between. Others patch `OpenAI`, not its base, so subclasses are patched
+# too; their patches may be descriptors that want to be bound. A subclass of the user's own may have a `request` too: it
+# is called on his client, and what it passes on to the client's base is sent to where the call goes.
+
+
+def _wrap_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    sends = not _is_of_subclass(original)
+
+    def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
+        def ask(client: Any, given: Any) -> Any:
+            return original.__get__(client)(cast_to, given, **kwargs)
+
+        outer = _current.get()
+        if outer is not None and outer.covers(self, options, original):
+            return _send(outer, self, options, ask) if sends else ask(self, options)
+        call = _begin(self, options, kwargs.get("stream"), original)
+        _current.set(call)
+        try:
+            if call is None:
+                return original.__get__(self)(cast_to, options, **kwargs)
+            answer = _send(call, self, options, ask) if sends else ask(self, options)
+        except BaseException as error:
+            if call is not None:
+                call.failed(error)
+            raise
+        finally:
+            _current.set(outer)  # a token would not do: a coroutine may be closed in another context
+        call.returned()
+        return answer
+
+    return request
+
+
+def _send(call: ModelCall, client: Any, options: Any, ask: Callable[[Any, Any], Any]) -> Any:
+    """Send a call to where it goes; one of a replay that is not in the record to the program's own endpoint then."""
+    sender, given = call.sent_by(client, options)
+    try:
+        return ask(sender, given)
+    except Exception as error:
+        own = call.sent_on(error, options)
+        if own is None:
+            raise
+    return ask(*own)
+
+
+async def _asend(call: ModelCall, client: Any, options: Any, ask: Callable[[Any, Any], Any]) -> Any:
+    """Send a call: see `_send`."""
+    sender, given = call.sent_by(client, options)
+    try:
+        return await ask(sender, given)
+    except Exception as error:
+        own = call.sent_on(error, options)
+        if own is None:
+            raise
+    return await ask(*own)
+
+
+def _wrap_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    sends = not _is_of_subclass(original)
+
+    async def request(self: Any, cast_to: Any, options: Any, **kwargs: Any) -> Any:
+        def ask(client: Any, given: Any) -> Any:
+            return original.__get__(client)(cast_to, given, **kwargs)
+
+        outer = _current.get()
+        if outer is not None and outer.covers(self, options, original):
+            return await (_asend(outer, self, options, ask) if sends else ask(self, options))
+        call = _begin(self, options, kwargs.get("stream"), original)
+        _current.set(call)
+        try:
+            if call is None:
+                return await original.__get__(self)(cast_to, options, **kwargs)
+            answer = await (_asend(call, self, options, ask) if sends else ask(self, options))
+        except BaseException as error:
+            if call is not None:
+                call.failed(error)
+            raise
+        finally:
+            _current.set(outer)  # a token would not do: a coroutine may be closed in another context
+        call.returned()
+        return answer
+
+    return request
+
+
+def _is_of_subclass(method: Any) -> bool:
+    """Whether a method is written in the body of a subclass, so that it needs an object of that class."""
+    kind, _, name = str(getattr(method, "__qualname__", "")).rpartition(".")
+    return name == "request" and kind.rpartition(".")[2] not in {"", "<locals>", "SyncAPIClient", "AsyncAPIClient"}
+
+
+def _wrap_process_response(original: Callable[..., Any]) -> Callable[..., Any]:
+    def process_response(self: Any, *, response: Any, **kwargs: Any) -> Any:
+        call = _current.get()
+        if call is not None:
+            call.responded(response, kwargs.get("retries_taken"))
+        elif _recorders and endpoint_of(kwargs["options"].method, str(kwargs["options"].url)) and _put_back():
+            logger.warning("lightning: somebody took our patch out of %s; a call is not recorded", type(self).__name__)
+        return original(self, response=response, **kwargs)
+
+    return process_response
+
+
+def _wrap_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def stream(self: Any) -> Iterator[Any]:
+        call = self.response.extensions.get(PLUGIN)
+        if call is None:
+            return original(self)
+        call.events = 0
+        return _watched(original(self), call)
+
+    return stream
+
+
+def _watched(items: Iterator[Any], call: ModelCall) -> Iterator[Any]:
+    taken = 0
+    try:
+        call.reading = True
+        for item in items:
+            call.reading = False
+            taken += 1
+            call.events, call.seen_ns = taken, time.time_ns()
+            yield item
+            call.reading = True
+        call.read_to_end()
+    except GeneratorExit:
+        raise  # the agent reads no further
+    except BaseException as error:
+        call.failed(error)
+        raise
+    finally:
+        call.reading = False
+        call.closed()
+
+
+def _wrap_async_stream(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    def stream(self: Any) -> AsyncIterator[Any]:
+        call = self.response.extensions.get(PLUGIN)
+        if call is None:
+            return original(self)
+        call.events = 0
+        return _awatched(original(self), call)
+
+    return stream
+
+
+async def _awatched(items: Any, call: ModelCall) -> AsyncIterator[Any]:
+    taken = 0
+    try:
+        call.reading = True
+        async for item in items:
+            call.reading = False
+            taken += 1
+            call.events, call.seen_ns = taken, time.time_ns()
+            yield item
+            call.reading = True
+        call.read_to_end()
+    except GeneratorExit:
+        raise
+    except BaseException as error:
+        call.failed(error)
+        raise
+    finally:
+        call.reading = False
+        call.closed()
+
+
+def _name(client: Any, request: Any) -> None:
+    """Name the span of a model call in the HTTP request that is about to be sent for it."""
+    call = _current.get()
+    if call is not None and call.sends(client):
+        call.name(request)
+    else:
+        mark(request)
+
+
+def _is_recorded() -> bool:
+    """Whether what is sent here and now is part of a call that makes a span, or of a request that was counted."""
+    return _current.get() is not None or _sending.get() or any(scope.call is not None for scope in scopes_around())
+
+
+def _begin_send(client: Any, request: Any) -> None:
+    _name(client, request)
+    look(_is_recorded, request.method, lambda: (request.url.netloc.decode(), request.url.path))
+    _sending.set(True)
+
+
+def _wrap_send(original: Callable[..., Any]) -> Callable[..., Any]:
+    def send(client: Any, request: Any, *args: Any, **options: Any) -> Any:
+        if not _recorders:
+            return original(client, request, *args, **options)
+        outer = _sending.get()
+        _begin_send(client, request)
+        try:
+            return original(client, request, *args, **options)
+        finally:
+            _sending.set(outer)
+
+    return send
+
+
+def _wrap_async_send(original: Callable[..., Any]) -> Callable[..., Any]:
+    async def send(client: Any, request: Any, *args: Any, **options: Any) -> Any:
+        if not _recorders:
+            return await original(client, request, *args, **options)
+        outer = _sending.get()
+        _begin_send(client, request)
+        try:
+            return await original(client, request, *args, **options)
+        finally:
+            _sending.set(outer)
+
+    return send
+
+
+def _sends() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Return what else sends a request: the clients of both libraries that providers' packages use."""
+    for library in ("httpx", "httpx2"):
+        if find_spec(library) is not None:
+            module = import_module(library)
+            yield module.Client, "send", _wrap_send
+            yield module.AsyncClient, "send", _wrap_async_send
+
+
+_PATCHES: Final = (
+    (SyncAPIClient, "request", _wrap_request),
+    (AsyncAPIClient, "request", _wrap_async_request),
+    (SyncAPIClient, "_process_response", _wrap_process_response),
+    (AsyncAPIClient, "_process_response", _wrap_process_response),
+    (Stream, "__stream__", _wrap_stream),
+    (AsyncStream, "__stream__", _wrap_async_stream),
+)

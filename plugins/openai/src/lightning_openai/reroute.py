@@ -1,0 +1,180 @@
+"""Rerouting: a clean client of our own for the calls of agents in training, so that nothing of the user's goes along.
+
+Headers, query, cookies, authentication, Azure paths, proxies and event hooks of the user's client are not stripped one
+by one: they never enter. What is taken over is the body, the limits on time and retries, and a few headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, NotGiven, OpenAI
+from openai._base_client import AsyncAPIClient
+from openai._compat import model_copy
+
+from lightning_spans.record.process import in_child
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.spans import Json
+from lightning_spans.store.tls import trusted
+
+if TYPE_CHECKING:
+    from openai._models import FinalRequestOptions
+
+AGENT_HEADER: Final = "x-lightning-agent"
+REPLAY_HEADER: Final = "x-lightning-replay"
+_ASKS: Final = {REPLAY_HEADER: "asks"}  # of a replay's calls: what is not in the record can be sent on from here
+_OWN: Final = "own"  # of the answer: it is to be
+# Of what the caller gave with the call. The last two are the openai client's notes to itself.
+_TAKEN: Final = ("content-type", "accept", "idempotency-key", "x-stainless-", "____stainless")
+# Of what is sent in the end.
+_SENT: Final = (
+    "host", "content-type", "content-length", "transfer-encoding", "connection", "accept", "accept-encoding",
+    "user-agent", "idempotency-key", "x-stainless-", "authorization", "traceparent", AGENT_HEADER,
+    REPLAY_HEADER,
+)  # fmt: skip
+
+
+class _Gate:
+    """The last look at a request: what is not on the list is not sent, wherever it came from (environment, cookies)."""
+
+    def _filter(self, request: Any) -> None:
+        for name in list(request.headers):
+            if not name.lower().startswith(_SENT):
+                del request.headers[name]
+
+
+class _Client(_Gate, OpenAI):
+    def _prepare_request(self, request: Any) -> None:
+        self._filter(request)
+
+
+class _AsyncClient(_Gate, AsyncOpenAI):
+    async def _prepare_request(self, request: Any) -> None:
+        self._filter(request)
+
+
+def rerouted(
+    client: Any,
+    options: FinalRequestOptions,
+    attempt: Attempt,
+    endpoint: str,
+    *,
+    body: Mapping[str, Json],
+    headers: Mapping[str, str],
+) -> tuple[Any, FinalRequestOptions]:
+    """Return the client and the options that send a call to the gateway of its attempt.
+
+    Args:
+        client: the user's client; only its limits are taken over.
+        options: the caller's; left as they are.
+        attempt: gives URL, model and key.
+        endpoint: ``/chat/completions``, ``/completions`` or ``/responses``.
+        body: the whole body of the request.
+        headers: added to what is sent.
+    """
+    copy = with_body(options, body)
+    copy.url = endpoint
+    copy.params = {}
+    given = options.headers if isinstance(options.headers, Mapping) else {}
+    taken = {name: value for name, value in given.items() if name.lower().startswith(_TAKEN)}
+    copy.headers = {**taken, **headers, "Authorization": f"Bearer {attempt.key or ''}"}
+    if attempt.replay is not None:
+        copy.headers = {**copy.headers, **_ASKS}
+    if isinstance(options.timeout, NotGiven):
+        copy.timeout = client.timeout
+    if isinstance(options.max_retries, NotGiven):
+        copy.max_retries = client.max_retries
+    base = f"{attempt.endpoint}/v1"
+    strict = bool(client._strict_response_validation)
+    if isinstance(client, AsyncAPIClient):
+        return _async_client(base, strict), copy
+    return _sync_client(base, strict), copy
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether the gateway left a call of a replay to the program's own endpoint."""
+    response = getattr(error, "response", None)
+    return (
+        getattr(error, "status_code", None) == 421
+        and response is not None
+        and (response.headers.get(REPLAY_HEADER) == _OWN)
+    )
+
+
+def with_body(options: FinalRequestOptions, body: Mapping[str, Json]) -> FinalRequestOptions:
+    """Return options that send another body; the caller's are left as they are."""
+    copy = model_copy(options)
+    copy.json_data = dict(body)
+    copy.extra_json = None
+    if hasattr(copy, "content"):  # newer clients: a body that the caller wrote out himself
+        copy.content = None
+    return copy
+
+
+def agent_header(agent: str | None) -> dict[str, str]:
+    """Return the header that names the agent by its path, percent-encoded, since header values are ASCII."""
+    return {} if agent is None else {AGENT_HEADER: quote(agent, safe="/")}
+
+
+_lock = threading.Lock()
+_sync: dict[tuple[str, bool], _Client] = {}
+_by_loop: dict[asyncio.AbstractEventLoop, dict[tuple[str, bool], _AsyncClient]] = {}
+
+
+def _sync_client(base_url: str, strict: bool) -> _Client:
+    with _lock:
+        if (base_url, strict) not in _sync:
+            http = DefaultHttpxClient(trust_env=False, verify=trusted())
+            client = _Client(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
+            weakref.finalize(client, http.close)  # streams hold the client, so none is cut
+            _sync[base_url, strict] = _anonymous(client)
+        return _sync[base_url, strict]
+
+
+def _async_client(base_url: str, strict: bool) -> _AsyncClient:
+    # Connections belong to the event loop that opened them, so each loop has its own.
+    loop = asyncio.get_running_loop()
+    with _lock:
+        if loop not in _by_loop:
+            for ended in [known for known in _by_loop if known.is_closed()]:
+                del _by_loop[ended]
+        clients = _by_loop.setdefault(loop, {})
+        if (base_url, strict) not in clients:
+            http = DefaultAsyncHttpxClient(trust_env=False, verify=trusted())
+            client = _AsyncClient(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
+            clients[base_url, strict] = _anonymous(client)
+        return clients[base_url, strict]
+
+
+def forget() -> None:
+    """Let go of all clients; calls that run keep theirs until they end."""
+    with _lock:
+        _sync.clear()
+        _by_loop.clear()
+
+
+def _after_fork() -> None:
+    """Make new clients in a forked child: over the parent's connections it would read what is not meant for it."""
+    global _lock  # noqa: PLW0603 - another thread of the parent's may hold it
+    _lock = threading.Lock()
+    _parents.extend([*_sync.values(), *_by_loop.items()])
+    _sync.clear()
+    _by_loop.clear()
+
+
+_parents: Final[list[object]] = []  # in a forked child: not closed here, since the parent uses them
+in_child(_after_fork)
+
+
+# Given, so that the client does not look for them in the environment; the key is replaced in every request.
+_NOBODY: Final[dict[str, Any]] = {"api_key": "unused", "organization": "", "project": "", "webhook_secret": ""}
+
+
+def _anonymous(client: Any) -> Any:
+    client.organization = client.project = client.webhook_secret = None
+    return client

@@ -1,0 +1,116 @@
+"""Agents: their spans, and their names for the model calls that they make."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic_ai import Agent, CallToolsNode, ModelRequestNode
+from pydantic_ai.run import AgentRun
+
+from lightning_pydantic_ai.plugin import FRAMEWORK
+from lightning_spans.record.context import Steps, attach, current, entered, entered_steps, overlaid
+from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.recorder import current_span
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from lightning_spans.hooks import OpenSpan, Recorder
+
+UNNAMED: Final = "agent"  # what Pydantic AI calls an agent whose name it could not find either
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every agent, until what is yielded is called."""
+    agents = PydanticAgents(recorder, FRAMEWORK)
+    yield agents.stop
+    yield replace(Agent, "iter", agents.wrap_iter)
+    for step in ("next", "__anext__"):
+        yield replace(AgentRun, step, agents.wrap_step)
+    for node in (ModelRequestNode, CallToolsNode):
+        yield replace(node, "stream", agents.wrap_stream)
+
+
+class PydanticAgents(Tracker):
+    """Begins and ends our spans with the agents' runs.
+
+    A run is entered for as long as the caller's block lasts, so that what he does there is done in the agent's name. He
+    may have entered another since, or be in another task; so each step of a run enters it anew.
+    """
+
+    def __init__(self, recorder: Recorder, framework: str) -> None:
+        super().__init__(recorder, framework)
+        self._runs: dict[int, OpenSpan] = {}  # by the id of the run's state, which lives as long
+
+    def wrap_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An agent runs: every way to run one, streamed or not, goes through `iter`."""
+
+        def iterate(agent: Any, *args: Any, **kwargs: Any) -> Any:
+            run = original(agent, *args, **kwargs)
+            return self._running(agent, run) if self.live else run
+
+        return iterate
+
+    @asynccontextmanager
+    async def _running(self, agent: Any, run: AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
+        span = self.begin_agent(agent.name or UNNAMED)
+        outer = current()
+        with self.working(span):
+            if span is not None:
+                attach(span.context)
+            try:
+                async with run as begun:
+                    state = _state(begun)
+                    if span is not None:
+                        self._runs[state] = span
+                    try:
+                        yield begun
+                    finally:
+                        self._runs.pop(state, None)
+            finally:
+                attach(overlaid(outer))  # no token: a run that is given up may end in another context
+
+    def wrap_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A run goes on to its next node."""
+
+        async def step(run: Any, *args: Any, **kwargs: Any) -> Any:
+            span = self._runs.get(_state(run))
+            if span is None or current_span() is span:
+                return await original(run, *args, **kwargs)
+            with entered(overlaid(span.context)):
+                return await original(run, *args, **kwargs)
+
+        return step
+
+    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A node begins to stream what it does."""
+
+        def stream(node: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
+            span = self._runs.get(id(getattr(ctx, "state", None)))
+            streaming = original(node, ctx, *args, **kwargs)
+            return streaming if span is None else _streamed_in(span.context, streaming)
+
+        return stream
+
+
+def _state(run: Any) -> int:
+    return id(getattr(getattr(run, "ctx", None), "state", None))
+
+
+@asynccontextmanager
+async def _streamed_in(context: Context, streaming: AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
+    """Begin, go on and end a stream in `context`, but for what its reader does meanwhile."""
+    steps = Steps(context)
+    steps.enter()
+    try:
+        async with streaming as items:
+            steps.leave()
+            try:  # events are a generator, which carries a tool out when the next is asked for
+                yield entered_steps(context, items) if isinstance(items, AsyncGenerator) else items
+            finally:
+                steps.enter()
+    finally:
+        steps.leave()

@@ -1,0 +1,25 @@
+"""The plugin's hook: what `lightning_spans.attach("pydantic-ai")` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from lightning_spans.record.instrument.binding import attaches
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+FRAMEWORK: Final = "pydantic-ai"
+
+
+@attaches(FRAMEWORK)
+def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Bind Pydantic AI's agents, tools and models, over the openai client's own patches, to the recorder."""
+    from lightning_openai import patch
+    from lightning_pydantic_ai import agents, models, tools
+
+    yield patch.bind(recorder)
+    yield from models.bind(recorder)
+    yield from tools.bind(recorder)
+    yield from agents.bind(recorder)

@@ -1,0 +1,78 @@
+"""Agents, graphs and swarms: their spans, and the agents' names for the model calls that they make."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from strands import Agent
+from strands.multiagent import Swarm
+from strands.multiagent.graph import Graph
+
+from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.schema import spans as names
+from lightning_strands.plugin import FRAMEWORK
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every agent, graph and swarm, until what is yielded is called."""
+    agents = StrandsAgents(recorder, FRAMEWORK)
+    yield agents.stop
+    yield replace(Agent, "stream_async", agents.wrap_stream)
+    yield replace(Agent, "structured_output_async", agents.wrap_structured_output)
+    for team in (Graph, Swarm):
+        yield replace(team, way_of(team), agents.wrap_team_stream if streams(team) else agents.wrap_team)
+
+
+def streams(team: Any) -> bool:
+    """Whether a graph or swarm is run as a stream, since 1.14."""
+    return "stream_async" in vars(team)
+
+
+def way_of(team: Any) -> str:
+    """Return the method that every way to run a graph or swarm comes by."""
+    return "stream_async" if streams(team) else "invoke_async"
+
+
+class StrandsAgents(Tracker):
+    """Begins and ends our spans with the agents' runs, and with those of what agents are put together to."""
+
+    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An agent works: every way to run one, streamed or not, comes by here."""
+
+        def stream(agent: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            events: AsyncGenerator[Any, None] = original(agent, *args, **kwargs)
+            return self.steps(self.begin_agent(agent.name), events) if self.live else events
+
+        return stream
+
+    def wrap_structured_output(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An agent answers in a form, by a call of its own."""
+
+        async def answer(agent: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.inside(self.begin_agent(agent.name)):
+                return await original(agent, *args, **kwargs)
+
+        return answer
+
+    def wrap_team_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A graph or swarm runs."""
+
+        def stream(team: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            events: AsyncGenerator[Any, None] = original(team, *args, **kwargs)
+            return self.steps(self.begin(names.INVOKE_WORKFLOW, type(team).__name__), events) if self.live else events
+
+        return stream
+
+    def wrap_team(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, before they could be streamed."""
+
+        async def invoke(team: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.inside(self.begin(names.INVOKE_WORKFLOW, type(team).__name__)):
+                return await original(team, *args, **kwargs)
+
+        return invoke

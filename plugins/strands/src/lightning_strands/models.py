@@ -1,0 +1,136 @@
+"""Models that Strands reaches without openai's and LiteLLM's clients (Bedrock, Anthropic): one chat span a call.
+
+Every call is a scope while it lasts. If a client makes a chat span in it, or a model inside of this one does, nothing
+is made here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from strands.models.model import Model
+
+from lightning_openai.other_clients import OtherCall, to_json
+from lightning_spans.record.instrument.patches import replace_in_subclasses
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_strands.plugin import FRAMEWORK
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+    from lightning_spans.schema.spans import Json
+
+_BY_CLIENTS: Final = ("strands.models.openai", "strands.models._openai", "strands.models.litellm")
+_FINISH: Final = {"end_turn": "stop", "tool_use": "tool_calls", "max_tokens": "length"}
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every call of a model, until what is yielded is called."""
+    models = StrandsModels(recorder, FRAMEWORK)
+    yield models.stop
+    yield replace_in_subclasses(Model, "stream", models.wrap_stream)
+
+
+class StrandsModels(Tracker):
+    """Makes the chat spans of calls that no client makes."""
+
+    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A model is asked: every model streams its answer."""
+        if original.__module__.startswith(_BY_CLIENTS):
+            return original
+
+        def stream(model: Any, messages: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            events: AsyncGenerator[Any, None] = original(model, messages, *args, **kwargs)
+            if not self.live:
+                return events
+            given = dict(zip(("tool_specs", "system_prompt"), args, strict=False)) | kwargs
+
+            def ask() -> dict[str, Json]:
+                return request_body(model, messages, given.get("tool_specs"), given.get("system_prompt"))
+
+            call = OtherCall(self.recorder, self.plugin, self.framework, ask, streamed=True)
+            seen: list[Any] = []
+            return call.steps(_kept(events, seen), lambda _: response_body(model, seen))
+
+        return stream
+
+
+async def _kept(events: AsyncGenerator[Any, None], seen: list[Any]) -> AsyncGenerator[Any, None]:
+    try:
+        async for event in events:
+            seen.append(event)
+            yield event
+    finally:
+        await events.aclose()
+
+
+def request_body(model: Any, messages: Sequence[Any], tools: Any, system: Any) -> dict[str, Json]:
+    """Return what was asked as the body of a chat completion."""
+    turns: list[dict[str, Json]] = [{"role": "system", "content": system}] if system else []
+    turns += [turn for message in messages for turn in _turns(message)]
+    declared = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                "description": tool.get("description"),
+                "parameters": tool.get("inputSchema", {}).get("json"),
+            },
+        }
+        for tool in tools or ()
+    ]
+    body: dict[str, Json] = {"model": _name(model), "messages": turns}
+    return {**body, "tools": declared} if declared else body
+
+
+def response_body(model: Any, events: Sequence[Any]) -> dict[str, Json]:
+    """Return what was answered, event by event, as a chat completion."""
+    text, reason = "", None
+    usage: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if begun := event.get("contentBlockStart", {}).get("start", {}).get("toolUse"):
+            function = {"name": begun["name"], "arguments": ""}
+            calls.append({"id": begun.get("toolUseId"), "type": "function", "function": function})
+        delta = event.get("contentBlockDelta", {}).get("delta", {})
+        text += delta.get("text", "")
+        if "toolUse" in delta and calls:
+            calls[-1]["function"]["arguments"] += delta["toolUse"].get("input", "")
+        reason = event.get("messageStop", {}).get("stopReason", reason)
+        usage = event.get("metadata", {}).get("usage", usage)
+    turn: dict[str, Json] = {"role": "assistant", "content": text or None}
+    message = {**turn, "tool_calls": calls} if calls else turn
+    return {
+        "object": "chat.completion",
+        "model": _name(model),
+        "choices": [{"index": 0, "message": message, "finish_reason": _FINISH.get(str(reason), reason)}],
+        "usage": {"prompt_tokens": usage.get("inputTokens"), "completion_tokens": usage.get("outputTokens")},
+    }
+
+
+def _name(model: Any) -> str:
+    config = model.get_config()
+    known = config.get("model_id") if isinstance(config, Mapping) else None
+    return str(known or type(model).__name__)
+
+
+def _turns(message: Mapping[str, Any]) -> Iterator[dict[str, Json]]:
+    parts = message["content"]
+    for part in parts:
+        if result := part.get("toolResult"):
+            text = "".join(str(one.get("text", to_json(one))) for one in result.get("content", ()))
+            yield {"role": "tool", "tool_call_id": result.get("toolUseId"), "content": text}
+    text = "".join(part["text"] for part in parts if "text" in part)
+    calls = [
+        {
+            "id": part["toolUse"].get("toolUseId"),
+            "type": "function",
+            "function": {"name": part["toolUse"]["name"], "arguments": json.dumps(part["toolUse"].get("input"))},
+        }
+        for part in parts
+        if "toolUse" in part
+    ]
+    if text or calls:
+        turn: dict[str, Json] = {"role": message["role"], "content": text or None}
+        yield {**turn, "tool_calls": calls} if calls else turn

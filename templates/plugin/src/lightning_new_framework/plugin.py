@@ -1,0 +1,24 @@
+"""The plugin's hook: what `lightning_spans.attach("new-framework")` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from lightning_spans.record.instrument.binding import attaches
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+FRAMEWORK: Final = "new-framework"
+
+
+@attaches(FRAMEWORK)
+def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Bind New Framework's agents and tools, and the openai client that makes the chat spans, to the recorder."""
+    from lightning_new_framework import agents, tools
+    from lightning_openai import patch
+
+    yield patch.bind(recorder)
+    yield from tools.bind(recorder)
+    yield from agents.bind(recorder)
