@@ -1,0 +1,1 @@
+"""``/api``: rollouts, attempts, records and rewards over HTTP."""

@@ -1,0 +1,336 @@
+"""``/api``: the store's methods over HTTP, one route for each. FastAPI describes them at ``/openapi.json``.
+
+A method that the server has more to do for than the store stands in `_MORE`; the others are passed on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Annotated, Any, Final, Protocol, TypeAlias, Union
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import Response
+
+from lightning_spans.errors import LeaseLostError, LightningError, RewardError
+from lightning_spans.schema.attempts import Attempt, AttemptRecord, End
+from lightning_spans.schema.json import dumps, to_json
+from lightning_spans.schema.replays import ENDED
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.store import Store
+from lightning_spans.store.api import API
+from lightning_spans.store.protocol import LISTINGS, PAGE, Where
+from lightning_trainer.gateway.api import bodies
+from lightning_trainer.gateway.auth.access import Needs
+from lightning_trainer.gateway.auth.ended_attempts import EndedAttempts
+from lightning_trainer.gateway.auth.keys import Grant, Keys, Scope
+from lightning_trainer.gateway.auth.leases import Leases
+from lightning_trainer.gateway.auth.reward_source import given_by, given_now
+from lightning_trainer.gateway.http.masking import masked
+from lightning_trainer.gateway.http.metrics import Metrics
+from lightning_trainer.gateway.http.route import KeyedRoute
+from lightning_trainer.gateway.replay.sessions import Sessions, summary
+from lightning_trainer.gateway.settings import Limits, Routing
+
+
+class ApiState(Protocol):
+    """What the API works with; `app.state` has these."""
+
+    store: Store
+    keys: Keys
+    leases: Leases
+    attempts: EndedAttempts
+    limits: Limits
+    routing: Routing
+    forget: Callable[[str], None]
+    metrics: Metrics
+    began_ns: int
+    replays: Sessions
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that may be done: whose it is, and the arguments that came with it."""
+
+    state: ApiState
+    grant: Grant
+    base_url: str
+    given: dict[str, Any]
+
+
+_Do: TypeAlias = Callable[[_Asked], Any]
+_RUNNER: Final[tuple[Scope, ...]] = ("runner", "admin")
+_MAY: Final[Mapping[str, tuple[Scope, ...]]] = {
+    **dict.fromkeys(("claim", "heartbeat", "finish", "finish_all"), _RUNNER),
+    "add_rewards": ("evaluator", "admin"),
+}
+"""Whose keys may ask for a method; an admin's, where nothing is said."""
+
+
+def _cancel(asked: _Asked) -> int:
+    state, ids = asked.state, asked.given["rollout_ids"]
+    number = state.store.cancel(ids)
+    for attempt in state.store.attempts(rollout_ids=ids):
+        if attempt.status != "running":
+            state.forget(attempt.attempt_id)
+    return number
+
+
+def _claim(asked: _Asked) -> list[AttemptRecord]:
+    state, given = asked.state, asked.given
+    worker = state.leases.worker(asked.grant, given.pop("worker"))
+    claimed = state.store.claim(worker, **given)
+    state.attempts.started(claimed)
+    state.leases.claimed(claimed)
+    state.replays.started(claimed)
+    state.metrics.claimed(len(claimed))
+    endpoint = state.routing.endpoint or asked.base_url
+    return [with_context(attempt, state, endpoint) for attempt in claimed]
+
+
+def with_context(attempt: AttemptRecord, state: ApiState, endpoint: str) -> AttemptRecord:
+    """Return an attempt with what its agent's process gets: endpoint, a key for it alone, agents and model."""
+    limit_s = attempt.rollout.timeout_s
+    key = state.keys.issue(
+        "attempt",
+        rollout_id=attempt.rollout.rollout_id,
+        attempt_id=attempt.attempt_id,
+        fence=attempt.fence,
+        failures=attempt.failures,
+        replay=attempt.rollout.replay is not None,
+        agent=state.routing.unnamed,
+        expires_s=state.limits.untimed_key_s if limit_s is None else limit_s + state.limits.key_margin_s,
+    )
+    context = Attempt(
+        rollout_id=attempt.rollout.rollout_id,
+        attempt_id=attempt.attempt_id,
+        endpoint=endpoint,
+        key=key,
+        agents=state.routing.agents,
+        model=state.routing.model,
+        prompts=state.routing.prompts.get(attempt.rollout.rollout_id, {}),
+        replay=attempt.rollout.replay,
+    )
+    return replace(attempt, context=context)
+
+
+def _heartbeat(asked: _Asked) -> list[str]:
+    state, given = asked.state, asked.given
+    leases = given.pop("leases")
+    others = state.leases.of_others(asked.grant, [attempt_id for attempt_id, _ in leases])
+    lost = state.store.heartbeat([lease for lease in leases if lease[0] not in others], **given)
+    state.metrics.leases_lost(len(lost))
+    for attempt_id in lost:
+        state.forget(attempt_id)
+    return [*lost, *sorted(others)]
+
+
+def _finish(asked: _Asked) -> str:
+    state, given = asked.state, asked.given
+    state.leases.check(asked.grant, [given["attempt_id"]])
+    rewards = given_by(asked.grant, given.pop("rewards"), state.store)
+    [end] = _fairly(state, [End(**given | {"error": _masked(given["error"])}, rewards=rewards)])
+    try:
+        status = state.store.finish(end.attempt_id, end.fence, status=end.status, rewards=end.rewards, error=end.error)
+    except LeaseLostError:
+        state.metrics.late_result()
+        raise
+    state.metrics.ended(end.status)
+    state.forget(end.attempt_id)
+    return status
+
+
+def _finish_all(asked: _Asked) -> list[dict[str, str]]:
+    state, sent = asked.state, asked.given["ends"]
+    state.leases.check(asked.grant, [end.attempt_id for end in sent])
+    ends: list[End] = [
+        replace(end, rewards=given_by(asked.grant, end.rewards, state.store), error=_masked(end.error)) for end in sent
+    ]
+    answers = []
+    ends = _fairly(state, ends)
+    for end, told in zip(ends, state.store.finish_all(ends), strict=True):
+        if isinstance(told, LightningError):
+            if isinstance(told, LeaseLostError):
+                state.metrics.late_result()
+            answers.append({"code": _code(told), "message": str(told)})
+        else:
+            state.metrics.ended(end.status)
+            state.forget(end.attempt_id)
+            answers.append({"status": told})
+    return answers
+
+
+def _fairly(state: ApiState, ends: list[End]) -> list[End]:
+    """Give back the attempts that failed over a restart of this server, which cut their calls: no policy did that.
+
+    A replay that was not as its record has failed, whatever the program made of it.
+    """
+    ends = [_as_replay(state, end) for end in ends]
+    failed = [end.attempt_id for end in ends if end.status == "failed"]
+    if not failed:
+        return ends
+    cut = {one.attempt_id for one in state.store.attempts(attempt_ids=failed) if one.started_ns < state.began_ns}
+    told = "the server was started again while it ran; it ended with: "
+    return [
+        replace(end, status="released", error=f"{told}{end.error}")
+        if end.attempt_id in cut and end.status == "failed"
+        else end
+        for end in ends
+    ]
+
+
+def _as_replay(state: ApiState, end: End) -> End:
+    """Return the end of an attempt, which is a failure where it was to be a replay and was none."""
+    if end.status not in ("succeeded", "failed"):
+        return end
+    reason = state.replays.at_end(end.attempt_id)
+    if reason is None:
+        return end
+    told = "" if end.error is None or ENDED in end.error else f"\n{end.error}"
+    return replace(end, status="failed", rewards=(), error=masked(f"{ENDED}{reason}{told}"))
+
+
+def _masked(error: str | None) -> str | None:
+    return None if error is None else masked(error)
+
+
+def _code(error: LightningError) -> str:
+    if isinstance(error, LeaseLostError):
+        return "lease_lost"
+    return "bad_reward" if isinstance(error, RewardError) else "refused"
+
+
+def _add_rewards(asked: _Asked) -> int:
+    store = asked.state.store
+    rewards: Sequence[Reward] = given_by(asked.grant, asked.given["rewards"], store)
+    return store.add_rewards(given_now(rewards, store))
+
+
+_MORE: Final[Mapping[str, _Do]] = {
+    "cancel": _cancel,
+    "claim": _claim,
+    "heartbeat": _heartbeat,
+    "finish": _finish,
+    "finish_all": _finish_all,
+    "add_rewards": _add_rewards,
+}
+
+
+def _passed_on(method: str) -> _Do:
+    return lambda asked: getattr(asked.state.store, method)(**asked.given)
+
+
+def _page(what: str) -> _Do:
+    def read(asked: _Asked) -> dict[str, Any]:
+        given = asked.given
+        after, limit = given.pop("after"), given.pop("limit")
+        page = asked.state.store.page(LISTINGS[what].kind, Where(**given), after=after, limit=limit)
+        more = {} if page.next is None else {"next": page.next}
+        return {what: [to_json(record) for record in page.records], **more}
+
+    return read
+
+
+def _queried(asked: _Asked) -> dict[str, Any]:
+    answer: dict[str, Any] = _page(asked.given.pop("what"))(asked)
+    return answer
+
+
+def _replay(asked: _Asked) -> dict[str, Any]:
+    return dict(summary(asked.state.store, asked.given["attempt_id"]))
+
+
+def _plain(result: Any) -> Any:
+    """Return a result as JSON."""
+    if isinstance(result, list):
+        return [_plain(one) for one in result]
+    return to_json(result) if is_dataclass(result) else result
+
+
+def _route(
+    do: _Do, *, may: Sequence[Scope], key: str | None, **parameters: inspect.Parameter
+) -> Callable[..., Response]:
+    """Return a function for FastAPI, which learns from its signature what a request has to hold.
+
+    Args:
+        do: what is done.
+        may: whose keys may ask for it.
+        key: of the answer, for the result; None: that is the answer.
+        parameters: of the path and of the query, and ``body``, whose fields are arguments too.
+    """
+
+    def answer(request: Request, grant: Grant, **given: Any) -> Response:
+        body = given.pop("body", None)
+        if body is not None:
+            given |= {name: getattr(body, name) for name in type(body).model_fields}
+        result = do(_Asked(request.app.state, grant, str(request.base_url).rstrip("/"), given))
+        return Response(dumps(result if key is None else {key: _plain(result)}), media_type="application/json")
+
+    first = [_parameter("request", Request), _parameter("grant", Annotated[Grant, Depends(Needs(*may))])]
+    answer.__signature__ = inspect.Signature([*first, *parameters.values()])  # type: ignore[attr-defined]
+    return answer
+
+
+def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+
+
+def _make_router() -> APIRouter:
+    made = APIRouter(
+        prefix="/api",
+        route_class=KeyedRoute,
+        responses={code: {"model": bodies.ErrorBody} for code in (400, 401, 403, 409, 413, 503)},
+    )
+    for method, about in API.items():
+        in_path = {"attempt_id": _parameter("attempt_id", str)} if "{attempt_id}" in about.path else {}
+        made.add_api_route(
+            about.path,
+            _route(
+                _MORE.get(method) or _passed_on(method),
+                may=_MAY.get(method, ("admin",)),
+                key=about.answer,
+                **in_path,
+                body=_parameter("body", bodies.request_of(method)),
+            ),
+            methods=["POST"],
+            name=method,
+            description=bodies.summary(method),
+            response_model=bodies.answer_of(method),
+        )
+    for what in LISTINGS:
+        filters = {
+            name: _parameter(
+                name, Annotated[kind, Query(alias=name.removesuffix("s") if name.endswith("_ids") else name)], None
+            )
+            for name, kind in bodies.filters_of(what).items()
+        }
+        pages = {"after": _parameter("after", bodies.AFTER, 0), "limit": _parameter("limit", bodies.LIMIT, PAGE)}
+        made.add_api_route(
+            f"/{what}",
+            _route(_page(what), may=("admin",), key=None, **filters, **pages),
+            methods=["GET"],
+            name=what,
+            description=f"Return a page of {what}, in the order of their arrival.",
+            response_model=bodies.page_of(what),
+        )
+    made.add_api_route(
+        "/query",
+        _route(_queried, may=("admin",), key=None, body=_parameter("body", bodies.query())),
+        methods=["POST"],
+        name="page",
+        description=bodies.summary("page"),
+        response_model=Union[tuple(bodies.page_of(what) for what in LISTINGS)],  # noqa: UP007 - made of a list
+    )
+    made.add_api_route(
+        "/attempts/{attempt_id}/replay",
+        _route(_replay, may=("admin",), key=None, attempt_id=_parameter("attempt_id", str)),
+        methods=["GET"],
+        name="replay",
+        description="Count what was answered from the record in a replay, and say why it ended before its time.",
+        response_model=bodies.ReplayBody,
+    )
+    return made
+
+
+router: Final = _make_router()

@@ -1,0 +1,293 @@
+"""The app: everything of the training side that speaks HTTP, in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lightning_spans.errors import ConfigError, LeaseLostError, LightningError, StoreError
+from lightning_spans.record.production import EVERYTHING, Live
+from lightning_spans.store import Store
+from lightning_trainer.gateway.api.routes import router
+from lightning_trainer.gateway.auth.access import Access
+from lightning_trainer.gateway.auth.ended_attempts import EndedAttempts
+from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.gateway.auth.leases import Leases
+from lightning_trainer.gateway.auth.quotas import Quotas
+from lightning_trainer.gateway.calls.embedded import EmbeddedEngine
+from lightning_trainer.gateway.calls.gateway import Gateway, ServedModel
+from lightning_trainer.gateway.engine import Engine
+from lightning_trainer.gateway.http.asgi import ClientGoneError, send_refusal
+from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_down
+from lightning_trainer.gateway.http.health import Health
+from lightning_trainer.gateway.http.intake import Intake
+from lightning_trainer.gateway.http.metrics import Metrics
+from lightning_trainer.gateway.http.route import KeyedRoute
+from lightning_trainer.gateway.ingest.otlp import OtlpReceiver
+from lightning_trainer.gateway.ingest.writer import RecordWriter
+from lightning_trainer.gateway.replay.gate import ReplayGate
+from lightning_trainer.gateway.replay.sessions import Sessions
+from lightning_trainer.gateway.settings import Limits, Routing
+from lightning_trainer.gateway.surfaces.chat import ChatSurface
+from lightning_trainer.gateway.surfaces.completions import CompletionsSurface
+from lightning_trainer.gateway.surfaces.conversations import Conversations
+from lightning_trainer.gateway.surfaces.messages import MessagesSurface
+from lightning_trainer.gateway.surfaces.responses import ResponsesSurface
+from lightning_trainer.gateway.surfaces.surface import Surface
+from lightning_trainer.gateway.upstream.control import UpstreamControl
+from lightning_trainer.gateway.upstream.upstream import Upstream, UpstreamPolicy
+from lightning_trainer.gateway.watched import WatchedEngine, watched_store
+
+logger = logging.getLogger(__name__)
+
+
+class App(FastAPI):
+    """FastAPI, with the hot paths answered before it: its layers cost more than an answer does."""
+
+    hot: Mapping[tuple[str, str], ASGIApp]
+    metrics: Metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        path = scope["path"]
+        counted = _Counted(send, self.metrics, path)
+        known = "/v1/models/NAME" if path.startswith("/v1/models/") else path
+        handler = self.hot.get((scope["method"], known))
+        try:
+            if handler is not None:
+                await handler(scope, receive, counted)
+            elif path.startswith("/v1/"):
+                raise _not_served(scope, path, self.hot)
+            else:
+                await super().__call__(scope, receive, counted)
+        except ClientGoneError:
+            return  # nobody is there to be answered
+        except Exception as error:
+            if counted.started:  # too late for another answer: the connection breaks off, which the client sees
+                raise
+            await send_refusal(counted, _refusal(error), path)
+
+
+def _refusal(error: Exception) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, StoreError):
+        return store_down(error)
+    logger.exception("a request failed", exc_info=error)
+    return Refusal(500, f"the server failed: {type(error).__name__}", "server_error")
+
+
+def _not_served(scope: Scope, path: str, hot: Mapping[tuple[str, str], ASGIApp]) -> Refusal:
+    method = scope["method"]
+    if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]):
+        # The status at which codex goes on over HTTP at once; after others it tries a socket several times more.
+        return Refusal(426, f"{path} has no WebSocket here. Use POST.", code="not_served")
+    served = ", ".join(f"{verb} {place}" for verb, place in hot if place.startswith("/v1/"))
+    status = 405 if any(place == path for _, place in hot) else 404
+    return Refusal(status, f"{method} {path} is not served here. There are: {served}.", code="not_served")
+
+
+class _Counted:
+    """Sends what it is given, and counts the answer when it starts."""
+
+    __slots__ = ("_metrics", "_path", "_send", "started")
+
+    def __init__(self, send: Send, metrics: Metrics, path: str) -> None:
+        self._send = send
+        self._metrics = metrics
+        self._path = path if path in _COUNTED else "/api" if path.startswith("/api/") else "other"
+        self.started = False
+
+    def __call__(self, message: Message) -> Awaitable[None]:  # no coroutine of its own: one more for each token
+        if message["type"] == "http.response.start":
+            self.started = True
+            self._metrics.request(self._path, message["status"])
+        return self._send(message)
+
+
+_COUNTED = frozenset({
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/embeddings", "/v1/models", "/v1/replay/tool", "/v1/traces", "/healthz", "/metrics",
+})  # fmt: skip
+
+
+def create_app(
+    store: Store,
+    *,
+    keys: Keys,
+    engine: Engine | Sequence[Engine] | None = None,
+    upstreams: Sequence[Upstream] = (),
+    routing: Routing | None = None,
+    limits: Limits | None = None,
+    live: Live = EVERYTHING,
+    provider: Upstream | None = None,
+    record_untrained: bool = True,
+) -> App:
+    """Make the app.
+
+    Args:
+        store: where everything is kept; the caller closes it, after the server has stopped.
+        keys: issue and check what requests carry.
+        engine: answers calls for `engine.model`; several each for theirs; None: only upstreams answer.
+        upstreams: OpenAI-compatible servers, by the model they answer for.
+        routing: what attempts are told; the training loop replaces it as ``app.state.routing``.
+        limits: sizes and times.
+        live: share and masking of the spans that come with a live key.
+        provider: answers attempts' calls of agents that have a name and are none of ``routing.agents``, by the model
+            they ask for; None: they are answered like the others.
+        record_untrained: keep those calls, without tokens.
+
+    Raises:
+        ConfigError: two policies have one name.
+    """
+    limits = limits or Limits()
+    engines = [] if engine is None else list(engine) if isinstance(engine, Sequence) else [engine]
+    engines, store = [cast(Engine, WatchedEngine(each)) for each in engines], watched_store(store)
+    routing = routing or Routing(model=engines[0].model if engines else "policy")
+    metrics, writer = Metrics(), RecordWriter(store, max_waiting_spans=limits.waiting_spans)
+    attempts = EndedAttempts(store)
+    access, leases = Access(keys, attempts), Leases(store)
+    quotas = Quotas(limits)
+    intake = Intake(limits, quotas)
+    embedded = [EmbeddedEngine(each) for each in engines]
+    forwarding = [(upstream.model, UpstreamPolicy(upstream)) for upstream in upstreams]
+    elsewhere = UpstreamPolicy(provider) if provider is not None else None
+    policies = _by_name([*forwarding, *((each.engine.model, each) for each in embedded)])
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - FastAPI's signature
+        yield
+        await gateway.settle()
+        for policy in [*(policy for _, policy in forwarding), *([elsewhere] if elsewhere is not None else [])]:
+            await policy.close()
+        await asyncio.to_thread(writer.close)
+
+    # No pages of documentation: FastAPI's load their scripts from elsewhere. /openapi.json is there.
+    app = App(
+        title="Lightning-RL",
+        description="Rollouts, attempts, records.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.router.route_class = KeyedRoute  # also of the routes that are added later
+    app.metrics = metrics
+    app.state.store, app.state.keys, app.state.access, app.state.metrics = store, keys, access, metrics
+    app.state.attempts, app.state.limits, app.state.routing = attempts, limits, routing
+    app.state.began_ns = time.time_ns()  # attempts that began before may have lost their calls with another life
+    app.state.key_status = lambda: None  # of keys in files, where they are
+    app.state.intake, app.state.leases = intake, leases
+    conversations = Conversations()
+    sessions = app.state.replays = Sessions(store, lambda: app.state.routing.seed)
+    replays = ReplayGate(sessions, access, intake)
+    app.state.forget = _forgetter(attempts, conversations, sessions, [*embedded, *(policy for _, policy in forwarding)])
+    gateway = Gateway(
+        policies,
+        access=access,
+        writer=writer,
+        metrics=metrics,
+        intake=intake,
+        routing=lambda: app.state.routing,
+        replays=replays,
+        provider=elsewhere,
+        record_untrained=record_untrained,
+    )
+    receiver = OtlpReceiver(
+        access=access, leases=leases, intake=intake, writer=writer, metrics=metrics, limits=limits, live=live
+    )
+
+    def key_status() -> dict[str, Any] | None:
+        status: dict[str, Any] | None = app.state.key_status()
+        return status
+
+    health = Health(store, writer, embedded, [policy for _, policy in forwarding], key_status)
+    surfaces: list[Surface] = [ChatSurface(), CompletionsSurface(), ResponsesSurface(conversations), MessagesSurface()]
+    app.state.gateway = gateway
+    control = UpstreamControl([policy for _, policy in forwarding], access, intake)
+    app.hot = {
+        **{("POST", surface.path): gateway.on(surface) for surface in surfaces},
+        ("POST", "/v1/messages/count_tokens"): gateway.count_tokens,
+        ("POST", "/v1/embeddings"): gateway.embeddings,
+        ("POST", "/v1/replay/tool"): replays.tool,
+        ("GET", "/api/policies"): control.page,
+        ("POST", "/api/policies/pause"): control.pause,
+        ("POST", "/api/policies/resume"): control.resume,
+        ("GET", "/v1/models"): gateway.models,
+        ("GET", "/v1/models/NAME"): gateway.model,
+        ("POST", "/v1/traces"): receiver.traces,
+        ("GET", "/healthz"): health.page,
+        ("GET", "/metrics"): metrics.page,
+    }
+    app.include_router(router)
+    answer_errors(app)
+    return app
+
+
+def _by_name(policies: Sequence[tuple[str, ServedModel]]) -> dict[str, ServedModel]:
+    table = dict(policies)
+    if len(table) < len(policies):
+        listed = ", ".join(name for name, _ in policies)
+        raise ConfigError(f"two policies have one name: {listed}. Give each --upstream a name of its own.")
+    return table
+
+
+def _forgetter(
+    attempts: EndedAttempts,
+    conversations: Conversations,
+    sessions: Sessions,
+    policies: Sequence[EmbeddedEngine | UpstreamPolicy],
+) -> Callable[[str], None]:
+    def forget(attempt_id: str) -> None:
+        attempts.ended(attempt_id)
+        conversations.forget(attempt_id)
+        sessions.forget(attempt_id)
+        for each in policies:
+            each.forget(attempt_id)
+
+    return forget
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Return every error of FastAPI's side in OpenAI's shape."""
+
+    def told(refusal: Refusal) -> Response:
+        return Response(refusal.body(), refusal.status, dict(refusal.headers), "application/json")
+
+    @app.exception_handler(Refusal)
+    async def refused(_: Request, error: Refusal) -> Response:
+        return told(error)
+
+    @app.exception_handler(LeaseLostError)
+    async def lost(_: Request, error: LeaseLostError) -> Response:
+        return told(Refusal(409, str(error), "conflict_error", "lease_lost"))
+
+    @app.exception_handler(StoreError)
+    async def down(_: Request, error: StoreError) -> Response:
+        return told(store_down(error))
+
+    @app.exception_handler(LightningError)
+    async def wrong(_: Request, error: LightningError) -> Response:
+        return told(bad_request(str(error)))
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return told(bad_request(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"))
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        return told(Refusal(error.status_code, str(error.detail), kind))

@@ -1,0 +1,1 @@
+"""Keys: what each opens, and whose word a reward is."""

@@ -1,0 +1,193 @@
+"""Keys: signed, expiring, and good for one thing each.
+
+Checking one needs the secret alone. Those of people and machines have an id besides, and stand in a register from which
+they are listed and revoked; those of attempts end with their attempt.
+"""
+
+from __future__ import annotations
+
+import secrets
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, get_args
+
+from lightning_spans.errors import ConfigError, LightningError
+from lightning_trainer.gateway.auth.register import Issued, Register, register_of, write_private
+
+Scope: TypeAlias = Literal["attempt", "evaluator", "runner", "live", "viewer", "admin"]
+_PREFIX: Final = "lk-"
+_SECRET_BYTES: Final = 32
+_SECRETS_KEPT: Final = 2  # the newest signs; the one before it is still good, until the next is made
+_LONGEST: Final = 2048  # characters of a key; longer ones are refused unread
+LIFE_S: Final = 30 * 86_400.0
+RUN_S: Final = 3650 * 86_400.0  # of keys whose secret goes with the process: a run may take long
+
+
+class KeyRefusedError(LightningError):
+    """The key is not one of this server's, was changed, or is too old."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a key opens.
+
+    Attributes:
+        scope: ``attempt`` samples and sends its own spans; ``evaluator`` gives rewards; ``runner`` claims and finishes;
+            ``live`` sends spans of production; ``viewer`` looks at what the viewer shows; ``admin`` does all.
+        rollout_id: of an attempt's key; None otherwise.
+        attempt_id: of an attempt's key; None otherwise.
+        agent: the agent whose calls these are, where no header names one.
+        expires_s: Unix time in seconds.
+        holder: whose key it is; goes into the source of the rewards that an evaluator gives, and says whose the
+            attempts are that a runner claims.
+        fence: fencing number of an attempt's key; an attempt that uses the id again has another.
+        key_id: under which the register has it; None for an attempt's key.
+        failures: earlier attempts of its rollout that failed; 0 for other keys.
+        replay: whether its attempt replays an earlier one.
+    """
+
+    scope: Scope
+    rollout_id: str | None
+    attempt_id: str | None
+    agent: str | None
+    expires_s: float
+    holder: str | None = None
+    fence: int | None = None
+    key_id: str | None = None
+    failures: int = 0
+    replay: bool = False
+
+
+class Keys:
+    """Issues and checks keys (HMAC-SHA256; a key can't choose another algorithm, for it names none).
+
+    Args:
+        secret: signs.
+        older: secrets whose keys are still good.
+        register: of the keys that are good; None: all are that are signed and not too old.
+    """
+
+    def __init__(self, secret: bytes, older: Sequence[bytes] = (), *, register: Register | None = None) -> None:
+        from itsdangerous import URLSafeSerializer
+
+        short = min(map(len, (secret, *older)))
+        if short < _SECRET_BYTES:
+            raise ConfigError(f"the secret of the keys must have at least {_SECRET_BYTES} bytes, not {short}")
+        import hashlib
+
+        self._register = register
+        self._signer = URLSafeSerializer(
+            [*reversed(older), secret],  # the last one signs
+            salt="lightning-key",
+            signer_kwargs={"digest_method": hashlib.sha256},
+        )
+
+    @classmethod
+    def fresh(cls) -> Keys:
+        """Make keys of a new secret that is kept nowhere: they die with the process."""
+        return cls(secrets.token_bytes(_SECRET_BYTES))
+
+    @classmethod
+    def from_file(cls, path: Path, *, rotate: bool = False) -> Keys:
+        """Use the secrets in this file, which is made, for its owner's eyes only, when it is not there.
+
+        Args:
+            path: of the file; a secret a line, the newest first.
+            rotate: make a new secret. Keys of the one before it stay good until the next; those of older ones do not.
+
+        Raises:
+            ConfigError: the file can't be read or made, others may read it, or it holds no secret.
+        """
+        try:
+            if not path.exists():
+                write_private(path, secrets.token_hex(_SECRET_BYTES))
+            elif rotate:
+                kept = [secrets.token_hex(_SECRET_BYTES), *_lines(path)][:_SECRETS_KEPT]
+                write_private(path, "\n".join(kept))
+            newest, *older = map(bytes.fromhex, _lines(path) or [""])
+            return cls(newest, older, register=Register(register_of(path)))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: can't be used as the secret of the keys: {error}") from None
+
+    def issue(
+        self,
+        scope: Scope,
+        *,
+        rollout_id: str | None = None,
+        attempt_id: str | None = None,
+        fence: int | None = None,
+        failures: int = 0,
+        replay: bool = False,
+        agent: str | None = None,
+        expires_s: float = LIFE_S,
+        holder: str | None = None,
+    ) -> str:
+        """Make a key.
+
+        Args:
+            scope: what it opens.
+            rollout_id: for an attempt's key.
+            attempt_id: for an attempt's key.
+            fence: fencing number, for an attempt's key.
+            failures: earlier attempts of the rollout that failed, for an attempt's key.
+            replay: whether the attempt replays an earlier one.
+            agent: whose calls they are where no header names an agent.
+            expires_s: seconds from now after which it opens nothing.
+            holder: whose key it is, such as a runner's or an evaluator's name.
+
+        Raises:
+            ValueError: an attempt's key without an attempt, or another key with one.
+            ConfigError: the register can't be written.
+        """
+        own = (rollout_id, attempt_id, fence)
+        if (scope == "attempt") != all(each is not None for each in own) or (scope != "attempt" and any(own)):
+            raise ValueError(f"a key of scope {scope!r} with rollout, attempt and fence {own}")
+        until_s = round(time.time() + expires_s, 3)
+        key_id = None if scope == "attempt" else secrets.token_hex(6)
+        if self._register is not None and key_id is not None:
+            self._register.add(Issued(key_id, scope, holder, round(time.time(), 3), until_s))
+        payload = [scope, until_s, rollout_id, attempt_id, fence, agent, holder, key_id, failures]
+        payload += [True] if replay else []
+        return _PREFIX + str(self._signer.dumps(payload))
+
+    def check(self, token: str) -> Grant:
+        """Say what a key opens. The signature is compared in constant time.
+
+        Raises:
+            KeyRefusedError: it is none of this server's, revoked, or too old. The message never holds the key.
+        """
+        from itsdangerous import BadData
+
+        if len(token) > _LONGEST or not token.startswith(_PREFIX):
+            raise KeyRefusedError("this key is not one of this server's")
+        try:
+            found = self._signer.loads(token.removeprefix(_PREFIX))
+            scope, expires_s, rollout_id, attempt_id, fence, agent, holder, key_id, failures, *replay = found
+        except (BadData, ValueError, TypeError):
+            raise KeyRefusedError("this key is not one of this server's") from None
+        if scope not in get_args(Scope):
+            raise KeyRefusedError("this key is of a kind that this server does not know")
+        grant = Grant(scope, rollout_id, attempt_id, agent, expires_s, holder, fence, key_id, failures, bool(replay))
+        self.check_grant(grant)
+        return grant
+
+    def check_grant(self, grant: Grant) -> None:
+        """See that what a key opened, when it was checked before, is still open.
+
+        Raises:
+            KeyRefusedError: it is revoked, or too old.
+        """
+        if time.time() >= grant.expires_s:
+            raise KeyRefusedError("this key is too old: it opens nothing any more")
+        if self._register is not None and grant.key_id is not None and not self._register.stands(grant.key_id):
+            raise KeyRefusedError("this key is revoked: it opens nothing any more")
+
+
+def _lines(path: Path) -> list[str]:
+    """Read the secrets of a file that nobody else may read."""
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise ConfigError(f"{path}: others may read the secret of the keys. Run: chmod 600 {path}")
+    return path.read_text(encoding="ascii").split()

@@ -1,0 +1,91 @@
+"""How much one key may bring: bytes, model calls and spans, of an attempt in all and of a live key in an hour."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from lightning_trainer.gateway.auth.keys import Grant
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.settings import Limits
+
+HOUR_S: Final = 3600.0
+_REMEMBERED: Final = 20_000  # attempts and live keys
+
+
+@dataclass(slots=True)
+class _Used:
+    since_s: float
+    amounts: dict[str, int] = field(default_factory=dict)
+
+
+class Quotas:
+    """Counts what each key has brought since the server's start. Those of people and runners may bring any amount."""
+
+    def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = {
+            "attempt": {
+                "bytes": limits.attempt_bytes,
+                "model calls": limits.attempt_calls,
+                "spans": limits.attempt_spans,
+            },
+            "live": {"bytes": limits.live_bytes, "spans": limits.live_spans},
+        }
+        self._clock = clock
+        self._used: OrderedDict[str, _Used] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, grant: Grant, what: str, amount: int = 1) -> None:
+        """Count what a request brings.
+
+        Args:
+            grant: of its key.
+            what: ``bytes``, ``model calls`` or ``spans``.
+            amount: how much; nothing of it is counted where it is refused.
+
+        Raises:
+            Refusal: it is more than the key may bring (429): of a live key for the rest of its hour, of an attempt for
+                good.
+        """
+        most = self._most.get(grant.scope, {}).get(what)
+        if most is None:
+            return
+        with self._lock:
+            used = self._of(grant)
+            total = used.amounts.get(what, 0) + amount
+            if total <= most:
+                used.amounts[what] = total
+                return
+            left_s = HOUR_S - (self._clock() - used.since_s)
+        raise _spent(grant, what, most, left_s)
+
+    def forget(self, attempt_id: str) -> None:
+        """Drop the counts of an attempt whose key opens nothing any more."""
+        with self._lock:
+            self._used.pop(f"attempt {attempt_id}", None)
+
+    def _of(self, grant: Grant) -> _Used:
+        name, now = f"{grant.scope} {grant.attempt_id or grant.key_id}", self._clock()
+        used = self._used.get(name)
+        if used is None or (grant.scope == "live" and now - used.since_s >= HOUR_S):
+            used = self._used[name] = _Used(now)
+        self._used.move_to_end(name)
+        while len(self._used) > _REMEMBERED:
+            self._used.popitem(last=False)
+        return used
+
+
+def _spent(grant: Grant, what: str, most: int, left_s: float) -> Refusal:
+    if grant.scope == "live":
+        wait_s = max(1, round(left_s))
+        message = f"this live key may send {most} {what} in an hour, and has: send more in {wait_s} s"
+        return Refusal(429, message, "rate_limit_error", "quota_exceeded", {"retry-after": str(wait_s)})
+    message = (
+        f"this attempt may send {most} {what} in all, and has. Where that is too few, start the server with a higher"
+        f" --limit attempt_{what.rpartition(' ')[2]}=N."
+    )
+    return Refusal(429, message, "rate_limit_error", "quota_exceeded", {"x-should-retry": "false"})

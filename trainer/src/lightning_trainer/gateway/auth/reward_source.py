@@ -1,0 +1,62 @@
+"""Who gives a reward, and when: it is written into the reward's source, where its sender can't change it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from lightning_spans.schema.attempts import AttemptRecord
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.store import Store
+from lightning_trainer.gateway.auth.keys import Grant
+from lightning_trainer.gateway.http.errors import bad_request, forbidden
+
+EVALUATOR: Final = "evaluator"
+
+
+def given_by(grant: Grant, rewards: Sequence[Reward], store: Store) -> list[Reward]:
+    """Return rewards with who gave them.
+
+    An evaluator's rewards have the source ``evaluator:HOLDER`` and, after a slash, the source that it named. Only
+    attempts that are there can be rewarded, under their own rollout. Nobody else may use sources of that form, except
+    an admin, who copies them.
+
+    Raises:
+        Refusal: a source pretends to be an evaluator's, or an attempt is not there.
+    """
+    if grant.scope != EVALUATOR:
+        if grant.scope != "admin" and any(reward.source.startswith(EVALUATOR) for reward in rewards):
+            raise forbidden("a source that begins with 'evaluator' needs an evaluator's key")
+        return list(rewards)
+    wanted = sorted({reward.attempt_id for reward in rewards})
+    known = {record.attempt_id: record.rollout.rollout_id for record in store.attempts(attempt_ids=wanted)}
+    for reward in rewards:
+        if known.get(reward.attempt_id) != reward.rollout_id:
+            raise bad_request(f"there is no attempt {reward.attempt_id!r} of rollout {reward.rollout_id!r}")
+    return [replace(reward, source=_source(grant, reward)) for reward in rewards]
+
+
+def given_now(rewards: Sequence[Reward], store: Store) -> list[Reward]:
+    """Return rewards, those of attempts that still run with the time: they are for the calls that have ended by now.
+
+    A time that the sender gave stays. A reward that comes after the end of its attempt is for the whole of it, as one
+    with no time is.
+    """
+    wanted = sorted({reward.attempt_id for reward in rewards if reward.given_ns is None})
+    running = _running(store.attempts(attempt_ids=wanted)) if wanted else frozenset()
+    now_ns = time.time_ns()
+    return [
+        replace(reward, given_ns=now_ns) if reward.attempt_id in running and reward.given_ns is None else reward
+        for reward in rewards
+    ]
+
+
+def _running(attempts: Iterable[AttemptRecord]) -> frozenset[str]:
+    return frozenset(attempt.attempt_id for attempt in attempts if attempt.status == "running")
+
+
+def _source(grant: Grant, reward: Reward) -> str:
+    name = f"{EVALUATOR}:{grant.holder or 'unnamed'}"
+    return name if reward.source in {"run", EVALUATOR} else f"{name}/{reward.source}"

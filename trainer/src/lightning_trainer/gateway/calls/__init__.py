@@ -1,0 +1,1 @@
+"""One model call in the gateway: answered, recorded, sent back."""

@@ -1,0 +1,310 @@
+"""Answers to conversations from an engine that takes tokens: render, draw, record, reply."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from lightning_spans.schema.json import dumps
+from lightning_trainer.continuation_reasons import CONTINUATION
+from lightning_trainer.gateway.calls.generation import Generation
+from lightning_trainer.gateway.calls.response import ResponseSender
+from lightning_trainer.gateway.calls.seeds import PromptCounter, seeds_of_choices
+from lightning_trainer.gateway.engine import STEERED, Engine, Sampled, Sampling, abilities
+from lightning_trainer.gateway.http.errors import Refusal, bad_request
+from lightning_trainer.gateway.prompt.continuation import Continuations, RenderedPrompt
+from lightning_trainer.gateway.prompt.template import ChatFormat
+from lightning_trainer.gateway.request.chat_request import ChatRequest, plainly, read_chat_request
+from lightning_trainer.gateway.request.pending import PendingCall
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.gateway.upstream.errors import BrokenError
+
+_TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even one of blanks
+_INLINE_BYTES: Final = 64 * 1024  # of messages; rendering and tokenizing these takes a few milliseconds
+_Pieces: TypeAlias = AsyncGenerator[tuple[int, Sampled], None]  # each with its choice
+Record: TypeAlias = Callable[[PendingCall], Awaitable[None]]  # returns when the call is on disk
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What is asked for, its prompt as `Responder.prompt` made it, and what draws."""
+
+    request: ChatRequest
+    prompt: RenderedPrompt | None
+    engine: Engine
+
+
+class Responder:
+    """Answers requests to one model. Not to be used by two threads at once.
+
+    Args:
+        tokenizer: the model's, chat template included.
+        tool_format: see `ChatFormat`.
+    """
+
+    def __init__(self, tokenizer: Any, tool_format: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.chat = ChatFormat(tokenizer, tool_format)
+        self.continuations = Continuations(self.chat)
+        self.failure: str | None = None  # of the newest request, where the engine itself failed
+        self._counter = PromptCounter()
+
+    def forget(self, attempt_id: str) -> None:
+        """Drop what is remembered of an attempt that has ended."""
+        self.continuations.forget(attempt_id)
+        self._counter.forget(attempt_id)
+
+    def prompt(self, request: ChatRequest, attempt_id: str | None) -> RenderedPrompt | None:
+        """Make the prompt of a conversation; None for a request that brings a prompt of its own.
+
+        Raises:
+            Refusal: the chat template has no place for tools, or refuses the conversation.
+        """
+        if not request.messages:
+            return None
+        forced = request.constraint.tools if request.constraint is not None else ()
+        if forced and self.chat.calls is not None and self.chat.calls.name != "hermes":
+            raise bad_request(
+                f"a call can't be forced in the model's tool format, {self.chat.calls.name}: only hermes has a grammar."
+                " Leave tool_choice and response_format beside tools out, and check the answer.",
+                "unsupported_parameter",
+            )
+        prompt = self._prompt(request, attempt_id)
+        if request.constraint is not None and self.chat.opened(prompt.text):
+            raise bad_request(
+                "what an answer must be can't be held to where the chat template opens its reasoning: it would be"
+                " written there. Turn reasoning off, with reasoning_effort none, or leave it out.",
+                "unsupported_parameter",
+            )
+        return prompt
+
+    def _prompt(self, request: ChatRequest, attempt_id: str | None) -> RenderedPrompt:
+        return self.continuations.prompt(request.messages, request.tools, attempt_id, switches_of(request, self.chat))
+
+    async def bounded_prompt(self, request: ChatRequest, attempt_id: str | None, longest: int) -> RenderedPrompt | None:
+        """Make the prompt of a conversation, beside the event loop where it is large; see `prompt`.
+
+        Raises:
+            Refusal: also where it is larger than a context of `longest` tokens can be.
+        """
+        size = len(dumps([request.messages, request.tools])) if request.prompt is None else len(request.prompt)
+        if size > _TOKEN_BYTES * longest:
+            message = f"this model's context is {longest} tokens; {size} bytes of messages are more than that holds"
+            raise bad_request(message, "context_length_exceeded")
+        if size <= _INLINE_BYTES:
+            return self.prompt(request, attempt_id)
+        return await asyncio.to_thread(self.prompt, request, attempt_id)
+
+    async def draw(
+        self, ready: Ready, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing
+    ) -> None:
+        """Draw what was asked for, keep it and send it.
+
+        Args:
+            ready: what to draw; the engine can do it.
+            pending: see `EmbeddedEngine.answer`, also for the rest.
+            sender: where the answer goes.
+            record: keeps the finished record.
+            routing: as it stood when the request came.
+        """
+        request, prompt, engine = ready.request, ready.prompt, ready.engine
+        ids = await asyncio.to_thread(self._raw, request) if prompt is None else prompt.ids
+        pending.prompt_token_ids = ids
+        if request.max_tokens is None and routing.max_tokens is not None:
+            request = replace(request, max_tokens=max(1, min(routing.max_tokens, engine.max_model_len - len(ids))))
+        room = engine.max_model_len - len(ids)
+        if pending.soft_limit and request.max_tokens is not None and request.max_tokens > room > 0:
+            pending.left_out["max_tokens"] = request.max_tokens
+            request = replace(request, max_tokens=room)
+        _check_room(request, len(ids), engine.max_model_len)
+        samplings = self._samplings(request, pending, ids, routing, engine)
+        if prompt is not None:
+            pending.sampling[CONTINUATION] = prompt.how
+            if switches := switches_of(request, self.chat):
+                pending.sampling["template"] = dict(switches)
+        pending.left_out = {**_unmet(request, self.chat), **pending.left_out}
+        generation = Generation(request, pending, self.chat, sender, None if prompt is None else prompt.text)
+        try:
+            async with aclosing(self._drawn(engine, ids, samplings)) as drawn:
+                async for index, piece in drawn:
+                    await generation.take(index, piece)
+        except BaseException:
+            generation.cut()
+            raise
+        generation.close()
+        if pending.grant.attempt_id is not None and prompt is not None:
+            for choice in pending.choices:
+                self.continuations.remember(pending.grant.attempt_id, prompt, choice.token_ids or (), choice.message)
+        await record(pending)
+        await generation.send()
+
+    def remember(self, pending: PendingCall) -> None:
+        """Note a call that was answered from a record, so that the attempt's next prompts continue its tokens."""
+        attempt_id, ids = pending.grant.attempt_id, pending.prompt_token_ids
+        if attempt_id is None or ids is None or not pending.request.get("messages"):
+            return
+        try:
+            prompt = self.prompt(read_chat_request(pending.request), attempt_id)
+        except Refusal:  # another model's, which took what this one does not
+            return
+        if prompt is None or prompt.ids != ids:
+            return
+        for choice in pending.choices:
+            if choice.token_ids:
+                self.continuations.remember(attempt_id, prompt, choice.token_ids, choice.message)
+
+    def _raw(self, request: ChatRequest) -> tuple[int, ...]:
+        """Return the tokens of a prompt that is no conversation."""
+        if isinstance(request.prompt, str):
+            return tuple(self._tokenizer.encode(request.prompt))
+        return tuple(request.prompt or ())
+
+    def _samplings(
+        self, request: ChatRequest, pending: PendingCall, ids: Sequence[int], routing: Routing, engine: Engine
+    ) -> list[Sampling]:
+        """Say how each choice is drawn, and put it on record."""
+        asked = 1.0 if request.temperature is None else request.temperature
+        left_out: dict[str, Any] = {}
+        if routing.plain and pending.grant.attempt_id is not None:
+            request, left_out = plainly(request)
+        sampling = Sampling(
+            max_tokens=request.max_tokens,
+            temperature=asked if routing.temperature is None else routing.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            stop=request.stop,
+            **request.others,
+        )
+        seeds = seeds_of_choices(self._seed(request, pending, ids, routing), request.n)
+        pending.sampling = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens,
+            "stop": list(sampling.stop),
+            "n": request.n,
+            "seeds": seeds,
+            **request.others,
+        }
+        if routing.temperature is not None:
+            pending.sampling["temperature_asked"] = request.temperature
+        if request.seed is not None:
+            pending.sampling["seed_asked"] = request.seed
+        pending.sampling |= {f"{name}_asked": value for name, value in left_out.items()}
+        if STEERED in abilities(engine) and (request.others or request.top_p < 1 or request.top_k):
+            pending.sampling[STEERED] = {}
+        return [replace(sampling, seed=seed) for seed in seeds]
+
+    def _seed(self, request: ChatRequest, pending: PendingCall, ids: Sequence[int], routing: Routing) -> int:
+        grant = pending.grant
+        if pending.seed is not None:
+            return pending.seed
+        if routing.seed is None or grant.rollout_id is None or grant.attempt_id is None:
+            return random.getrandbits(63) if request.seed is None else request.seed & (2**63 - 1)
+        return self._counter.seed(
+            routing.seed,
+            grant.rollout_id,
+            grant.attempt_id,
+            pending.agent,
+            ids,
+            failures=grant.failures,
+            asked=request.seed,
+        )
+
+    async def _drawn(self, engine: Engine, ids: Sequence[int], samplings: Sequence[Sampling]) -> _Pieces:
+        draws = [engine.generate(ids, sampling) for sampling in samplings]
+        try:
+            async with aclosing(_numbered(draws[0]) if len(draws) == 1 else _together(draws)) as pieces:
+                async for pair in pieces:
+                    yield pair
+        except (Refusal, BrokenError):
+            raise
+        except ValueError as error:
+            raise bad_request(f"the engine refuses this: {error}", "context_length_exceeded") from error
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise Refusal(500, f"the engine failed: {self.failure}", "server_error", "engine_failed") from error
+        self.failure = None
+
+
+def switches_of(request: ChatRequest, chat: ChatFormat) -> Mapping[str, Any]:
+    """Return the variables that a request sets for the chat template: its own, and what its effort means there.
+
+    Raises:
+        Refusal: the template knows none of them, so that they would do nothing.
+    """
+    switches = dict(request.switches)
+    unknown = sorted(name for name in switches if not chat.knows(name))
+    if unknown:
+        raise bad_request(
+            f"chat_template_kwargs: the model's chat template does not look at {', '.join(unknown)}. Leave it out.",
+            "unsupported_parameter",
+        )
+    if request.effort is None:
+        return switches
+    if chat.knows("reasoning_effort"):
+        return {"reasoning_effort": request.effort, **switches}
+    if chat.knows("enable_thinking"):
+        return {"enable_thinking": request.effort not in ("none", "minimal"), **switches}
+    return switches  # it always thinks, or never
+
+
+def _unmet(request: ChatRequest, chat: ChatFormat) -> dict[str, Any]:
+    """Return what a request wishes for and the model can't be told, as it was asked."""
+    met = chat.knows("reasoning_effort") or chat.knows("enable_thinking") or chat.thinks
+    unmet = {"verbosity": request.verbosity, "reasoning_effort": None if met else request.effort}
+    return {name: value for name, value in unmet.items() if value not in (None, "none")}
+
+
+def _check_room(request: ChatRequest, prompt: int, longest: int) -> None:
+    if prompt + (request.max_tokens or 1) > longest:
+        raise bad_request(
+            f"this model's context is {longest} tokens; the messages have {prompt} and the answer may have"
+            f" {request.max_tokens or 'at least 1'}. Shorten the messages or lower max_tokens.",
+            "context_length_exceeded",
+        )
+
+
+async def _numbered(pieces: AsyncIterator[Sampled], index: int = 0) -> _Pieces:
+    """Return the pieces with their choice; closing this closes them, which cancels the request in the engine."""
+    try:
+        async for piece in pieces:
+            yield index, piece
+    finally:
+        close = getattr(pieces, "aclose", None)  # the protocol asks for an iterator; only generators have it
+        if close is not None:
+            await close()
+
+
+async def _together(draws: Sequence[AsyncIterator[Sampled]]) -> _Pieces:
+    """Draw several answers at once; give their pieces as they come. The first failure ends all of them."""
+    ready: asyncio.Queue[tuple[int, Sampled] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, pieces: AsyncIterator[Sampled]) -> None:
+        try:
+            async with aclosing(_numbered(pieces, index)) as numbered:
+                async for pair in numbered:
+                    ready.put_nowait(pair)
+            ready.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - raised again by the reader below
+            ready.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(index, pieces)) for index, pieces in enumerate(draws)]
+    try:
+        going = len(tasks)
+        while going:
+            item = await ready.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                going -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,86 @@
+"""Calls answered by the embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_trainer.gateway.calls.answers import Ready, Record, Responder, switches_of
+from lightning_trainer.gateway.calls.response import ResponseSender
+from lightning_trainer.gateway.engine import Engine, abilities, tool_format
+from lightning_trainer.gateway.http.errors import bad_request
+from lightning_trainer.gateway.prompt.continuation import Continuations
+from lightning_trainer.gateway.request.chat_request import check_abilities, read_chat_request
+from lightning_trainer.gateway.request.pending import PendingCall
+from lightning_trainer.gateway.settings import Routing
+
+
+class EmbeddedEngine:
+    """Answers chat completions with one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._answers = Responder(engine.tokenizer, tool_format(engine))
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.engine.max_model_len
+
+    @property
+    def continuations(self) -> Continuations:
+        """What is remembered of calls that were answered."""
+        return self._answers.continuations
+
+    @property
+    def failure(self) -> str | None:
+        """Why the newest request failed, where the engine itself did."""
+        return self._answers.failure
+
+    def forget(self, attempt_id: str) -> None:
+        """Drop what is remembered of an attempt that has ended."""
+        self._answers.forget(attempt_id)
+
+    async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing) -> None:
+        """Answer one request.
+
+        Args:
+            pending: its record; the body has been read, nothing else.
+            sender: where the answer goes.
+            record: keeps the finished record; called once, before the answer's last byte.
+            routing: as it stood when the request came.
+
+        Raises:
+            Refusal: the request can't be done, or the engine failed; nothing was sent unless `sender` has started.
+        """
+        request = read_chat_request(pending.request)
+        pending.policy_version = self.engine.version
+        check_abilities(request, abilities(self.engine))
+        prompt = await self._answers.bounded_prompt(request, pending.grant.attempt_id, self.engine.max_model_len)
+        await self._answers.draw(Ready(request, prompt, self.engine), pending, sender, record, routing)
+
+    def remember(self, pending: PendingCall) -> None:
+        """Note a call that was answered from a record: `Responder.remember`."""
+        self._answers.remember(pending)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._answers.chat.decode(ids)
+
+    async def count(self, request: Mapping[str, Any]) -> int:
+        """Count the tokens of a request's prompt.
+
+        Raises:
+            Refusal: the request can't be done.
+        """
+        asked = read_chat_request(request)
+        switches = switches_of(asked, self._answers.chat)
+        return len(self.continuations.prompt(asked.messages, asked.tools, switches=switches).ids)
+
+    async def embeddings(self, body: Mapping[str, Any]) -> bytes:  # noqa: ARG002 - the protocol's
+        """Refuse: this engine makes none."""
+        raise bad_request(
+            f"model {self.engine.model!r} makes no embeddings. Name a model of an upstream that does,"
+            " such as --upstream MODEL=URL of `lightning-rl server`.",
+            "unsupported_endpoint",
+        )

@@ -1,0 +1,111 @@
+"""One request being answered by the embedded engine: pieces in, chunks or one reply out, the record beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_trainer.continuation_reasons import UNREAD
+from lightning_trainer.gateway.calls.completion import CompletionBuilder, tool_call_deltas
+from lightning_trainer.gateway.calls.response import ResponseSender
+from lightning_trainer.gateway.engine import STEERED, Sampled
+from lightning_trainer.gateway.formats.probe import unread
+from lightning_trainer.gateway.formats.reader import AnswerReader, Dialect
+from lightning_trainer.gateway.prompt.marked_text import MarkedText
+from lightning_trainer.gateway.prompt.template import ChatFormat
+from lightning_trainer.gateway.request.chat_request import ChatRequest
+from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice
+
+
+class Generation:
+    """Collects what is drawn for one request and sends it on."""
+
+    def __init__(
+        self, request: ChatRequest, pending: PendingCall, chat: ChatFormat, sender: ResponseSender, prompt: str | None
+    ) -> None:
+        self._request = request
+        self._pending = pending
+        self._chat = chat
+        self._sender = sender
+        self._replies = CompletionBuilder(request, pending, chat)
+        self._texts: list[MarkedText | None] = [None] * request.n
+        if prompt is None:  # a text goes on as text
+            self._readers = [AnswerReader(Dialect()) for _ in range(request.n)]
+        else:
+            opened = chat.opened(prompt)
+            self._readers = [chat.reader(request.tools, opened=opened) for _ in range(request.n)]
+            self._texts = [chat.text_of(request.stop) for _ in range(request.n)]
+        self._rests: list[tuple[str, str]] = []  # reasoning and content held back until an answer is whole, by choice
+        pending.choices = [PendingChoice(index, [], []) for index in range(request.n)]
+
+    async def take(self, index: int, piece: Sampled) -> None:
+        """Take a piece of one choice; in a stream, send it."""
+        choice = self._pending.choices[index]
+        choice.add(piece.token_ids, piece.logprobs)
+        choice.finish_reason = piece.finish_reason
+        if any(piece.steered):
+            first = len(choice.token_ids or ()) - len(piece.token_ids)
+            places = self._pending.sampling.setdefault(STEERED, {}).setdefault(str(index), [])
+            places += [first + place for place, steered in enumerate(piece.steered) if steered]
+        reader, text = self._readers[index], self._texts[index]
+        thinks = reader.thinks
+        reasoning, content = reader.feed(piece.text if text is None else text.push(piece.token_ids))
+        choice.reasoning_tokens += len(piece.token_ids) * (thinks or reader.thinks)
+        if not self._request.stream:
+            return
+        if not self._sender.started:
+            await self._sender.chunk(self._replies.first_chunk())
+        if reasoning or content or self._request.logprobs or self._request.token_ids:
+            delta = _delta(reasoning, content)
+            await self._sender.chunk(self._replies.chunk(index, delta, ids=piece.token_ids, logprobs=piece.logprobs))
+
+    def close(self) -> None:
+        """Every choice is whole: read its tool calls, finish its record."""
+        for choice, reader, text in zip(self._pending.choices, self._readers, self._texts, strict=True):
+            last = ("", "") if text is None else reader.feed(text.finish())
+            rest, answer = reader.close()
+            rest = (last[0] + rest[0], last[1] + rest[1])
+            if answer.tool_calls:
+                answer = replace(answer, tool_calls=answer.tool_calls[:1]) if self._request.one_call else answer
+                choice.finish_reason = "tool_calls"
+            elif self._request.tools and (named := unread(answer.content, self._request.tools)):
+                self._pending.sampling.setdefault(UNREAD, {})[str(choice.index)] = named
+            if not answer.tool_calls and choice.finish_reason == "stop" and self._request.stop:
+                choice.stopped_by = self._stopped_by(choice)
+            choice.message = answer.message()
+            self._rests.append(rest)
+
+    def _stopped_by(self, choice: PendingChoice) -> str | None:
+        """Return the stop string that ended an answer; None when the model ended it."""
+        drawn = self._chat.decode(choice.token_ids or ())
+        return min((stop for stop in self._request.stop if stop in drawn), key=drawn.find, default=None)
+
+    def cut(self) -> None:
+        """The answer ended early: keep the text drawn so far in the record."""
+        for choice, reader in zip(self._pending.choices, self._readers, strict=True):
+            choice.message = choice.message or reader.partial.message()
+
+    async def send(self) -> None:
+        """Send the whole reply, or the end of the stream."""
+        if self._request.stream:
+            await self._sender.last(self._last_chunks())
+        else:
+            await self._sender.whole(self._replies.whole())
+
+    def _last_chunks(self) -> Sequence[dict[str, Any]]:
+        chunks = [] if self._sender.started else [self._replies.first_chunk()]
+        for choice, rest in zip(self._pending.choices, self._rests, strict=True):
+            delta: dict[str, Any] = _delta(*rest)
+            if calls := choice.message.get("tool_calls"):
+                delta["tool_calls"] = tool_call_deltas(calls)
+            if delta:
+                chunks.append(self._replies.chunk(choice.index, delta))
+            chunks.append(self._replies.last_chunk(choice))
+        if self._request.include_usage:
+            chunks.append(self._replies.usage_chunk())
+        return chunks
+
+
+def _delta(reasoning: str, content: str) -> dict[str, Any]:
+    return {**({"reasoning_content": reasoning} if reasoning else {}), **({"content": content} if content else {})}

@@ -1,0 +1,110 @@
+"""What generates with a policy: the face that the gateway sees. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+STEERED: Final = "steered"
+"""Ability of engines that say which tokens are no samples of the policy; the name of that in a call's sampling."""
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+        max_tokens: most tokens to draw; None: as many as the context leaves.
+        temperature: logits are divided by it; 0 takes the most likely token.
+        top_p: keeps the smallest set of tokens with at least this probability; 1 keeps all.
+        top_k: keeps this many most likely tokens; 0 keeps all.
+        stop: strings that end the answer; they are not part of the text, but their tokens are recorded.
+        seed: makes the draw repeatable for the same prompt and weights; None draws freely.
+
+    The rest is done by engines that say so: see `abilities`. Log-probabilities are those before any of it.
+
+        min_p: keeps tokens with at least this share of the likeliest token's probability.
+        presence_penalty: taken from the logits of tokens that the answer has already.
+        frequency_penalty: taken from them once for each time.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or answer.
+        logit_bias: added to the logits of these tokens.
+        grammar: what the answer must be, in llguidance's Lark; None: anything.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A piece of an answer, as soon as it is drawn.
+
+    Attributes:
+        token_ids: the new tokens, the end-of-turn token included.
+        logprobs: their natural log-probabilities under softmax(logits / temperature) over the whole vocabulary, before
+            top-p and top-k (temperature 1 where the temperature is 0).
+        text: the new text: whole characters only, special tokens and stop strings left out.
+        finish_reason: set on the last piece only.
+        steered: which of the tokens were drawn from another distribution than the policy's, as those that a grammar
+            forces. Engines that say so have the ability `STEERED`; empty: none of them.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    steered: tuple[bool, ...] = ()
+
+
+class Engine(Protocol):
+    """An embedded engine. Requests that run at once are batched; new weights are taken in place between requests."""
+
+    @property
+    def model(self) -> str:
+        """Name under which the policy is served."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Number of the weights; grows by one with each update."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer, chat template included."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and answer together."""
+        ...
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        """Draw one answer. May be iterated on any event loop; closing the iterator early cancels the request.
+
+        Raises:
+            ValueError: the prompt is empty or leaves no room in the context.
+        """
+        ...
+
+
+def tool_format(engine: Engine) -> str | None:
+    """Name the format of the model's tool calls where it was chosen: an engine's attribute ``tool_format``."""
+    return getattr(engine, "tool_format", None)
+
+
+def abilities(engine: Engine) -> frozenset[str]:
+    """Name the fields of `Sampling` that an engine does beyond those that all do: its attribute ``abilities``."""
+    return getattr(engine, "abilities", frozenset())

@@ -1,0 +1,173 @@
+"""A tool call as a model wrote it, and what the readers of all formats share: JSON, and values typed by a schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # the schema of each parameter, by tool and parameter
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """A call that was read.
+
+    Attributes:
+        name: of the tool.
+        arguments: an object.
+        call_id: the id that the model wrote; None where its format has none.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    call_id: str | None = None
+
+
+Calls: TypeAlias = tuple[list[WrittenCall], str]  # and the text that is in none of them
+
+
+def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
+    """Return the schemas of all parameters of a request's tools."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function") or {}
+        properties = (function.get("parameters") or {}).get("properties")
+        found[str(function.get("name"))] = properties if isinstance(properties, Mapping) else {}
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")  # Python would write it back as it is, and no client could read it
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_no_number)
+_SPACE: Final = re.compile(r"\s*")
+
+
+def skip_space(text: str, at: int) -> int:
+    """Return the place of the next character that is no white space."""
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def json_at(text: str, at: int) -> tuple[Any, int]:
+    """Read the JSON value that begins at a place, white space before it aside; give it and the place after it.
+
+    Raises:
+        ValueError: none begins there.
+    """
+    return _DECODER.raw_decode(text, skip_space(text, at))
+
+
+def expect(text: str, at: int, *wanted: str, or_end: bool = False) -> int:
+    """Return the place after one of these texts, white space before it aside.
+
+    Args:
+        text: where.
+        at: from where on.
+        wanted: the texts.
+        or_end: the end of the text is as good.
+
+    Raises:
+        ValueError: something else stands there.
+    """
+    place = skip_space(text, at)
+    for one in wanted:
+        if text.startswith(one, place):
+            return place + len(one)
+    if or_end and place == len(text):
+        return place
+    raise ValueError(f"{text[place : place + 20]!r}, not {wanted}")
+
+
+def parse_json(text: str) -> Any:
+    """Read a JSON text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value, end = json_at(text, 0)
+    if text[end:].strip():
+        raise ValueError("something stands after the JSON")
+    return value
+
+
+def as_object(value: Any) -> Mapping[str, Any]:
+    """Return arguments as an object: one, one as JSON text, or nothing for none.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if isinstance(value, str) and value.strip().startswith("{"):
+        value = parse_json(value)
+    if value is None or value == "":
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"arguments {value!r} are no object")
+    return value
+
+
+def as_name(value: Any) -> str:
+    """Return a tool's name.
+
+    Raises:
+        ValueError: it is no text, or empty.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"name {value!r}")
+    return value.strip()
+
+
+def typed(raw: str, schema: Any) -> Any:
+    """Return a value that was written as plain text, as the tool's schema wants it; as text where nothing fits."""
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
+        return raw
+    text = raw.strip()
+    if "null" in kinds and text.lower() in {"null", "none"}:
+        return None
+    if "boolean" in kinds and text.lower() in {"true", "false"}:  # templates in Python write True
+        return text.lower() == "true"
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return raw
+    return value if not kinds or _kind(value) & kinds else raw
+
+
+_OF_PYTHON: Final[tuple[tuple[type, frozenset[str]], ...]] = (
+    (bool, frozenset({"boolean"})),
+    (int, frozenset({"integer", "number"})),
+    (float, frozenset({"number"})),
+    (str, frozenset()),  # a text in quotes, where a text may stand: the quotes are its own
+    (list, frozenset({"array"})),
+    (dict, frozenset({"object"})),
+)
+
+
+def _kind(value: Any) -> frozenset[str]:
+    return next((kinds for kind, kinds in _OF_PYTHON if isinstance(value, kind)), frozenset({"null"}))
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the JSON types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    if isinstance(named, str):
+        return {named.lower()}
+    if isinstance(named, list):
+        return {str(name).lower() for name in named}
+    if isinstance(schema.get("enum"), list):
+        return {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
+    found: set[str] = set()
+    for name in ("anyOf", "oneOf"):
+        for inner in schema.get(name) or ():
+            kinds = _kinds(inner)
+            if not kinds:
+                return set()
+            found |= kinds
+    return found

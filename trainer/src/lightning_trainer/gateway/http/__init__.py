@@ -1,0 +1,1 @@
+"""HTTP itself: bodies, errors, events, time limits, health and metrics."""

@@ -1,0 +1,81 @@
+"""HTTP at the level of ASGI: answer, and notice that the client has gone. Bodies are read by `intake`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, Final, TypeVar
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from lightning_trainer.gateway.http.errors import Refusal
+
+T = TypeVar("T")
+_JSON_HEADERS: Final = [(b"content-type", b"application/json")]
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+def headers(scope: Scope) -> dict[bytes, bytes]:
+    """Return the request's headers by lower-case name; of repeated ones the last."""
+    return dict(scope["headers"])
+
+
+async def send_bytes(
+    send: Send, body: bytes, *, status: int = 200, extra: Mapping[str, str] | None = None, kind: bytes | None = None
+) -> None:
+    """Send a whole answer, JSON unless `kind` names another content type."""
+    lines = _JSON_HEADERS.copy() if kind is None else [(b"content-type", kind)]
+    lines.append((b"content-length", b"%d" % len(body)))
+    lines.extend((name.encode("latin-1"), value.encode("latin-1")) for name, value in (extra or {}).items())
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, data: Any, *, status: int = 200) -> None:
+    """Send a JSON answer."""
+    await send_bytes(send, orjson.dumps(data), status=status)
+
+
+async def send_refusal(send: Send, refusal: Refusal, path: str) -> None:
+    """Send a refusal in the shape of the surface that was asked."""
+    await send_bytes(send, refusal.body_for(path), status=refusal.status, extra=refusal.headers)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, but cancel it as soon as the client closes the connection.
+
+    Raises:
+        ClientGoneError: the client closed the connection before the work was done.
+    """
+    worker = asyncio.current_task()
+    if worker is None:
+        raise RuntimeError("there is no task that could be cancelled")
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        await _gone(receive)
+        left = True
+        worker.cancel()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        result = await work
+    except asyncio.CancelledError:
+        if left and worker.uncancel() == 0:  # more than 0: the server stops too
+            raise ClientGoneError from None
+        raise
+    finally:
+        watcher.cancel()
+    if left:
+        worker.uncancel()  # the work ended all the same
+    return result
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,91 @@
+"""The shape of every error the server sends: that of who asks, OpenAI's or Anthropic's, so that clients raise well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from lightning_spans.errors import RefusedError
+from lightning_spans.schema.json import dumps
+from lightning_spans.schema.spans import Json
+from lightning_trainer.gateway.http.masking import masked
+
+_ANTHROPIC: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+@dataclass(eq=False)
+class Refusal(Exception):  # noqa: N818 - a refusal is an answer, not a failure of ours
+    """A request that is not done, and what its sender is told.
+
+    Attributes:
+        status: HTTP status.
+        message: what is wrong and what to do about it.
+        kind: OpenAI's ``type``.
+        code: OpenAI's ``code``; None where there is none.
+        headers: sent with the answer, such as ``Retry-After``.
+    """
+
+    status: int
+    message: str
+    kind: str = "invalid_request_error"
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.message = masked(self.message)  # it goes to agents, into the store and into logs
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> bytes:
+        """Return the JSON body, which is also the data of an error event in a stream."""
+        return dumps({"error": {"message": self.message, "type": self.kind, "code": self.code, "param": None}})
+
+    def anthropic(self) -> dict[str, Json]:
+        """Return the body as Anthropic's clients read it."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message, "code": self.code}}
+
+    def body_for(self, path: str) -> bytes:
+        """Return the JSON body in the shape of the surface that was asked."""
+        anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+        return dumps(self.anthropic()) if anthropic else self.body()
+
+
+def bad_request(message: str, code: str | None = None) -> Refusal:
+    """Return a 400: the request can't be done as it is."""
+    return Refusal(400, message, code=code)
+
+
+def unauthorized(message: str) -> Refusal:
+    """Return a 401: no key, or one that is not good any more."""
+    return Refusal(401, message, "authentication_error", "invalid_api_key", {"www-authenticate": "Bearer"})
+
+
+def forbidden(message: str) -> Refusal:
+    """Return a 403: a good key that does not open this."""
+    return Refusal(403, message, "permission_error", "forbidden")
+
+
+def store_down(error: BaseException) -> Refusal:
+    """Return a 503: what came can't be kept now, so it is not answered as if it were; a 400 when it never can be."""
+    if isinstance(error, RefusedError):
+        return bad_request(str(error))
+    message = (
+        f"the store can't keep this now: {error}. Try again; if it goes on, look at /healthz and the server's log."
+    )
+    return Refusal(503, message, "server_error", "store_unavailable", {"retry-after": "1"})
+
+
+def too_large(limit: int) -> Refusal:
+    """Return a 413: the body, or what it unpacks to, is over the limit."""
+    return Refusal(413, f"the body is larger than {limit} bytes", code="request_too_large")

@@ -1,0 +1,105 @@
+"""``GET /healthz``: whether the store takes writes, the engine answers, and nothing stalls, as found out just now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from lightning_spans.record.stalls import stalls
+from lightning_spans.store import Store
+from lightning_trainer.gateway.calls.embedded import EmbeddedEngine
+from lightning_trainer.gateway.http.asgi import send_bytes
+from lightning_trainer.gateway.http.masking import masked
+from lightning_trainer.gateway.ingest.writer import RecordWriter
+from lightning_trainer.gateway.upstream.upstream import UpstreamPolicy
+
+_FRESH_S: Final = 1.0  # a check answers everybody who asks within this time: it needs no key
+_ANSWER_S: Final = 5.0
+
+
+class Health:
+    """Checks store and engine when asked."""
+
+    def __init__(
+        self,
+        store: Store,
+        writer: RecordWriter,
+        engines: Sequence[EmbeddedEngine],
+        upstreams: Sequence[UpstreamPolicy],
+        keys: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
+        self._keys = keys
+        self._store = store
+        self._writer = writer
+        self._engines = engines
+        self._upstreams = upstreams
+        self._checked_s = float("-inf")
+        self._answer: dict[str, Any] = {}
+        self._lock = asyncio.Lock()
+
+    async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
+        """Answer 200 when all is well, else 503; the body says which part is not and why."""
+        async with self._lock:
+            if time.monotonic() - self._checked_s >= _FRESH_S:
+                self._answer = await self._check()
+                self._checked_s = time.monotonic()
+        body = masked(orjson.dumps(self._answer).decode()).encode()  # it asks for no key
+        await send_bytes(send, body, status=200 if self._answer["status"] == "ok" else 503)
+
+    async def _check(self) -> dict[str, Any]:
+        store = await self._check_store()
+        engine = self._check_engine()
+        stalled = [asdict(stall) for stall in stalls()]
+        upstreams = {policy.upstream.model: _standing(policy) for policy in self._upstreams}
+        keys = self._keys()
+        parts = [store, *(part for part in (engine, keys) if part is not None), *upstreams.values()]
+        well = all(part["status"] == "ok" for part in parts) and not stalled
+        found = {"store": store, "engine": engine, "upstreams": upstreams, "keys": keys, "stalled": stalled}
+        return {"status": "ok" if well else "error", **found}
+
+    async def _check_store(self) -> dict[str, Any]:
+        try:
+            await asyncio.wait_for(asyncio.to_thread(self._try_store), _ANSWER_S)
+        except TimeoutError:
+            return {"status": "error", "error": f"no answer within {_ANSWER_S:g} s"}
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+            return {"status": "error", "error": f"{type(error).__name__}: {error}"}
+        if (failed := self._writer.last_error) is not None:
+            return {"status": "error", "error": f"the last write failed: {type(failed).__name__}: {failed}"}
+        return {"status": "ok"}
+
+    def _try_store(self) -> None:
+        self._store.rollouts(rollout_ids=["healthz"])
+        self._store.heartbeat([])  # goes the way of every write, and changes nothing that anyone sees
+
+    def _check_engine(self) -> dict[str, Any] | None:
+        """Say how the engine is: the first policy's state, of several the first that failed."""
+        states = [_state(engine) for engine in self._engines]
+        shown = next((state for state in states if state["status"] != "ok"), states[0] if states else None)
+        if shown is not None and len(states) > 1:
+            shown = {**shown, "policies": {state.get("model"): state.get("version") for state in states}}
+        return shown
+
+
+def _standing(policy: UpstreamPolicy) -> dict[str, Any]:
+    """Say how an upstream is; not where it is, since this page asks for no key."""
+    replicas = policy.replicas
+    well = sum(replica.failure is None for replica in replicas.all)
+    counts = {"replicas": len(replicas.all), "well": well, "paused": replicas.paused}
+    return {"status": "ok" if well else "error", **counts}
+
+
+def _state(engine: EmbeddedEngine) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = {"model": engine.engine.model, "version": engine.engine.version}
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        return {"status": "error", "error": f"{type(error).__name__}: {error}"}
+    if engine.failure is not None:
+        return {**state, "status": "error", "error": f"the last call failed: {engine.failure}"}
+    return {**state, "status": "ok"}

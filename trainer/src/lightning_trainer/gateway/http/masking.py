@@ -1,0 +1,42 @@
+"""Texts that leave the server, without the keys and passwords that may have got into them."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+_MASK: Final = "***"
+_PATTERNS: Final = (
+    (re.compile(r"(?<=://)[^/\s\"'<>]*@"), f"{_MASK}@"),  # user and password of an address
+    (
+        re.compile(r"(?i)([?&](?:api[-_]?key|key|token|access[-_]token|secret|signature|sig|password)=)[^&\s\"'<>]+"),
+        rf"\g<1>{_MASK}",
+    ),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{12,}"), rf"\g<1> {_MASK}"),
+    (re.compile(r"\b(lk|sk|hf|gsk|xai)([-_])[\w.-]{12,}"), rf"\g<1>\g<2>{_MASK}"),
+)
+_LEAST: Final = 6  # characters of a secret that is looked for; shorter ones are ordinary words
+_secrets: set[str] = set()
+
+
+def remember(secret: str | None) -> None:
+    """Mask this, too, wherever it stands from now on: a key that the server was given."""
+    if secret and len(secret) >= _LEAST:
+        _secrets.add(secret)
+
+
+def remember_password(url: str) -> None:
+    """Mask the password of an address wherever it stands, also without the address."""
+    password = urlsplit(url).password
+    remember(password)
+    remember(None if password is None else unquote(password))
+
+
+def masked(text: str) -> str:
+    """Return a text with what looks like a key, and what was given as one, replaced by stars."""
+    for secret in _secrets:
+        text = text.replace(secret, _MASK)
+    for pattern, shown in _PATTERNS:
+        text = pattern.sub(shown, text)
+    return text

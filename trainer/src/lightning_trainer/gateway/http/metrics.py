@@ -1,0 +1,153 @@
+"""Counters for ``GET /metrics``, in Prometheus' text format. Each app has its own, so that several can live at once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.types import Receive, Scope, Send
+
+from lightning_spans.record.stalls import stall_counts, stalls
+from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION, JOINED, continued_share, slug
+from lightning_trainer.gateway.auth.keys import Grant
+from lightning_trainer.gateway.http.asgi import send_bytes
+from lightning_trainer.gateway.request.pending import PendingCall
+
+SENDER_OUTCOMES: Final = ("delivered", "spooled", "retried", "refused", "dropped", "sampled_out", "redacted")
+_SENDERS_MOST: Final = 10_000
+_SENDER_DIGITS: Final = 9  # of a number; no process sends a milliard spans
+_TEXT: Final = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """What this server did since its start."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "lightning_requests", "HTTP requests answered", ["path", "status"], registry=self.registry
+        )
+        self._calls = Counter("lightning_calls", "model calls recorded", ["outcome"], registry=self.registry)
+        self._tokens = Counter("lightning_tokens", "tokens of recorded calls", ["kind"], registry=self.registry)
+        self._spans = Counter("lightning_spans", "spans received", ["outcome"], registry=self.registry)
+        self._prompts = Counter(
+            "lightning_prompts",
+            "prompts by whether they hold an earlier call's tokens",
+            ["made"],
+            registry=self.registry,
+        )
+        share = Gauge(
+            "lightning_continued_share",
+            "share of the calls that go on from an earlier one whose prompt holds its tokens",
+            registry=self.registry,
+        )
+        share.set_function(lambda: continued_share(self._joined, self._alone) or 0.0)
+        self._joined = self._alone = 0
+        self._ends = Counter("lightning_attempts", "attempts by how they ended", ["status"], registry=self.registry)
+        self._claims = Counter("lightning_claims", "attempts begun", registry=self.registry)
+        self._leases = Counter("lightning_leases_lost", "leases that a runner lost", registry=self.registry)
+        self._late = Counter(
+            "lightning_results_refused", "ends of attempts whose lease was lost", registry=self.registry
+        )
+        self._senders = Counter(
+            "lightning_sender_spans",
+            "what became of spans in the agents' processes, as those with such a key say",
+            ["outcome", "key"],
+            registry=self.registry,
+        )
+        self._heard: OrderedDict[str, dict[str, int]] = OrderedDict()
+        self.registry.register(_Stalls())
+        self._in_flight = Gauge("lightning_calls_in_flight", "model calls being answered", registry=self.registry)
+
+    def request(self, path: str, status: int) -> None:
+        """Count an answered request."""
+        self._requests.labels(path, str(status)).inc()
+
+    def call(self, pending: PendingCall, error: str | None) -> None:
+        """Count a recorded call and its tokens."""
+        self._calls.labels("ok" if error is None else "error").inc()
+        self._prompt(pending.sampling.get(CONTINUATION))
+        self._tokens.labels("prompt").inc(len(pending.prompt_token_ids or ()))
+        self._tokens.labels("completion").inc(sum(len(choice.token_ids or ()) for choice in pending.choices))
+
+    def _prompt(self, made: object) -> None:
+        if isinstance(made, str):
+            self._prompts.labels(slug(made)).inc()
+            self._joined += made == JOINED
+            self._alone += made not in {JOINED, BEGINS}
+
+    def spans(self, outcome: str, count: int) -> None:
+        """Count spans by what became of them: ``kept``, ``rejected``, ``refused`` (the sender will try again)."""
+        if count:
+            self._spans.labels(outcome).inc(count)
+
+    def claimed(self, count: int) -> None:
+        """Count attempts that a runner got."""
+        self._claims.inc(count)
+
+    def ended(self, status: str) -> None:
+        """Count the end of an attempt: released, disturbed, failed and the like are tried again."""
+        self._ends.labels(status).inc()
+
+    def leases_lost(self, count: int) -> None:
+        """Count leases that a runner was told it has lost."""
+        self._leases.inc(count)
+
+    def late_result(self) -> None:
+        """Count the end of an attempt that was refused, because its lease was lost."""
+        self._late.inc()
+
+    def sender(self, told: str, grant: Grant) -> None:
+        """Count what an agent's process says became of its spans: ``ID;dropped=1;spooled=20``, all since its start.
+
+        What is not of that form is left alone: anybody with a key may send this. So it is counted by whose word it is,
+        and no key can change what another's processes told.
+        """
+        name, *pairs = told[:500].split(";")
+        whose = f"{grant.scope} {grant.attempt_id or grant.key_id} {name}"
+        counts = {key: int(value) for key, _, value in (pair.partition("=") for pair in pairs) if _is_count(value)}
+        before = self._heard.get(whose, {})
+        for outcome in SENDER_OUTCOMES:
+            if (more := counts.get(outcome, 0) - before.get(outcome, 0)) > 0:
+                self._senders.labels(outcome, grant.scope).inc(more)
+        self._heard[whose] = counts
+        self._heard.move_to_end(whose)
+        while len(self._heard) > _SENDERS_MOST:
+            self._heard.popitem(last=False)
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Count a call as being answered inside the block."""
+        self._in_flight.inc()
+        try:
+            yield
+        finally:
+            self._in_flight.dec()
+
+    async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
+        """Answer ``GET /metrics``."""
+        await send_bytes(send, generate_latest(self.registry), kind=_TEXT)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _SENDER_DIGITS
+
+
+class _Stalls(Collector):
+    """What `lightning_spans.record.stalls` has told of in this process, and what stalls now."""
+
+    def collect(self) -> Iterable[Metric]:
+        told = CounterMetricFamily("lightning_stalls", "waits that outlasted their bound", labels=["part"])
+        for part, count in stall_counts().items():
+            told.add_metric([part], count)
+        now = GaugeMetricFamily("lightning_stalled_seconds", "longest wait over its bound now", labels=["part"])
+        longest = {stall.part: stall.seconds for stall in reversed(stalls())}
+        for part, seconds in longest.items():
+            now.add_metric([part], seconds)
+        return [told, now]

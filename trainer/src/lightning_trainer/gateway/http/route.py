@@ -1,0 +1,61 @@
+"""Routes of FastAPI's that check the key before they read the body, and bound the body before they parse it.
+
+FastAPI itself reads and parses a body, on the event loop, before any dependency is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lightning_trainer.gateway.auth.access import Access, Needs
+from lightning_trainer.gateway.http.intake import Intake
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class KeyedRoute(APIRoute):
+    """A route that needs a key: of a scope that a `Needs` among its dependencies names, else an admin's."""
+
+    def get_route_handler(self) -> Handler:
+        """Return what answers a request."""
+        handle = super().get_route_handler()
+        scopes = next(_needed(self.dependant), Needs("admin")).scopes
+        has_body = self.body_field is not None
+
+        async def keyed(request: Request) -> Response:
+            access: Access = request.app.state.access
+            grant = await access.admit(request.scope, *scopes)
+            if not has_body:
+                return await handle(request)
+            intake: Intake = request.app.state.intake
+            data = await intake.records(request.scope, request.receive, grant)
+            return await handle(_ReadRequest(request, data))
+
+        return keyed
+
+
+class _ReadRequest(Request):
+    """A request whose body was read and parsed."""
+
+    def __init__(self, request: Request, data: dict[str, Any]) -> None:
+        super().__init__(request.scope, request.receive)
+        self._data = data
+
+    async def body(self) -> bytes:
+        return b"{}"  # there was one; what it held is in `json`
+
+    async def json(self) -> dict[str, Any]:
+        return self._data
+
+
+def _needed(dependant: Dependant) -> Iterator[Needs]:
+    if isinstance(dependant.call, Needs):
+        yield dependant.call
+    for inner in dependant.dependencies:
+        yield from _needed(inner)

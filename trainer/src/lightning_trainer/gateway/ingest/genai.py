@@ -1,0 +1,121 @@
+"""Chat spans of the OTel GenAI conventions: request and response put together from messages, old names renewed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import orjson
+
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.json import dumps
+from lightning_spans.schema.spans import Json, Span
+from lightning_trainer.gateway.http.weight import too_heavy
+
+_SMALL: Final = 4096  # characters; nothing large can be made of so few
+_MOST_BYTES: Final = 32 << 20  # of memory, of an attribute that is JSON
+_INPUT: Final = "gen_ai.input.messages"
+_OUTPUT: Final = "gen_ai.output.messages"
+_SYSTEM: Final = "gen_ai.system_instructions"
+_TOOLS: Final = "gen_ai.tool.definitions"
+_OLD: Final = {  # names before version 1.37 of the conventions
+    "gen_ai.system": names.PROVIDER,
+    "gen_ai.usage.prompt_tokens": names.INPUT_TOKENS,
+    "gen_ai.usage.completion_tokens": names.OUTPUT_TOKENS,
+}
+_CALLS: Final = frozenset({"chat", "generate_content", "text_completion"})  # what the conventions call a model call
+_PARAMETERS: Final = {
+    names.REQUEST_MODEL: "model",
+    names.REQUEST_TEMPERATURE: "temperature",
+    names.REQUEST_TOP_P: "top_p",
+    names.REQUEST_MAX_TOKENS: "max_tokens",
+    names.REQUEST_CHOICE_COUNT: "n",
+}
+
+
+def completed(span: Span) -> Span:
+    """Return a span with the attributes of ours that its messages tell, where it has none."""
+    given = span.attributes
+    added = {ours: given[old] for old, ours in _OLD.items() if old in given and ours not in given}
+    operation = names.CHAT if span.operation in _CALLS else span.operation
+    if operation == names.CHAT and names.REQUEST not in given and _INPUT in given:
+        added[names.REQUEST] = dumps(_request(given)).decode()
+    if operation == names.CHAT and names.RESPONSE not in given and _OUTPUT in given:
+        added[names.RESPONSE] = dumps(_response(given)).decode()
+    if not added and operation == span.operation:
+        return span
+    return replace(span, operation=operation, attributes={**given, **added})
+
+
+def loaded(value: Json) -> Json:
+    """Read what may be JSON text; other text stays text, and so does what would take too much memory."""
+    if not isinstance(value, str) or (len(value) > _SMALL and too_heavy(value.encode(errors="replace"), _MOST_BYTES)):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
+
+
+def tool_call(call_id: Json, name: Json, arguments: Json) -> dict[str, Json]:
+    """Return a tool call in OpenAI's shape."""
+    text = arguments if isinstance(arguments, str) else dumps(arguments).decode()
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _objects(value: Json) -> list[dict[str, Any]]:
+    data = loaded(value)
+    return [one for one in data if isinstance(one, dict)] if isinstance(data, list) else []
+
+
+def _request(given: Mapping[str, Json]) -> dict[str, Json]:
+    request = {theirs: given[name] for name, theirs in _PARAMETERS.items() if name in given}
+    system = _texts(_objects(given.get(_SYSTEM)))
+    messages: list[dict[str, Json]] = [{"role": "system", "content": system}] if system is not None else []
+    for one in _objects(given[_INPUT]):
+        messages.extend(_messages(one))
+    request["messages"] = messages
+    if tools := _objects(given.get(_TOOLS)):
+        request["tools"] = [_tool(tool) for tool in tools]
+    return request
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Json]:
+    if "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _response(given: Mapping[str, Json]) -> dict[str, Json]:
+    choices = [
+        {"index": at, "message": message, "finish_reason": one.get("finish_reason")}
+        for at, one in enumerate(_objects(given[_OUTPUT]))
+        for message in _messages(one)[:1]
+    ]
+    return {"id": given.get(names.RESPONSE_ID), "model": given.get(names.RESPONSE_MODEL), "choices": choices}
+
+
+def _messages(one: Mapping[str, Json]) -> list[dict[str, Json]]:
+    """Return a message in OpenAI's shape; results of several tools become a message each."""
+    parts = _objects(one.get("parts"))
+    results = [part for part in parts if part.get("type") == "tool_call_response"]
+    if results:
+        return [
+            {"role": "tool", "tool_call_id": part.get("id"), "content": _text(part.get("response", part.get("result")))}
+            for part in results
+        ]
+    message: dict[str, Json] = {"role": one.get("role", "assistant"), "content": _texts(parts)}
+    calls = [part for part in parts if part.get("type") == "tool_call"]
+    if calls:
+        message["tool_calls"] = [tool_call(call.get("id"), call.get("name"), call.get("arguments")) for call in calls]
+    return [message]
+
+
+def _texts(parts: list[dict[str, Any]]) -> str | None:
+    texts = [str(part.get("content", "")) for part in parts if part.get("type") == "text"]
+    return "\n".join(texts) if texts else None
+
+
+def _text(value: Json) -> str:
+    return value if isinstance(value, str) else dumps(value).decode()

@@ -1,0 +1,197 @@
+"""The OTLP receiver: ``POST /v1/traces``, protobuf and JSON, from our own tracers and from anybody else's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from starlette.types import Receive, Scope, Send
+
+from lightning_spans.errors import QueueFullError, RefusedError, StoreError
+from lightning_spans.record.delivery.otlp import JSON, PROTOBUF, read
+from lightning_spans.record.production import EVERYTHING, Live, sampled
+from lightning_spans.schema.spans import LIVE, Span
+from lightning_trainer.gateway.auth.access import Access
+from lightning_trainer.gateway.auth.keys import Grant
+from lightning_trainer.gateway.auth.leases import Leases
+from lightning_trainer.gateway.http.asgi import headers, send_bytes
+from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_down
+from lightning_trainer.gateway.http.intake import INLINE_BYTES, Intake
+from lightning_trainer.gateway.http.metrics import Metrics
+from lightning_trainer.gateway.http.weight import too_heavy as heavier
+from lightning_trainer.gateway.ingest import wire
+from lightning_trainer.gateway.ingest.openinference import adopted
+from lightning_trainer.gateway.ingest.writer import RecordWriter
+from lightning_trainer.gateway.settings import Limits
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
+
+
+def _request() -> Descriptor:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    return ExportTraceServiceRequest.DESCRIPTOR
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The spans of a request, sorted by whether its key may send them."""
+
+    taken: tuple[Span, ...]
+    rejected: int
+    message: str
+
+    def also(self, complaints: Sequence[str]) -> Sorted:
+        """Reject more, one for each complaint."""
+        if not complaints:
+            return self
+        message = "; ".join(
+            text for text in (self.message, f"{len(complaints)} are wrong, as this one: {complaints[0]}") if text
+        )
+        return replace(self, rejected=self.rejected + len(complaints), message=message)
+
+
+class OtlpReceiver:
+    """Takes spans, turns them into our schema, keeps them."""
+
+    def __init__(
+        self,
+        *,
+        access: Access,
+        leases: Leases,
+        intake: Intake,
+        writer: RecordWriter,
+        metrics: Metrics,
+        limits: Limits,
+        live: Live = EVERYTHING,
+    ) -> None:
+        self._access = access
+        self._leases = leases
+        self._intake = intake
+        self._writer = writer
+        self._metrics = metrics
+        self._limits = limits
+        self._live = live
+
+    async def traces(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer ``POST /v1/traces``. The answer is sent when the spans are on disk.
+
+        Raises:
+            Refusal: no good key (401, 403), not OTLP (400, 415), too large (413), or too much waits already (503).
+        """
+        grant = await self._access.admit(scope, "attempt", "runner", "live", "admin", late_s=self._limits.late_spans_s)
+        content_type = headers(scope).get(b"content-type", b"").decode("latin-1").split(";")[0].strip().lower()
+        if content_type not in {PROTOBUF, JSON}:
+            raise Refusal(415, f"content-type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
+        spans, wrong = await self._intake.parsed(scope, receive, grant, partial(self._read, content_type))
+        if (told := headers(scope).get(b"x-lightning-sender")) is not None:
+            self._metrics.sender(told.decode("latin-1"), grant)
+        if wrong and not spans:
+            raise bad_request(wrong[0])
+        self._intake.quotas.take(grant, "spans", len(spans))
+        result = sort(spans, grant).also(wrong)
+        if grant.scope == "runner":
+            result = await asyncio.to_thread(self._of_runner, result, grant)
+        if grant.scope == "live":
+            result = replace(result, taken=await asyncio.to_thread(self._of_production, result.taken))
+        refused = await self._keep(result.taken)
+        self._metrics.spans("kept", len(result.taken) - len(refused))
+        result = result.also(refused)
+        self._metrics.spans("rejected", result.rejected)
+        await send_bytes(send, _reply(result, content_type), kind=content_type.encode())
+
+    def _read(self, content_type: str, body: bytes) -> tuple[list[Span], list[str]]:
+        """Parse a body, after its spans were counted in its bytes."""
+        most = self._limits.parsed_bytes
+        weigh = heavier if content_type == JSON else partial(wire.too_heavy, descriptor=_request())
+        if len(body) > INLINE_BYTES and weigh(body, most=most):  # of a smaller one nothing large can be made
+            message = f"the body's spans would take more than {most} bytes of memory: send fewer at once"
+            raise Refusal(413, message, code="request_too_large")
+        try:
+            spans, wrong = read(body, content_type)
+        except ValueError as error:
+            raise bad_request(str(error)) from None
+        if len(spans) + len(wrong) > self._limits.request_spans:
+            most = self._limits.request_spans
+            message = f"{len(spans) + len(wrong)} spans in one request; at most {most} are taken: send fewer at once"
+            raise Refusal(413, message, code="request_too_large")
+        return [adopted(span) for span in spans], wrong
+
+    def _of_runner(self, result: Sorted, grant: Grant) -> Sorted:
+        """Reject the spans of attempts that another runner claimed."""
+        named = {span.attempt_id for span in result.taken if span.attempt_id is not None}
+        others = self._leases.of_others(grant, named)
+        taken = tuple(span for span in result.taken if span.attempt_id not in others)
+        complaints = [
+            f"attempt {span.attempt_id} is another runner's" for span in result.taken if span.attempt_id in others
+        ]
+        return replace(result, taken=taken).also(complaints) if others else result
+
+    def _of_production(self, spans: Sequence[Span]) -> tuple[Span, ...]:
+        """Leave out what is not sampled, and mask the rest before it is kept."""
+        kept = [span for span in spans if sampled(span.trace_id, self._live.rate)]
+        clean = tuple(self._live.redaction(span) for span in kept)
+        self._metrics.spans("sampled_out", len(spans) - len(kept))
+        self._metrics.spans("redacted", sum(new is not old for new, old in zip(clean, kept, strict=True)))
+        return clean
+
+    async def _keep(self, spans: Sequence[Span]) -> list[str]:
+        """Keep spans. Returns why the store will never keep some of them; the others are on disk."""
+        if not spans:
+            return []
+        try:
+            await self._writer.spans(spans)
+        except RefusedError as error:
+            if len(spans) == 1:
+                return [str(error)]
+            middle = len(spans) // 2  # one bad span must not cost the others of its request
+            return [*await self._keep(spans[:middle]), *await self._keep(spans[middle:])]
+        except QueueFullError as error:
+            self._metrics.spans("refused", len(spans))
+            message = f"{error}: send these again later"
+            raise Refusal(503, message, "server_error", "overloaded", {"retry-after": "1"}) from None
+        except StoreError as error:
+            self._metrics.spans("refused", len(spans))
+            raise store_down(error) from error
+        return []
+
+
+def sort(spans: Sequence[Span], grant: Grant) -> Sorted:
+    """Say which spans a key may send.
+
+    An attempt's key its own only; spans that name no attempt become the key's. A live key those of no attempt, and they
+    are marked as live, whatever they say.
+    """
+    if grant.scope == "live":
+        free = tuple(replace(s, origin=LIVE) for s in spans if s.attempt_id is None and s.rollout_id is None)
+        rejected = len(spans) - len(free)
+        message = f"{rejected} spans name an attempt; a live key sends spans of none"
+        return Sorted(free, rejected, message if rejected else "")
+    if grant.attempt_id is None:
+        return Sorted(tuple(spans), 0, "")
+    own = (grant.rollout_id, grant.attempt_id)
+    taken = tuple(
+        replace(span, rollout_id=grant.rollout_id, attempt_id=grant.attempt_id)
+        for span in spans
+        if span.attempt_id in {None, grant.attempt_id} and span.rollout_id in {None, grant.rollout_id}
+    )
+    rejected = len(spans) - len(taken)
+    message = f"{rejected} spans name another attempt than {own[1]} of rollout {own[0]}, whose key this is"
+    return Sorted(taken, rejected, message if rejected else "")
+
+
+def _reply(result: Sorted, content_type: str) -> bytes:
+    from google.protobuf.json_format import MessageToJson
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+    response = ExportTraceServiceResponse()
+    if result.rejected:
+        response.partial_success.rejected_spans = result.rejected
+        response.partial_success.error_message = result.message
+    if content_type == JSON:
+        return str(MessageToJson(response, indent=None)).encode()
+    return bytes(response.SerializeToString())

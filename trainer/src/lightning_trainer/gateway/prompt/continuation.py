@@ -1,0 +1,347 @@
+"""Exact continuation: a conversation stays one sequence of tokens, those that were sampled among them.
+
+When the messages of a request continue an earlier call of the same attempt, the prompt is that call's own prompt and
+answer, token for token, and after it the new part. Text made into tokens again would often give other tokens than those
+sampled, and the calls of a conversation could not share a training row.
+
+A join is never guessed. The messages must mean what was sent and answered (`meaning`); the chat template must still
+render the earlier prompt as it did, and the answer as it was sampled, but for the way its tool calls are written down;
+and the new part must come back from the tokenizer as the text it was. Where the template leaves the reasoning of
+earlier answers out, the prompt forks: what it still shows of them keeps its own tokens. Where one of these fails the
+prompt is made from the messages alone, and says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from lightning_spans.schema.json import dumps
+from lightning_trainer import continuation_reasons as reasons
+from lightning_trainer.gateway.formats.reader import ParsedAnswer
+from lightning_trainer.gateway.prompt.equality import (
+    SYSTEM,
+    Conversation,
+    ConversationDigest,
+    read,
+    same_answer,
+    same_data,
+)
+from lightning_trainer.gateway.prompt.forks import Known, forked
+from lightning_trainer.gateway.prompt.template import ChatFormat, Message, Switches, joined, reasoning_of
+
+_EVICTED_KEPT: Final = 20_000  # ids of attempts whose calls were forgotten, to be able to say so
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """What the engine gets.
+
+    Attributes:
+        ids: token ids.
+        text: as the template renders the messages.
+        how: `continuation_reasons.JOINED`, `continuation_reasons.BEGINS`, or why it stands alone.
+        conversation: what was said so far, for `Continuations.remember`.
+        tools: digest of the tools.
+        said: digests of the messages, each by itself.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    how: str
+    conversation: Conversation
+    tools: bytes
+    said: tuple[bytes, ...] = ()
+
+
+@dataclass(slots=True)
+class _Turn:
+    """An answered call."""
+
+    rendered: int  # characters of its prompt as the template rendered it
+    digest: bytes  # of those
+    answer: str  # as sampled, control tokens included
+    opened: bool  # the prompt ends inside reasoning
+    reasoning: str | None  # of the answer
+    thought: str | None  # the same with its marks, where the template looks for it in the content
+    ids: array[int]  # prompt and answer
+    prompt: int  # how many of them are the prompt
+    tools: bytes
+    continued: int = 0
+
+    @property
+    def size(self) -> int:
+        return 4 * len(self.ids) + 2 * len(self.answer) + 400  # bytes, about
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The answered calls of one attempt."""
+
+    turns: dict[bytes, list[_Turn]] = field(default_factory=dict)  # by the conversation that ends with the answer
+    but_system: set[bytes] = field(default_factory=set)  # the same conversations without system messages
+    answers: set[bytes] = field(default_factory=set)  # the answers by themselves
+    said: dict[bytes, int] = field(default_factory=dict)  # each message by itself, in the order they were first said
+    passed_by: set[bytes] = field(default_factory=set)  # conversations answered without a prompt from here
+    size: int = 0
+
+
+class Continuations:
+    """Makes prompts for one chat format. Not to be used by two threads at once.
+
+    Args:
+        chat: renders and tokenizes.
+        remembered_bytes: most memory for answered calls; of attempts longest unused all is forgotten first. One attempt
+            has at most a quarter.
+    """
+
+    def __init__(self, chat: ChatFormat, *, remembered_bytes: int = 256 * 2**20) -> None:
+        self._chat = chat
+        self._remembered_bytes = remembered_bytes
+        self._memories: OrderedDict[str, _Memory] = OrderedDict()
+        self._evicted: OrderedDict[str, None] = OrderedDict()
+        self._size = 0
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        attempt_id: str | None = None,
+        switches: Switches | None = None,
+    ) -> RenderedPrompt:
+        """Render a conversation, ending where the assistant's answer begins.
+
+        Args:
+            messages: in OpenAI's shape.
+            tools: those the model may call.
+            attempt_id: whose earlier calls may be continued; None: nobody's.
+            switches: variables for the template.
+
+        Raises:
+            Refusal: the template has no place for tools, or refuses the conversation.
+        """
+        found, conversation = read(messages)
+        known = self._known(messages, found, attempt_id)
+        given, messages = messages, [_restored(message, known.get(place)) for place, message in enumerate(messages)]
+        text = self._chat.render(messages, tools, switches)
+        shown = hashlib.blake2b(dumps(list(tools)), digest_size=16).digest()
+        how, turn, place = self._look_up(given, found, attempt_id)
+        said = tuple(_each(given))
+        if turn is not None:
+            how, part = self._new_part(text, turn, given[place], tools)
+            if how == reasons.JOINED:
+                turn.continued += 1
+                return RenderedPrompt((*turn.ids, *part), text, how, conversation, shown, said)
+            drops = how == reasons.REWRITTEN and turn.tools == shown
+            if drops and (ids := self._forked(text, messages, tools, known)) is not None:
+                return RenderedPrompt(ids, text, reasons.FORKED, conversation, shown, said)
+            how = reasons.TOOLS_CHANGED if turn.tools != shown else how
+        return RenderedPrompt(tuple(self._chat.encode(text)), text, how, conversation, shown, said)
+
+    def _look_up(
+        self, messages: Sequence[Message], found: Sequence[ConversationDigest], attempt_id: str | None
+    ) -> tuple[str, _Turn | None, int]:
+        """Find the longest earlier call that these continue, and the place of its answer; or say why there is none."""
+        memory = self._memories.get(attempt_id) if attempt_id is not None else None
+        places = [place for place, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
+        if memory is None:
+            return (reasons.FORGOTTEN if places and attempt_id in self._evicted else reasons.BEGINS), None, 0
+        for place in reversed(places):
+            turns = memory.turns.get(found[place].whole)
+            if turns:
+                # Calls that were asked and answered in the same words may differ in tokens: each is continued once.
+                return reasons.JOINED, min(turns, key=lambda turn: turn.continued), place
+        return _why_none(memory, messages, found), None, 0
+
+    def _known(
+        self, messages: Sequence[Message], found: Sequence[ConversationDigest], attempt_id: str | None
+    ) -> dict[int, _Turn]:
+        """Return the attempt's own answers among the messages, by their places."""
+        memory = self._memories.get(attempt_id) if attempt_id is not None else None
+        if memory is None:
+            return {}
+        turns = {
+            place: memory.turns.get(found[place].whole)
+            for place, message in enumerate(messages)
+            if message["role"] == "assistant"
+        }
+        return {place: min(own, key=lambda turn: turn.continued) for place, own in turns.items() if own}
+
+    def _new_part(
+        self, text: str, turn: _Turn, message: Message, tools: Sequence[Message]
+    ) -> tuple[str, Sequence[int]]:
+        """Return the token ids of what follows a call's answer, or why it can't be continued."""
+        plain, rest = self._chat.plain, text[turn.rendered :]
+        if _digest(text[: turn.rendered]) != turn.digest:
+            return reasons.REWRITTEN, ()
+        sampled = self._read(turn, tools)
+        if plain.shown(rest).startswith(turn.answer):
+            new = plain.after(rest, len(turn.answer))
+        elif not _shows(sampled, message):
+            return reasons.HIDDEN, ()
+        else:
+            new = self._after_written(rest, turn, sampled, tools)
+        if not new:
+            return (reasons.REWRITTEN if _shows(sampled, message) else reasons.HIDDEN), ()
+        ids = self._chat.encode(new)
+        faithful = self._chat.decode(ids) == self._chat.normal(new)
+        return (reasons.JOINED if faithful else reasons.UNFAITHFUL), ids
+
+    def _read(self, turn: _Turn, tools: Sequence[Message]) -> ParsedAnswer:
+        end = self._chat.end_of(turn.ids)
+        return self._chat.parse(turn.answer.removesuffix(end), tools, opened=turn.opened)
+
+    def _after_written(self, rest: str, turn: _Turn, sampled: ParsedAnswer, tools: Sequence[Message]) -> str | None:
+        """Return what the template writes after an answer with tool calls, which it writes down in a way of its own."""
+        if not sampled.tool_calls:
+            return None
+        end = self._chat.end_of(turn.ids)
+        before, found, after = rest.partition(end or self._chat.usual_end)
+        written = self._chat.parse(self._chat.plain.shown(before), tools, opened=turn.opened)
+        if not found or written.reasoning != sampled.reasoning or not same_answer(sampled, written):
+            return None
+        return after if end else found + after
+
+    def _forked(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Message], known: dict[int, _Turn]
+    ) -> tuple[int, ...] | None:
+        """Return a prompt in which the template leaves reasoning out, and all else keeps its own tokens."""
+        answers = [
+            None
+            if (turn := known.get(place)) is None
+            else Known(turn.ids[turn.prompt :], self._read(turn, tools), turn.opened)
+            for place, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+        return forked(self._chat, text, answers, tools)
+
+    def remember(self, attempt_id: str, prompt: RenderedPrompt, ids: Sequence[int], message: Message) -> None:
+        """Keep an answered call, so that the attempt's next prompts continue its tokens.
+
+        Args:
+            attempt_id: who sampled it.
+            prompt: what it answers.
+            ids: as sampled, the end of turn included.
+            message: as the agent got it.
+        """
+        memory = self._memory(attempt_id)
+        turn = _Turn(
+            rendered=len(prompt.text),
+            digest=_digest(prompt.text),
+            answer=self._chat.decode(ids),
+            opened=self._chat.opened(prompt.text),
+            reasoning=reasoning_of(message),
+            thought=self._chat.thought(ids),
+            ids=array("i", (*prompt.ids, *ids)),
+            prompt=len(prompt.ids),
+            tools=prompt.tools,
+        )
+        answer = {"role": "assistant", **message}
+        said = prompt.conversation.copy().add(answer)
+        memory.turns.setdefault(said.whole, []).append(turn)
+        memory.but_system.add(said.but_system)
+        memory.answers.add(Conversation().add(answer).whole)
+        for digest in (*prompt.said, Conversation().add(answer).whole):
+            memory.said.setdefault(digest, len(memory.said))
+        self._grow(attempt_id, memory, turn.size)
+
+    def pass_by(self, attempt_id: str, messages: Sequence[Message], message: Message) -> None:
+        """Note a call that was answered without a prompt from here, to be able to say so of what goes on from it."""
+        _, conversation = read(messages)
+        memory = self._memory(attempt_id)
+        memory.passed_by.add(conversation.add({"role": "assistant", **message}).whole)
+        self._grow(attempt_id, memory, 100)
+
+    def _memory(self, attempt_id: str) -> _Memory:
+        memory = self._memories.setdefault(attempt_id, _Memory())
+        self._memories.move_to_end(attempt_id)
+        return memory
+
+    def _grow(self, attempt_id: str, memory: _Memory, size: int) -> None:
+        memory.size += size
+        self._size += size
+        if memory.size > self._remembered_bytes // 4:
+            self._evict(attempt_id)
+        while self._size > self._remembered_bytes:
+            self._evict(next(iter(self._memories)))
+
+    def _evict(self, attempt_id: str) -> None:
+        self.forget(attempt_id)
+        self._evicted[attempt_id] = None
+        while len(self._evicted) > _EVICTED_KEPT:
+            self._evicted.popitem(last=False)
+
+    def forget(self, attempt_id: str) -> None:
+        """Drop what an attempt sampled; it has ended."""
+        memory = self._memories.pop(attempt_id, None)
+        self._evicted.pop(attempt_id, None)
+        if memory is not None:
+            self._size -= memory.size
+
+
+def _why_none(memory: _Memory, messages: Sequence[Message], found: Sequence[ConversationDigest]) -> str:
+    """Say why messages continue none of the attempt's calls, although they may hold some of its answers."""
+    if any(digest.whole in memory.passed_by for digest in found):
+        return reasons.AFTER_MESSAGES
+    if not any(
+        message["role"] == "assistant" and digest in memory.answers
+        for message, digest in zip(messages, _each(messages), strict=True)
+    ):
+        return reasons.BEGINS  # what assistants say in it are examples, or came from elsewhere
+    if any(digest.but_system in memory.but_system for digest in found):
+        return reasons.SYSTEM_CHANGED
+    return _how_edited(memory, messages)
+
+
+def _how_edited(memory: _Memory, messages: Sequence[Message]) -> str:
+    """Say how a program has rewritten the history.
+
+    Of what it kept, the end stands as it was said: then the oldest was left out, or replaced by fewer new messages.
+    """
+    systems = {place for place, message in enumerate(messages) if message["role"] in SYSTEM}
+    told = [memory.said.get(digest) for digest in _each(messages)]
+    start = len(messages) - 1  # the last message is new
+    later = len(memory.said)
+    while start > 0 and start - 1 not in systems and (place := told[start - 1]) is not None and place < later:
+        start, later = start - 1, place
+    if not any(message["role"] == "assistant" for message in messages[start:]):
+        return reasons.EDITED
+    before = [place for place in range(start) if place not in systems]
+    if all(told[place] is not None for place in range(start)):
+        order = [*(told[place] or 0 for place in before), later]
+        return reasons.WINDOW if order == sorted(order) else reasons.EDITED
+    new_system = any(told[place] is None for place in systems)
+    return reasons.COMPACTED if len(before) < later - (not new_system) * len(systems) else reasons.EDITED
+
+
+def _each(messages: Sequence[Message]) -> list[bytes]:
+    """Return a digest of each message by itself."""
+    return [Conversation().add(message).whole for message in messages]
+
+
+def _restored(message: Message, turn: _Turn | None) -> Message:
+    """Return an answer of ours with its reasoning, which many clients do not give back: the template decides on it."""
+    given = reasoning_of(message)
+    if turn is None or turn.reasoning is None or given not in {None, turn.reasoning}:
+        return message
+    if turn.thought is None:
+        return {**message, "reasoning_content": turn.reasoning}
+    return {**message, "content": f"{turn.thought}{joined(message.get('content'))}"}
+
+
+def _shows(sampled: ParsedAnswer, message: Message) -> bool:
+    """Whether a message says all that was sampled for it, reasoning aside."""
+    calls = message.get("tool_calls") or ()
+    told = [(call["function"]["name"], same_data(call["function"].get("arguments"))) for call in calls]
+    written = [(call["function"]["name"], same_data(call["function"]["arguments"])) for call in sampled.tool_calls]
+    if told != written or sampled.left.strip():
+        return False
+    return bool(calls) or (sampled.content or "") == joined(message.get("content"))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

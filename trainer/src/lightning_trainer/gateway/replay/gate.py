@@ -1,0 +1,174 @@
+"""What the gateway does with a request of a replay: given from the record, made anew, or left to the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.types import Receive, Scope, Send
+
+from lightning_spans.schema.replays import COUPLED, FORKED, REPLAYED
+from lightning_spans.schema.spans import ERROR_TYPE, TOOL_RETURNED
+from lightning_trainer.gateway.auth.access import Access
+from lightning_trainer.gateway.calls.answers import Record
+from lightning_trainer.gateway.calls.response import ResponseSender
+from lightning_trainer.gateway.http.asgi import send_bytes, send_json
+from lightning_trainer.gateway.http.errors import Refusal, bad_request
+from lightning_trainer.gateway.http.intake import Intake
+from lightning_trainer.gateway.replay.answer import (
+    Policy,
+    RecordedAnswer,
+    error_of,
+    is_verbatim,
+    say,
+    send_verbatim,
+)
+from lightning_trainer.gateway.replay.record import RecordedTool
+from lightning_trainer.gateway.replay.requests import read_request
+from lightning_trainer.gateway.replay.session import Decision, Drawn, FromRecord, ReplaySession, Request
+from lightning_trainer.gateway.replay.sessions import Sessions
+from lightning_trainer.gateway.request.pending import PendingCall
+from lightning_trainer.gateway.surfaces.surface import Surface
+
+HEADER: Final = "x-lightning-replay"
+ASKS: Final = b"asks"  # of a request: who sends it can send it on to its own endpoint
+OWN: Final = "own"  # of an answer: it is to be sent there
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A request of a replay, and what is done with it.
+
+    Attributes:
+        session: the replay.
+        request: what came.
+        decision: what is done.
+    """
+
+    session: ReplaySession
+    request: Request
+    decision: Decision
+
+    @property
+    def model(self) -> str | None:
+        """The policy that answers in place of the agent's own; None: that one."""
+        return self.decision.model if isinstance(self.decision, Drawn) else None
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a policy answers."""
+        return isinstance(self.decision, Drawn) and self.decision.say is None
+
+    def failed(self) -> None:
+        """Note that a call failed on the way."""
+        self.session.release(self.request)
+
+    async def send_as_it_was(self, pending: PendingCall, send: Send, record: Record, path: str) -> bool:
+        """Send an answer of an agent's own endpoint as it was, where it can be.
+
+        Raises:
+            Refusal: it was an error.
+        """
+        decision = self.decision
+        if not isinstance(decision, FromRecord):
+            return False
+        if decision.call.raw and (refusal := error_of(decision.call.node)) is not None:
+            raise refusal
+        if not is_verbatim(decision.call, path):
+            return False
+        return await send_verbatim(decision.call, pending, send, record, path)
+
+    async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record, policy: Policy | None) -> None:
+        """Answer from the record, or with the text that is put in its place.
+
+        Raises:
+            Refusal: that is what was recorded.
+        """
+        if isinstance(self.decision, FromRecord):
+            await RecordedAnswer(self.decision.call, policy).answer(pending, sender, record)
+        elif isinstance(self.decision, Drawn) and self.decision.say is not None:
+            await say(self.decision.say, pending, sender, record)
+
+
+class ReplayGate:
+    """Decides on the requests of replays, and tells agents' processes the results of their tools.
+
+    Args:
+        sessions: of this server.
+        access: checks keys.
+        intake: reads bodies.
+    """
+
+    def __init__(self, sessions: Sessions, access: Access, intake: Intake) -> None:
+        self._sessions = sessions
+        self._access = access
+        self._intake = intake
+
+    async def step(self, surface: Surface, pending: PendingCall, *, asks: bool, sampled: Callable[[], bool]) -> Step:
+        """Decide on a model call, and mark its record.
+
+        Args:
+            surface: by which it came.
+            pending: the call; its request is as it came.
+            asks: whether its sender can send it on to its own endpoint.
+            sampled: whether a policy of the server answers its agent.
+
+        Raises:
+            Refusal: the replay has ended.
+        """
+        session = await self._sessions.of(str(pending.grant.attempt_id))
+        try:
+            chat = read_request(surface.begin(pending.request, pending.grant.attempt_id).asked)
+        except Refusal:  # it can still be one of the program's own endpoint
+            chat = None
+        span = (pending.trace_id, pending.span_id) if pending.trace_id and pending.span_id else None
+        request = Request(pending.agent, chat, read_request(pending.request), span, sampled=not asks or sampled())
+        decision = session.call(request)
+        if isinstance(decision, FromRecord):
+            pending.marks = {REPLAYED: decision.call.call_id} | ({COUPLED: True} if decision.coupled else {})
+        elif decision.fork is not None:
+            pending.marks = {FORKED: decision.fork.call_id, "draw": session.replay.draw}
+        if isinstance(decision, Drawn):
+            pending.seed = decision.seed
+        return Step(session, request, decision)
+
+    async def tool(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer ``POST /v1/replay/tool``: the recorded result of a tool, or that it is to be run.
+
+        Raises:
+            Refusal: the replay has ended, or the request is malformed.
+        """
+        grant = await self._access.admit(scope, "attempt")
+        body = await self._intake.object(scope, receive, grant)
+        if not grant.replay or grant.attempt_id is None:
+            raise Refusal(409, "this attempt replays nothing: run the tool", "conflict_error")
+        name, arguments = body.get("name"), body.get("arguments")
+        if not isinstance(name, str) or not isinstance(arguments, str | None):
+            raise bad_request("name and arguments must be texts")
+        about = (body.get("agent"), body.get("call_id"))
+        agent, call_id = (value if isinstance(value, str) else None for value in about)
+        session = await self._sessions.of(grant.attempt_id)
+        found = session.tool(agent, name, call_id, arguments or "", side_effects=body.get("side_effects") is True)
+        if found is None:
+            await send_json(send, {"do": "run"})
+            return
+        await send_json(send, {"do": "give", **_given(found)})
+
+
+def _given(tool: RecordedTool) -> dict[str, Any]:
+    """Return what an agent's process makes the tool's outcome of."""
+    return {
+        "status": "error" if tool.failed else "ok",
+        "result": tool.result,
+        "returned": tool.marks.get(TOOL_RETURNED),
+        "error": tool.error,
+        "error_type": tool.marks.get(ERROR_TYPE),
+    }
+
+
+async def send_own(send: Send) -> None:
+    """Tell an agent's process to send a call on to its own endpoint."""
+    message = "this call is not in the record and its agent is not trained: send it to your own endpoint"
+    refusal = Refusal(421, message, "misdirected_request", "replay_own", {HEADER: OWN})
+    await send_bytes(send, refusal.body(), status=421, extra=refusal.headers)

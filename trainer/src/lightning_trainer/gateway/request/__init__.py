@@ -1,0 +1,1 @@
+"""A chat request read once and wholly."""

@@ -1,0 +1,148 @@
+"""What an answer must be: JSON of a schema, or calls of tools in the Hermes format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from lightning_trainer.gateway.request.fields import wrong
+
+_MOST_CALLS: Final = 8  # of an answer that must be calls; a small model may not find an end by itself
+# As Python writes JSON, which is what models have seen; free white space would let a small model write nothing else.
+_WRITTEN: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MOST_SPACES: Final = 1  # in a row; xgrammar has no way to write exactly as Python does
+
+Form: TypeAlias = Literal["structural_tag", "grammar"]
+FORMS: Final[tuple[Form, ...]] = ("structural_tag", "grammar")  # of vLLM's ``structured_outputs``
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """JSON, calls, or a choice of both.
+
+    Attributes:
+        schema: of an answer that is JSON; None: none is.
+        tools: of an answer that is calls; empty: none is.
+        one_call: such an answer has one call at most.
+    """
+
+    schema: Mapping[str, Any] | None
+    tools: Sequence[Mapping[str, Any]]
+    one_call: bool
+
+    def lark(self) -> str:
+        """Say it in llguidance's Lark."""
+        if self.schema is None:
+            return "start: calls\n" + _calls(self.tools, one_call=self.one_call)
+        if self.tools:
+            return f"start: json | calls\njson: {_json(self.schema)}\n" + _calls(self.tools, one_call=self.one_call)
+        return f"start: {_json(self.schema)}\n"
+
+    def tag(self) -> dict[str, Any]:
+        """Say it as a structural tag of xgrammar."""
+        choices = [] if self.schema is None else [_json_tag(self.schema)]
+        if self.tools:
+            choices.append(_call_tags(self.tools, one_call=self.one_call))
+        return {"type": "structural_tag", "format": _one_of(choices)}
+
+    def structured_outputs(self, form: Form) -> dict[str, str]:
+        """Say it as vLLM's parameter of that name, for its backend xgrammar (a structural tag) or guidance."""
+        return {form: json.dumps(self.tag(), ensure_ascii=False) if form == "structural_tag" else self.lark()}
+
+
+def constraint_of(
+    tool_choice: Any, tools: Sequence[Mapping[str, Any]], response_format: Any, *, one_call: bool
+) -> Constraint | None:
+    """Return what a request asks for; None when its answer is free.
+
+    Args:
+        tool_choice: as received.
+        tools: those of the request.
+        response_format: as received.
+        one_call: an answer has one call at most.
+
+    Raises:
+        Refusal: one of them is malformed.
+    """
+    schema = _schema(response_format)
+    chosen = _chosen(tool_choice, tools)
+    if chosen:
+        return Constraint(None, chosen, one_call)
+    if schema is None:
+        return None
+    return Constraint(schema, () if tool_choice == "none" else tools, one_call)
+
+
+def _schema(wanted: Any) -> Mapping[str, Any] | None:
+    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    if kind is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    described = wanted.get("json_schema") if isinstance(wanted, dict) and kind == "json_schema" else None
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(schema, dict):
+        raise wrong("response_format", wanted, 'text, json_object, or json_schema with {"name": ..., "schema": {...}}')
+    return schema
+
+
+def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the tools of which one must be called; none where the model is free."""
+    if choice in {"auto", "none"} if isinstance(choice, str) else choice is None:
+        return ()
+    if choice == "required":
+        found = list(tools)
+    else:
+        function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+        if not isinstance(function, dict):
+            expected = 'auto, none, required or {"type": "function", "function": {"name": ...}}'
+            raise wrong("tool_choice", choice, expected)
+        found = [tool for tool in tools if tool["function"]["name"] == function.get("name")]
+    if not found:
+        raise wrong("tool_choice", choice, "of tools that the request brings")
+    return found
+
+
+def _calls(tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> str:
+    names = " | ".join(f"call_{at}" for at in range(len(tools)))
+    more = "" if one_call else f' ("\\n" call){{0,{_MOST_CALLS - 1}}}'
+    lines = [f"calls: call{more}", f"call: {names}"]
+    for at, tool in enumerate(tools):
+        begin, schema, end = _parts(tool)
+        lines.append(f"call_{at}: {json.dumps(begin)} args_{at} {json.dumps(end)}")
+        lines.append(f"args_{at}: {_json(schema)}")
+    return "\n".join(lines) + "\n"
+
+
+def _parts(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], str]:
+    """Return what stands before the arguments of a call, their schema, and what stands after them."""
+    function = tool["function"]
+    begin = '<tool_call>\n{"name": ' + json.dumps(function["name"], ensure_ascii=False) + ', "arguments": '
+    return begin, function.get("parameters") or {"type": "object"}, "}\n</tool_call>"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _WRITTEN}, ensure_ascii=False)
+
+
+def _call_tags(tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> dict[str, Any]:
+    tags = []
+    for tool in tools:
+        begin, schema, end = _parts(tool)
+        tags.append({"type": "tag", "begin": begin, "content": _json_tag(schema), "end": end})
+    call = _one_of(tags)
+    if one_call:
+        return call
+    another = {"type": "sequence", "elements": [{"type": "const_string", "value": "\n"}, call]}
+    others = {"type": "repeat", "min": 0, "max": _MOST_CALLS - 1, "content": another}
+    return {"type": "sequence", "elements": [call, others]}
+
+
+def _json_tag(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MOST_SPACES}
+
+
+def _one_of(choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return choices[0] if len(choices) == 1 else {"type": "or", "elements": list(choices)}

@@ -1,0 +1,119 @@
+"""``POST /v1/completions``: a text or token ids go on, without a chat template. One prompt a request is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import orjson
+
+from lightning_trainer.gateway.http.errors import Refusal, bad_request
+from lightning_trainer.gateway.http.events import DONE, event
+from lightning_trainer.gateway.request.fields import flag, whole, wrong
+from lightning_trainer.gateway.request.pending import PendingCall
+
+_LIMIT: Final = 16  # tokens of an answer whose request names no limit, at OpenAI and vLLM
+
+
+class CompletionsSurface:
+    """Text completions."""
+
+    path = "/v1/completions"
+    id_prefix = "cmpl-"
+
+    def begin(self, body: Mapping[str, Any], owner: str | None) -> CompletionsExchange:  # noqa: ARG002 - nothing is kept
+        """Read a request: see `Surface.begin`."""
+        return CompletionsExchange(body)
+
+    def refusal(self, refusal: Refusal) -> bytes:
+        """Return an error as OpenAI gives it."""
+        return refusal.body()
+
+
+class CompletionsExchange:
+    """One request and its answer."""
+
+    keeps_id = True
+    demands_limit = False
+    left_out: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        for name in ("echo", "suffix"):
+            if body.get(name):
+                raise bad_request(f"{name} is not done here. Leave it out.", "unsupported_parameter")
+        if body.get("best_of") not in (None, 1, body.get("n") or 1):
+            raise bad_request("best_of draws answers that nobody sees; ask for n instead.", "unsupported_parameter")
+        self._top = whole(body, "logprobs", None, low=0, high=20)
+        asked = {name: value for name, value in body.items() if name not in {"echo", "suffix", "best_of", "logprobs"}}
+        asked["prompt"] = _prompt(body.get("prompt"))
+        asked["max_tokens"] = _LIMIT if body.get("max_tokens") is None else body["max_tokens"]
+        if self._top is not None:
+            asked |= {"logprobs": True, "top_logprobs": self._top}
+        self._ids = flag(body, "return_token_ids")
+        self._starts: dict[int, int] = {}  # characters sent so far, by choice
+        self.asked: Mapping[str, Any] = asked
+
+    def whole(self, pending: PendingCall, completion: dict[str, Any]) -> bytes:
+        """See `Exchange`."""
+        return orjson.dumps(self._translated(pending, completion))
+
+    def chunk(self, pending: PendingCall, chunk: dict[str, Any]) -> bytes:
+        """See `Exchange`."""
+        told = self._translated(pending, chunk)
+        news = any(choice["text"] or choice["finish_reason"] or choice.get("token_ids") for choice in told["choices"])
+        return event(told) if news or not chunk.get("choices") else b""
+
+    def end(self, pending: PendingCall) -> bytes:  # noqa: ARG002
+        """See `Exchange`."""
+        return DONE
+
+    def failed(self, pending: PendingCall, refusal: Refusal) -> bytes:  # noqa: ARG002
+        """See `Exchange`."""
+        return b"data: " + refusal.body() + b"\n\n"
+
+    def _translated(self, pending: PendingCall, reply: Mapping[str, Any]) -> dict[str, Any]:
+        out = {name: value for name, value in reply.items() if name not in {"choices", "prompt_token_ids"}}
+        choices = [self._choice(pending, choice) for choice in reply.get("choices") or ()]
+        return {**out, "object": "text_completion", "choices": choices}
+
+    def _choice(self, pending: PendingCall, choice: Mapping[str, Any]) -> dict[str, Any]:
+        text = (choice.get("message") or choice.get("delta") or {}).get("content") or ""
+        index = choice.get("index") or 0
+        start = self._starts.get(index, 0)
+        self._starts[index] = start + len(text)
+        out = {
+            "index": index,
+            "text": text,
+            "logprobs": _logprobs(choice.get("logprobs"), self._top or 0, start) if self._top is not None else None,
+            "finish_reason": choice.get("finish_reason"),
+        }
+        if self._ids:
+            out |= {"token_ids": choice.get("token_ids"), "prompt_token_ids": list(pending.prompt_token_ids or ())}
+        return out
+
+
+def _prompt(value: Any) -> str | list[int]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(isinstance(token, int) and token >= 0 for token in value):
+        return value
+    raise wrong("prompt", value, "one text or one list of token ids, not empty; send a request for each prompt")
+
+
+def _logprobs(given: Mapping[str, Any] | None, top: int, start: int) -> dict[str, Any] | None:
+    tokens = (given or {}).get("content") or []
+    if not tokens:
+        return None
+    offsets = [start]
+    for token in tokens[:-1]:
+        offsets.append(offsets[-1] + len(token["token"]))
+    found = [{other["token"]: other["logprob"] for other in token.get("top_logprobs") or ()} for token in tokens]
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": found if top else None,
+        "text_offset": offsets,
+    }

@@ -1,0 +1,122 @@
+"""Tools of a Responses request as functions of a chat completion, and the way back to the client's own names.
+
+A chat completion knows functions alone. A namespace becomes a prefix of its functions' names. A custom tool, which
+takes free text, becomes a function of one text. What runs at OpenAI is left out where there are other tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import orjson
+
+from lightning_trainer.gateway.http.errors import Refusal, bad_request
+from lightning_trainer.gateway.request.fields import listed, wrong
+
+_DEFAULT: Final = "functions"  # OpenAI's name of the namespace in which tools without one are
+_HOSTED: Final = (  # what runs at OpenAI; dated names begin like this
+    "web_search", "file_search", "code_interpreter", "image_generation", "computer_use", "mcp",
+)  # fmt: skip
+_FREE_TEXT: Final = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTool:
+    """A tool as the client knows it."""
+
+    kind: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+    @property
+    def chat_name(self) -> str:
+        """Its name in a chat completion."""
+        return self.name if self.namespace in (None, _DEFAULT) else f"{self.namespace}__{self.name}"
+
+
+class ResponseTools:
+    """The tools of one request.
+
+    Args:
+        given: its tools, those among its input too.
+        choice: its ``tool_choice``.
+
+    Raises:
+        Refusal: one is malformed, or can't be answered here and not be left out.
+    """
+
+    def __init__(self, given: Sequence[Any], choice: Any) -> None:
+        self.chat: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        self._own: dict[str, OwnTool] = {}
+        for tool in given:
+            self._add(tool, None)
+        if self.left_out and not self.chat:
+            raise _hosted(self.left_out[0])
+        self.choice = None if choice is None else self._choice(choice)
+
+    def own(self, chat_name: str) -> OwnTool:
+        """Return the tool that the model called; a name that is none of them is the model's own."""
+        return self._own.get(chat_name) or OwnTool("function", chat_name)
+
+    def _add(self, tool: Any, namespace: str | None) -> None:
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        if kind == "namespace" and namespace is None:
+            for each in listed("tools", tool.get("tools")):
+                self._add(each, str(tool.get("name")))
+        elif kind in {"function", "custom"}:
+            own = OwnTool(kind, str(tool.get("name")), namespace)
+            if self._own.setdefault(own.chat_name, own) != own:
+                raise bad_request(f"tools: {own.chat_name!r} is there twice. Give each tool a name of its own.")
+            self.chat.append({"type": "function", "function": _function(tool, own)})
+        elif isinstance(kind, str) and kind.startswith(_HOSTED):
+            self.left_out.append(kind)
+        else:
+            raise bad_request(
+                f"tool {kind!r} is not known here. Give tools of type function, custom or namespace.",
+                "unsupported_tool",
+            )
+
+    def _choice(self, choice: Any) -> Any:
+        if isinstance(choice, str):
+            return choice
+        if isinstance(choice, dict) and choice.get("type") in {"function", "custom"}:
+            own = OwnTool(choice["type"], str(choice.get("name")), choice.get("namespace"))
+            return {"type": "function", "function": {"name": own.chat_name}}
+        raise wrong("tool_choice", choice, 'auto, none, required or {"type": "function", "name": ...}')
+
+
+def _function(tool: Mapping[str, Any], own: OwnTool) -> dict[str, Any]:
+    if own.kind == "custom":
+        return {"name": own.chat_name, "description": "\n\n".join(_described(tool)), "parameters": _FREE_TEXT}
+    kept = {name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name) is not None}
+    return {"name": own.chat_name if tool.get("name") is not None else None, **kept}
+
+
+def _described(tool: Mapping[str, Any]) -> Iterator[str]:
+    """Describe a custom tool. Its grammar is told, not enforced: the model writes JSON around the text."""
+    if tool.get("description"):
+        yield str(tool["description"])
+    form = tool.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        yield f"The text follows this grammar ({form.get('syntax')}):\n{form.get('definition')}"
+
+
+def _hosted(kind: str) -> Refusal:
+    return bad_request(f"tool {kind!r} runs at OpenAI only. Give function tools.", "unsupported_tool")
+
+
+def free_text(arguments: str) -> str:
+    """Return what a custom tool is called with; arguments that are not of its one text are given as they are."""
+    try:
+        data = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    return data["input"] if isinstance(data, dict) and isinstance(data.get("input"), str) else arguments
+
+
+def free_text_arguments(text: Any) -> str:
+    """Return the arguments of a function of one text."""
+    return orjson.dumps({"input": text}).decode()

@@ -1,0 +1,143 @@
+"""From an upstream's reply, whole or in chunks: what goes on record, and what the agent gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from lightning_spans.chat.stream import Growing, message_of
+from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice
+from lightning_trainer.gateway.upstream.dialects import as_chat
+
+_A_TOKEN: Final = (int, int, float, str)
+
+
+class Assembly:
+    """Fills a pending call from replies, and takes out of them what only the record needed."""
+
+    def __init__(self, pending: PendingCall) -> None:
+        self._pending = pending
+        self._shows_logprobs = pending.request.get("logprobs") is True
+        self._shows_ids = pending.request.get("return_token_ids") is True
+        self._choices: dict[int, PendingChoice] = {}
+        self._messages: dict[int, Growing] = {}
+        self._ended: set[int] = set()
+        self.ended = False  # whether every choice has its finish reason
+        number = pending.request.get("n")
+        self._number = number if isinstance(number, int) else 1
+
+    @property
+    def drawn(self) -> bool:
+        """Whether anything of the answer came."""
+        return bool(self._choices)
+
+    def add(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Take a whole reply or a chunk, of chat or completions; give what the agent gets: the same object changed."""
+        if self._add_token(reply):
+            return reply
+        as_chat(reply)
+        if self._pending.keeps_id and isinstance(reply.get("id"), str):
+            self._pending.response_id = reply["id"]
+        self._take_prompt(reply)
+        choices = reply.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            self._add_choice(choice)
+        return reply
+
+    def _add_token(self, reply: dict[str, Any]) -> bool:
+        """Take a chunk with a token's text and nothing else that is new, as nearly all are; False: it is another."""
+        choices = reply.get("choices")
+        if type(choices) is not list or len(choices) != 1 or "prompt_token_ids" in reply:
+            return False
+        choice = choices[0]
+        try:
+            index, delta = choice["index"], choice["delta"]
+            drawn, (shown,), (number,) = self._choices[index], choice["logprobs"]["content"], choice["token_ids"]
+            logprob, text = shown["logprob"], delta["content"]
+        except (KeyError, TypeError, ValueError):
+            return False
+        others = len(delta) > 1 or "prompt_token_ids" in choice or "text" in choice
+        if others or choice.get("finish_reason") or drawn.token_ids is None or drawn.logprobs is None:
+            return False
+        if (type(index), type(number), type(logprob), type(text)) != _A_TOKEN or not 0 <= number < 2**31:
+            return False
+        drawn.token_ids.append(number)
+        drawn.logprobs.append(logprob)
+        self._messages[index].add_text("content", text)
+        if not self._shows_ids:
+            del choice["token_ids"]
+        if not self._shows_logprobs:
+            choice["logprobs"] = None
+        return True
+
+    def _take_prompt(self, holder: dict[str, Any]) -> None:
+        """Take the prompt's tokens from a reply (vLLM's chat) or a choice (completions, SGLang)."""
+        if "prompt_token_ids" not in holder:
+            return
+        if ids := _ids(holder["prompt_token_ids"]):
+            self._pending.prompt_token_ids = tuple(ids)
+        if not self._shows_ids:
+            holder.pop("prompt_token_ids", None)
+
+    def _add_choice(self, choice: dict[str, Any]) -> None:
+        index = choice.get("index") or 0
+        if type(index) is not int or not 0 <= index < max(self._number, 1):
+            raise ValueError(f"choice {index!r} of {self._number}")
+        self._take_prompt(choice)
+        if index not in self._choices:
+            self._choices[index], self._messages[index] = PendingChoice(index), Growing()
+        drawn, delta = self._choices[index], choice.get("message") or choice.get("delta") or {}
+        _check_calls(delta.get("tool_calls"))
+        self._messages[index].add(delta)
+        if reason := choice.get("finish_reason"):
+            if not isinstance(reason, str):
+                raise TypeError("a finish reason must be a text")
+            drawn.finish_reason = reason
+            self._ended.add(index)
+            self.ended = len(self._ended) >= self._number
+        ids, logprobs = _ids(choice.get("token_ids")), _logprobs(choice.get("logprobs"))
+        if ids and logprobs is not None and len(ids) == len(logprobs):
+            drawn.add(ids, logprobs)
+        elif ids:  # without a log-probability for each token none can be used
+            drawn.token_ids = [*(drawn.token_ids or ()), *ids]
+            drawn.logprobs = None
+        if not self._shows_ids:
+            choice.pop("token_ids", None)
+        if not self._shows_logprobs and "logprobs" in choice:
+            choice["logprobs"] = None
+
+    def settle(self) -> None:
+        """Write what came, whole or not, to the pending call."""
+        for index, drawn in self._choices.items():
+            drawn.message = message_of(self._messages[index])
+        self._pending.choices = [self._choices[index] for index in sorted(self._choices)]
+
+
+def _check_calls(calls: Any) -> None:
+    for call in calls or ():
+        function = call.get("function") or {}
+        texts = (function.get("name") or "", function.get("arguments") or "")
+        if type(call.get("index", 0)) is not int or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"tool call {call.get('index')!r}: its name and arguments must be texts")
+
+
+def _ids(value: Any) -> Sequence[int]:
+    """Read token ids; what no tokenizer can have is not taken, so that the call counts as one without tokens."""
+    if not isinstance(value, list):
+        return ()
+    if len(value) == 1:  # as in nearly every chunk
+        return value if type(value[0]) is int and 0 <= value[0] < 2**31 else ()
+    if set(map(type, value)) != {int}:  # a true is an int to isinstance; this is quicker
+        return ()
+    return value if min(value) >= 0 and max(value) < 2**31 else ()
+
+
+def _logprobs(value: Any) -> list[float] | None:
+    content = value.get("content") if isinstance(value, dict) else None
+    if not isinstance(content, list):
+        return None
+    if len(content) == 1:
+        only = content[0]["logprob"]
+        return [only] if type(only) in (float, int) else None
+    found = [token["logprob"] for token in content]
+    return found if set(map(type, found)) <= {int, float} else None

@@ -1,0 +1,248 @@
+"""HTTP to the replicas of one upstream: asked, read, and found out what they are like."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from lightning_spans.record.stalls import Wait, waiting
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.upstream.dialects import Dialect, as_chat, dialect_of
+from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of, refusal_of
+from lightning_trainer.gateway.upstream.replicas import Replica
+
+if TYPE_CHECKING:
+    import aiohttp
+
+logger = logging.getLogger(__name__)
+MOST_BYTES: Final = 64 * 2**20  # of one answer; 100,000 tokens with ids and log-probabilities are about 20 MB
+_UNWELL = frozenset({502, 503, 504})  # another replica may do better
+
+
+class Connection:
+    """Connections to all replicas.
+
+    Args:
+        key: bearer key that they want; None: nothing.
+        silence_s: seconds without a byte after which an answer has failed.
+        total_s: most seconds of an answer; None: as long as it takes.
+        waits_for: what a wait for them is called.
+    """
+
+    def __init__(self, key: str | None, *, silence_s: float, total_s: float | None, waits_for: str) -> None:
+        self._key, self._silence_s, self._total_s, self._waits_for = key, silence_s, total_s, waits_for
+        self._session: aiohttp.ClientSession | None = None
+        self._asking = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close them."""
+        if self._session is not None:
+            await self._session.close()
+
+    @asynccontextmanager
+    async def response(self, replica: Replica, path: str, body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Post to a replica, or get where there is no body; give its answer when it is a good one.
+
+        Raises:
+            Refusal: the upstream's own.
+            BrokenError: it can't be reached, broke off, or says that it is not well.
+        """
+        import aiohttp
+
+        url = f"{replica.url}{path}"
+        try:
+            method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+            asking = self._client().request(method, url, data=data, allow_redirects=False)
+            with waiting("upstream", self._waits_for):
+                async with asyncio.timeout(self._silence_s):
+                    response = await asking
+            async with response:
+                if 300 <= response.status < 400:
+                    raise failed(f"{url} answered with a redirect, which is not followed: its target may be anything")
+                if response.status >= 400:
+                    refusal = refusal_of(
+                        response.status, await self.read(response), response.headers.get("retry-after")
+                    )
+                    raise BrokenError(refusal) if response.status in _UNWELL else refusal
+                yield response
+        except (aiohttp.ClientError, TimeoutError) as error:
+            stale = isinstance(error, (aiohttp.ServerDisconnectedError, ConnectionResetError))
+            told = failed(f"{url} did not answer: {type(error).__name__}: {error}")
+            raise BrokenError(told, stale=stale) from error
+
+    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+        """Read a whole body.
+
+        Raises:
+            Refusal: it is larger than any answer.
+        """
+        with self.arriving(response) as body:
+            pieces = []
+            while piece := await body.piece():
+                pieces.append(piece)
+        return b"".join(pieces)
+
+    @contextmanager
+    def arriving(self, response: aiohttp.ClientResponse) -> Iterator[Arriving]:
+        """Return a body as it comes; its wait for the next piece is noted, and has its bound.
+
+        Raises:
+            Refusal: it is compressed, which nobody asked for.
+        """
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise failed(f"{response.url} sent a compressed body, which nobody asked for")
+        with waiting("upstream", self._waits_for) as wait:
+            body = Arriving(response, wait, self._silence_s)
+            try:
+                yield body
+            finally:
+                body.end()
+
+    async def dialect(self, replica: Replica) -> Dialect:
+        """Say how a replica is asked for tokens; found out once.
+
+        Raises:
+            BrokenError: it can't be reached.
+        """
+        if replica.dialect is None:
+            async with self._asking:
+                if replica.dialect is None:
+                    replica.dialect = dialect_of(await self.models(replica))
+        return replica.dialect
+
+    async def models(self, replica: Replica) -> bytes:
+        """Return what ``/models`` says; nothing where there is no such page.
+
+        Raises:
+            BrokenError: it can't be reached, or is not well.
+        """
+        import aiohttp
+
+        try:
+            timeout = aiohttp.ClientTimeout(total=30.0)
+            async with self._client().get(f"{replica.url}/models", timeout=timeout, allow_redirects=False) as response:
+                if response.status >= 500:
+                    raise BrokenError(refusal_of(response.status, await self.read(response)))
+                return await self.read(response) if response.status == 200 else b"{}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            told = failed(f"{replica.url} did not answer: {type(error).__name__}: {error}")
+            raise BrokenError(told) from error
+
+    async def page(self, replica: Replica, path: str, body: Any = None) -> bytes:
+        """Return what a replica says on a path; it is asked by POST where there is a body.
+
+        Raises:
+            Refusal: the replica's own.
+            BrokenError: it can't be reached, or is not well.
+        """
+        async with self.response(replica, path, body) as response:
+            return await self.read(response)
+
+    async def gives_raw_logprobs(self, replica: Replica, model: str) -> bool:
+        """Say whether a replica's log-probabilities leave the temperature out; found out once."""
+        if replica.raw_logprobs is None:
+            replica.raw_logprobs = await self._leaves_temperature_out(replica, model)
+            if replica.raw_logprobs:
+                logger.warning(
+                    "%s gives log-probabilities at temperature 1, whatever the temperature. Answers of another one are"
+                    " not trained on: start vLLM with --logprobs-mode processed_logprobs, or SGLang without"
+                    " SGLANG_RETURN_ORIGINAL_LOGPROB.",
+                    replica.url,
+                )
+        return replica.raw_logprobs
+
+    async def _leaves_temperature_out(self, replica: Replica, model: str) -> bool:
+        """Ask for the likeliest token of the same prompt at two temperatures."""
+        asked = {"model": model, "prompt": "a", "max_tokens": 1, "logprobs": 1, "seed": 1}
+        found = []
+        for temperature in (0.5, 2.0):
+            body = {**asked, "temperature": temperature}
+            try:
+                reply = as_chat(object_of(await self.page(replica, "/completions", body)))
+            except Refusal as refusal:
+                if refusal.status not in {404, 405}:
+                    raise
+                raise Refusal(
+                    refusal.status,
+                    f"{replica.url} says that it is vLLM or SGLang, but has no /completions, which is asked at two"
+                    " temperatures whether the log-probabilities of its answers are trained on as they are"
+                    f" ({refusal.message[:200]}). If a proxy stands before it, let /v1/completions through, or name the"
+                    " server itself as the upstream; or sample at temperature 1, where nothing is to be found out.",
+                    code="no_completions",
+                ) from refusal
+            try:
+                top = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+                found.append(max(other["logprob"] for other in top))
+            except (KeyError, IndexError, TypeError, ValueError):
+                return False  # it does not tell: our own gateway, which gives them at the temperature
+        return bool(abs(found[0] - found[1]) < 1e-6)
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            import aiohttp
+
+            headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),  # the upstream queues, we don't
+                cookie_jar=aiohttp.DummyCookieJar(),  # an answer to one attempt must not set what another's call sends
+                timeout=aiohttp.ClientTimeout(total=self._total_s, sock_connect=10.0),
+                # Not compressed: a small body must not become a large one here.
+                headers={**headers, "content-type": "application/json", "accept-encoding": "identity"},
+                auto_decompress=False,
+            )
+        return self._session
+
+
+class Arriving:
+    """A body that is read piece by piece. aiohttp's own limit of silence would set a timer for each: this sets few.
+
+    Args:
+        response: whose body.
+        wait: noted while it is read; it says when something last came.
+        silence_s: seconds without a byte after which the answer has failed.
+    """
+
+    def __init__(self, response: aiohttp.ClientResponse, wait: Wait, silence_s: float) -> None:
+        self._response, self._wait, self._silence_s = response, wait, silence_s
+        self._loop = asyncio.get_running_loop()
+        self._size = 0
+        self._silent = False
+        self._timer = self._loop.call_later(silence_s, self._look)
+
+    async def piece(self) -> bytes:
+        """Return the next piece; empty at the end.
+
+        Raises:
+            Refusal: the body is larger than any answer.
+            TimeoutError: nothing came for too long.
+            aiohttp.ClientError: the connection broke off.
+        """
+        try:
+            found = await self._response.content.readany()
+        except Exception as error:
+            if self._silent:
+                raise TimeoutError(f"nothing came for {self._silence_s:g} s") from error
+            raise
+        self._wait.moved()
+        self._size += len(found)
+        if self._size > MOST_BYTES:
+            raise failed(f"{self._response.url} sent more than {MOST_BYTES} bytes")
+        return found
+
+    def end(self) -> None:
+        """Say that no more is read."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self._wait.since + self._silence_s - time.monotonic()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self._silent = True
+            self._response.close()

@@ -1,0 +1,74 @@
+"""What goes wrong with an upstream, and what the agent is told of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import orjson
+
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.http.intake import MAX_DEPTH, deeper_than
+from lightning_trainer.gateway.http.weight import too_heavy
+
+_SMALL: Final = 64 * 1024  # bytes, of which nothing large can be made
+_MOST_BYTES: Final = 512 << 20  # of memory; 100,000 tokens with ids and log-probabilities take 100 MB
+_RETRY_AFTER: Final = re.compile(r"\d{1,7}(\.\d{1,3})?|[A-Za-z]{3}, [\w: ]{18,26}")  # seconds, or a date
+
+
+class BrokenError(Exception):
+    """A replica did not answer, or not to the end."""
+
+    def __init__(self, refusal: Refusal, *, stale: bool = False) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+        self.stale = stale  # the connection was closed before anything came of it
+
+
+def failed(what: str) -> Refusal:
+    """Return a 502: the server could not be asked, or sent no answer."""
+    return Refusal(502, f"the model's server {what}", "server_error", "upstream_failed")
+
+
+def refusal_of(status: int, body: bytes, retry_after: str | None = None) -> Refusal:
+    """Return an upstream's own error with its status, message and code."""
+    try:
+        data = _read(body)
+        error = data.get("error", data)  # older vLLM sends the error's fields at the top
+        message, kind, code = error["message"], error.get("type"), error.get("code")
+    except (ValueError, AttributeError, KeyError, TypeError):
+        message, kind, code = body[:500].decode(errors="replace"), None, None
+    message = message or f"the model's server answered {status} without a word"  # vLLM's way for its own failures
+    headers = {"retry-after": retry_after} if retry_after is not None and _RETRY_AFTER.fullmatch(retry_after) else {}
+    return Refusal(status, str(message), str(kind or "upstream_error"), None if code is None else str(code), headers)
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """Read a reply or a chunk.
+
+    Raises:
+        Refusal: it is no JSON object, or an error.
+    """
+    try:
+        data = _read(body)
+    except ValueError as error:
+        raise failed(f"sent no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise failed("sent no JSON object")
+    if "error" in data and "choices" not in data:
+        raise refusal_of(502, body)
+    return data
+
+
+def _read(body: bytes) -> Any:
+    """Read JSON whose size and depth are those of a reply.
+
+    Raises:
+        ValueError: it is no JSON, would take too much memory, or could not be sent on.
+    """
+    if len(body) > _SMALL and too_heavy(body, _MOST_BYTES):
+        raise ValueError(f"it would take more than {_MOST_BYTES} bytes of memory")
+    data = orjson.loads(body)
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and deeper_than(data, MAX_DEPTH):
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+    return data

@@ -1,0 +1,48 @@
+"""The fields of a request that are sent on to a vLLM or SGLang server: all that is known what it does.
+
+Some of them make the server draw from another distribution than the policy's. Such calls are answered, and left out of
+training with the reason: see `lightning_trainer.rl.steered`. What is not known could do the same unseen: it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from lightning_trainer.gateway.http.errors import bad_request
+from lightning_trainer.gateway.upstream.dialects import Dialect
+
+_OPENAI: Final = frozenset({
+    "model", "messages", "prompt", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
+    "n", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed",
+    "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "response_format",
+    "reasoning_effort", "verbosity", "modalities", "prediction", "suffix", "echo", "best_of",
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+})  # fmt: skip
+_SERVERS: Final = frozenset({  # vLLM and SGLang
+    "top_k", "min_p", "repetition_penalty", "min_tokens", "length_penalty", "use_beam_search", "ignore_eos",
+    "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "truncate_prompt_tokens", "prompt_logprobs", "add_special_tokens", "add_generation_prompt",
+    "continue_final_message", "chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs",
+    "allowed_token_ids", "bad_words", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "structural_tag", "guided_decoding_backend", "guided_whitespace_pattern", "regex", "ebnf",
+    "include_reasoning", "separate_reasoning", "stream_reasoning", "thinking", "thinking_token_budget",
+    "return_token_ids", "return_tokens_as_token_ids", "logits_processors", "custom_logit_processor", "custom_params",
+    "priority", "request_id", "rid", "cache_salt", "no_stop_trim",
+})  # fmt: skip
+
+
+def refuse_unknown(dialect: Dialect, request: Mapping[str, Any]) -> None:
+    """Refuse a request of an attempt's that has fields of which nobody knows what they do to the answer.
+
+    Raises:
+        Refusal: names the field.
+    """
+    if dialect == "plain":  # it sends no tokens, so nothing of it is trained on
+        return
+    for name, value in request.items():
+        if value is not None and name not in _OPENAI and name not in _SERVERS:
+            raise bad_request(
+                f"parameter {name!r} is not known here, so it is not sent on in training. Leave it out.",
+                "unsupported_parameter",
+            )

@@ -1,0 +1,136 @@
+"""The servers that answer for one policy: where an attempt's calls go, which are well, and when all hold still."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.request.constraints import Form
+from lightning_trainer.gateway.upstream.dialects import Dialect
+from lightning_trainer.gateway.upstream.token_protocols import TokenServer
+
+_ATTEMPTS: Final = 20_000  # whose replica is remembered; far more than run at once
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One server.
+
+    Attributes:
+        url: base URL, with its ``/v1``.
+        in_flight: calls that it answers now.
+        failure: why it gets no calls; None while it is well.
+        dialect: how it is asked for tokens; None: not known yet.
+        raw_logprobs: whether its log-probabilities leave the temperature out; None: not known yet.
+        tokens: how it is sent token ids, or why it is sent messages; None: not known yet.
+        form: in which it takes what an answer must be, ``none`` of them; None: not known yet.
+    """
+
+    url: str
+    in_flight: int = 0
+    failure: str | None = None
+    dialect: Dialect | None = None
+    raw_logprobs: bool | None = None
+    tokens: TokenServer | str | None = None
+    form: Form | Literal["none"] | None = None
+
+
+class Replicas:
+    """Chooses. All calls of an attempt go to one replica while it is well: there its earlier prompts are cached."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self.all = tuple(Replica(url) for url in urls)
+        self._homes: OrderedDict[str, Replica] = OrderedDict()
+        self._homed = dict.fromkeys(self.all, 0)
+        self._going = asyncio.Event()
+        self._going.set()
+        self._changed = asyncio.Event()
+
+    def choose(self, attempt_id: str | None, but: Collection[Replica] = ()) -> Replica | None:
+        """Return the replica for a call.
+
+        Args:
+            attempt_id: whose call it is; None: nobody's, and the one with the least to do is taken.
+            but: those that failed this call.
+
+        Returns:
+            One that is well; where none is, one that is not (it may be well again); None when all failed this call.
+        """
+        left = [replica for replica in self.all if replica not in but]
+        candidates = [replica for replica in left if replica.failure is None] or left
+        home = self._homes.get(attempt_id) if attempt_id is not None else None
+        if home in candidates or not candidates:
+            return home if home in candidates else None
+        chosen = min(candidates, key=lambda replica: (replica.in_flight, self._homed[replica]))
+        if attempt_id is not None:
+            self.forget(attempt_id)
+            self._homes[attempt_id] = chosen
+            self._homed[chosen] += 1
+            if len(self._homes) > _ATTEMPTS:
+                self.forget(next(iter(self._homes)))
+        return chosen
+
+    def forget(self, attempt_id: str) -> None:
+        """Let go of an attempt that has ended."""
+        home = self._homes.pop(attempt_id, None)
+        if home is not None:
+            self._homed[home] -= 1
+
+    @contextmanager
+    def answering(self, replica: Replica) -> Iterator[None]:
+        """Count a call as being answered inside the block."""
+        replica.in_flight += 1
+        try:
+            yield
+        finally:
+            replica.in_flight -= 1
+            self._changed.set()
+
+    # While weights change.
+
+    @property
+    def paused(self) -> bool:
+        """Whether calls wait."""
+        return not self._going.is_set()
+
+    def pause(self) -> None:
+        """Let calls under way end, and hold the others until `resume`."""
+        self._going.clear()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._going.set()
+
+    async def drained(self, timeout_s: float) -> int:
+        """Wait until no call is under way, or for so many seconds. Returns the number that still is."""
+        until = time.monotonic() + timeout_s
+        while going := sum(replica.in_flight for replica in self.all):
+            self._changed.clear()
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return going
+            try:
+                await asyncio.wait_for(self._changed.wait(), left_s)
+            except TimeoutError:
+                continue
+        return 0
+
+    async def may_go(self, timeout_s: float) -> None:
+        """Wait while calls are held.
+
+        Raises:
+            Refusal: for longer than that (503).
+        """
+        if self._going.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._going.wait(), timeout_s)
+        except TimeoutError:
+            message = f"the policy has been paused for {timeout_s:g} s. Try again later."
+            raise Refusal(503, message, "server_error", "paused", {"retry-after": "10"}) from None

@@ -1,0 +1,264 @@
+"""Upstreams that are sent token ids: conversations are rendered and continued here, and their answers read here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from lightning_spans.chat.stream import EventReader
+from lightning_trainer import continuation_reasons as reasons
+from lightning_trainer.gateway.calls.answers import Ready, Record, Responder
+from lightning_trainer.gateway.calls.response import ResponseSender
+from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.request.chat_request import check_abilities, read_chat_request
+from lightning_trainer.gateway.request.constraints import Constraint, Form
+from lightning_trainer.gateway.request.pending import PendingCall
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.gateway.upstream.connection import Connection
+from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
+from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
+from lightning_trainer.gateway.upstream.token_protocols import Reader, TokenProtocolError, TokenServer
+from lightning_trainer.gateway.upstream.token_servers import form_of, token_server
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How an upstream is reached.
+
+    Attributes:
+        model: its name there.
+        tokenizer: the model's.
+        http: connections to its replicas.
+        replicas: which it has.
+        paused_s: most seconds that a call waits while it is paused.
+        waits_for: what a wait for it is called.
+        unwell: told of a replica that failed.
+        tool_format: see `ChatFormat`.
+    """
+
+    model: str
+    tokenizer: Any
+    http: Connection
+    replicas: Replicas
+    paused_s: float
+    waits_for: str
+    unwell: Callable[[Replica, BrokenError], None]
+    tool_format: str | None = None
+
+
+class TokenPath:
+    """Answers the conversations that an upstream can be sent as token ids."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._answers = Responder(route.tokenizer, route.tool_format)
+        self._asking = asyncio.Lock()
+
+    def forget(self, attempt_id: str) -> None:
+        """Drop what is remembered of an attempt that has ended."""
+        self._answers.forget(attempt_id)
+
+    def remember(self, pending: PendingCall) -> None:
+        """Note a call that was answered from a record: `Responder.remember`."""
+        self._answers.remember(pending)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return self._answers.chat.decode(ids)
+
+    async def ready(self, pending: PendingCall, stamp: Callable[[], None]) -> Ready | str:
+        """Make a request ready to be drawn; or say why the upstream must be sent its messages.
+
+        Args:
+            pending: the request.
+            stamp: writes the version of the weights to the pending call; called now and before each try.
+
+        Raises:
+            Refusal: no replica can be reached.
+        """
+        found = await self._first(pending.grant.attempt_id, self.server)
+        stamp()
+        if isinstance(found, str):
+            return found
+        try:
+            request = read_chat_request(pending.request)
+            check_abilities(request, found.protocol.abilities)
+            if request.tools and self._answers.chat.takes_tools and self._answers.chat.calls is None:
+                return reasons.OTHER_CALLS
+            prompt = await self._answers.bounded_prompt(request, pending.grant.attempt_id, found.context)
+        except Refusal:  # the upstream may do it; what it can't, it refuses in its own words
+            return reasons.ONLY_UPSTREAM_READS
+        if request.constraint is not None:
+            if await self._first(pending.grant.attempt_id, self.form) == "none":
+                return reasons.NO_FORM
+            others = {name: value for name, value in request.others.items() if name != "grammar"}
+            request = replace(request, others=others)  # each replica is told it in its own form
+        return Ready(request, prompt, _OneCall(self, pending, found.context, stamp, request.constraint))
+
+    async def draw(
+        self, ready: Ready, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing
+    ) -> None:
+        """Answer what `ready` gave; see `Responder.draw`."""
+        await self._answers.draw(ready, pending, sender, record, routing)
+
+    def pass_by(self, pending: PendingCall) -> None:
+        """Note a call that was sent as messages."""
+        messages = pending.request.get("messages")
+        if pending.grant.attempt_id is not None and isinstance(messages, list):
+            for choice in pending.choices:
+                self._answers.continuations.pass_by(pending.grant.attempt_id, messages, choice.message)
+
+    async def _first(self, attempt_id: str | None, find: Callable[[Replica], Awaitable[_T]]) -> _T:
+        """Find something out about the replica that the call goes to."""
+        await self._route.replicas.may_go(self._route.paused_s)
+        tried: list[Replica] = []
+        while replica := self._route.replicas.choose(attempt_id, tried):
+            try:
+                return await find(replica)
+            except BrokenError as error:
+                tried.append(replica)
+                self._route.unwell(replica, error)
+                told = error.refusal
+        raise told
+
+    async def server(self, replica: Replica) -> TokenServer | str:
+        """Say how a replica is sent token ids, or why it is sent messages; found out once."""
+        if replica.tokens is None:
+            async with self._asking:
+                if replica.tokens is None:
+                    route = self._route
+                    found = token_server(route.http, replica, route.model, self._answers.chat, route.tokenizer)
+                    replica.tokens = await found
+        return replica.tokens
+
+    async def form(self, replica: Replica) -> Form | Literal["none"]:
+        """Say in which form a replica takes what an answer must be; found out once."""
+        if replica.form is None:
+            async with self._asking:
+                if replica.form is None:
+                    replica.form = await form_of(self._route.http, replica, self._route.model)
+        return replica.form
+
+    async def stream(
+        self,
+        replica: Replica,
+        server: TokenServer,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        pending: PendingCall,
+        *,
+        constraint: Constraint | None,
+    ) -> AsyncGenerator[Sampled, None]:
+        """Draw one answer from a replica, as it comes.
+
+        Raises:
+            BrokenError: the replica can't be reached, or broke off.
+            Refusal: its own, or its answer has no form that it should have.
+            ValueError: the prompt leaves no room in the context.
+        """
+        http, room = self._route.http, server.context - len(prompt)
+        if not prompt or room < 1:
+            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {server.context}")
+        heated = replica.dialect != "lightning" and sampling.temperature not in {0.0, 1.0}
+        if heated and await http.gives_raw_logprobs(replica, self._route.model):
+            pending.sampling["logprobs_temperature"] = 1.0
+        most, reader = min(room, sampling.max_tokens or room), server.protocol.reader(prompt, sampling)
+        streams = pending.request.get("stream") is True
+        body = server.protocol.body(self._route.model, prompt, most, sampling, stream=streams)
+        if constraint is not None:
+            form = await self.form(replica)
+            if form == "none":
+                raise BrokenError(failed(f"{replica.url} is not as the others: {reasons.NO_FORM}"))
+            body["structured_outputs"] = pending.sampling["structured_outputs"] = constraint.structured_outputs(form)
+        async with http.response(replica, server.protocol.path, body) as response:
+            if response.content_type != "text/event-stream":
+                yield _read(reader, await http.read(response), replica)
+                return
+            events = EventReader()
+            with http.arriving(response) as arriving:
+                while piece := await arriving.piece():
+                    for data in events.feed(piece):
+                        yield _read(reader, data, replica)
+
+
+class _OneCall:
+    """An upstream as the engine of one call (see `Engine`). Each of its answers is a request of its own."""
+
+    def __init__(
+        self,
+        path: TokenPath,
+        pending: PendingCall,
+        context: int,
+        stamp: Callable[[], None],
+        constraint: Constraint | None,
+    ) -> None:
+        self._path, self._route, self._pending, self._stamp, self._constraint = (
+            path,
+            path._route,
+            pending,
+            stamp,
+            constraint,
+        )
+        self._begun = False  # whether anything of any of its answers came
+        self.model, self.tokenizer, self.max_model_len = self._route.model, self._route.tokenizer, context
+
+    @property
+    def version(self) -> int:
+        return self._pending.policy_version
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
+        """Draw one answer. A replica that fails is left for another as long as nothing of the call was drawn."""
+        replicas, tried, stale = self._route.replicas, list[Replica](), False
+        while True:
+            await replicas.may_go(self._route.paused_s)
+            replica = replicas.choose(self._pending.grant.attempt_id, tried)
+            if replica is None:  # a connection that was kept open too long says nothing of the server
+                replica = tried.pop()
+            self._stamp()
+            try:
+                async with aclosing(self._whole(replica, prompt, sampling)) as pieces:
+                    async for piece in pieces:
+                        self._begun = True
+                        yield piece
+                replica.failure = None
+                return
+            except BrokenError as error:
+                tried.append(replica)
+                self._route.unwell(replica, error)
+                others = len(tried) < len(replicas.all)
+                if self._begun or not (others or (error.stale and not stale)):
+                    raise error.refusal from error
+                stale = error.stale
+
+    async def _whole(
+        self, replica: Replica, prompt: Sequence[int], sampling: Sampling
+    ) -> AsyncGenerator[Sampled, None]:
+        """Return an answer to its end."""
+        ended = False
+        with self._route.replicas.answering(replica):
+            server = await self._path.server(replica)
+            if isinstance(server, str):
+                raise BrokenError(failed(f"{replica.url} is not as the others: {server}"))
+            drawn = self._path.stream(replica, server, prompt, sampling, self._pending, constraint=self._constraint)
+            async with aclosing(drawn) as pieces:
+                async for piece in pieces:
+                    ended = ended or piece.finish_reason is not None
+                    if piece.token_ids or piece.text or piece.finish_reason is not None:
+                        yield piece
+        if not ended:
+            raise BrokenError(failed(f"{replica.url} ended its answer before it was whole"))
+
+
+def _read(reader: Reader, data: bytes, replica: Replica) -> Sampled:
+    try:
+        return reader.read(object_of(data)) or Sampled((), (), "")
+    except TokenProtocolError as error:
+        raise failed(f"{replica.url} {error}") from None
+    except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
+        raise failed(f"{replica.url} sent a reply of no known form: {type(error).__name__}: {error}") from None

@@ -1,0 +1,386 @@
+"""Calls answered by another OpenAI-compatible server: forwarded, recorded, and given back as they came.
+
+A server that can send them is asked for token ids and log-probabilities too; what the agent did not ask for is taken
+out of its reply again. Other servers' calls are recorded without tokens and never enter RL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import orjson
+
+from lightning_spans.chat.body import messages_of
+from lightning_spans.chat.stream import EventReader
+from lightning_spans.errors import ConfigError
+from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION
+from lightning_trainer.gateway.calls.answers import Ready, Record
+from lightning_trainer.gateway.calls.response import ResponseSender
+from lightning_trainer.gateway.calls.seeds import PromptCounter
+from lightning_trainer.gateway.http.masking import masked
+from lightning_trainer.gateway.request.chat_request import SHAPING
+from lightning_trainer.gateway.request.pending import PendingCall
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.gateway.upstream.assembly import Assembly
+from lightning_trainer.gateway.upstream.connection import Connection
+from lightning_trainer.gateway.upstream.dialects import Dialect, asking, chunks_of, dialect_of
+from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
+from lightning_trainer.gateway.upstream.parameters import refuse_unknown
+from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
+from lightning_trainer.gateway.upstream.token_path import Route, TokenPath
+
+if TYPE_CHECKING:
+    import aiohttp
+
+SILENCE_S: Final = 1800.0  # an upstream that sends nothing for so long has failed
+_SAMPLING: Final = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "max_tokens", "max_completion_tokens", "stop", "n", "seed", "response_format", "tool_choice",
+    "parallel_tool_calls",
+)  # fmt: skip
+# OpenAI's defaults. vLLM and SGLang would take those of the model's generation_config, which nobody put on record.
+_OPEN: Final = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_PROBE_S: Final = 2.0  # between looks at replicas that failed
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """OpenAI-compatible servers that answer for one model.
+
+    Attributes:
+        model: the model's name, here and there.
+        url: base URL, with its ``/v1``.
+        key: what the server wants as bearer key; None: nothing. Agents' keys are never sent on.
+        replicas: base URLs of more servers that answer for the same model.
+        silence_s: seconds without a byte after which an answer has failed.
+        total_s: most seconds of an answer; None: as long as it takes.
+        paused_s: most seconds that a call waits while the policy is paused.
+        any_model: send the name that the request asks for: for an agent's own provider.
+        tokenizer: the model's, chat template included: conversations are sent as token ids wherever nothing is lost by
+            it. None: as messages.
+        tool_format: format of the model's tool calls; None: the one that the chat template writes.
+    """
+
+    model: str
+    url: str
+    key: str | None = field(default=None, repr=False)
+    replicas: tuple[str, ...] = ()
+    silence_s: float = SILENCE_S
+    total_s: float | None = None
+    paused_s: float = 600.0
+    any_model: bool = False
+    tokenizer: Any = field(default=None, repr=False, compare=False)
+    tool_format: str | None = None
+
+
+def parse_upstream(text: str, *, key: str | None = None, total_s: float | None = None) -> Upstream:
+    """Read ``MODEL=URL`` or ``MODEL=URL,URL``: replicas of one model. A URL without a path gets ``/v1``.
+
+    Raises:
+        ConfigError: it is not of this form.
+    """
+    model, _, urls = text.partition("=")
+    found = [_base_url(url.strip(), text) for url in urls.split(",")]
+    if not model:
+        raise ConfigError(f"upstream {text!r}: must be MODEL=URL, such as policy=http://127.0.0.1:8000/v1")
+    return Upstream(model, found[0], key, tuple(found[1:]), total_s=total_s)
+
+
+def parse_provider(url: str, *, key: str | None = None) -> Upstream:
+    """Read the URL of the provider of agents that are not trained; they ask it for any model.
+
+    Raises:
+        ConfigError: it is no URL.
+    """
+    return Upstream("provider", _base_url(url, f"provider={url}"), key, any_model=True)
+
+
+def _base_url(url: str, text: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.netloc:
+        raise ConfigError(f"upstream {text!r}: must be MODEL=URL, such as policy=http://127.0.0.1:8000/v1")
+    return url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
+
+
+class UpstreamPolicy:
+    """Answers calls by forwarding them."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.upstream = upstream
+        self.replicas = Replicas((upstream.url, *upstream.replicas))
+        self.version: int | None = None  # told by `resume`; None: the routing's
+        self._counter = PromptCounter()
+        self._probing: asyncio.Task[None] | None = None
+        self._waits_for = f"{upstream.url} to answer for {upstream.model}"
+        self._http = Connection(
+            upstream.key, silence_s=upstream.silence_s, total_s=upstream.total_s, waits_for=self._waits_for
+        )
+        self._tokens = self._token_path()
+        self.max_model_len: int | None = None  # the servers know
+
+    def _token_path(self) -> TokenPath | None:
+        if self.upstream.tokenizer is None or self.upstream.any_model:
+            return None
+        model, tokenizer = self.upstream.model, self.upstream.tokenizer
+        paused_s, waits_for = self.upstream.paused_s, self._waits_for
+        tool_format = self.upstream.tool_format
+        return TokenPath(
+            Route(model, tokenizer, self._http, self.replicas, paused_s, waits_for, self._unwell, tool_format)
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._probing is not None:
+            self._probing.cancel()
+        await self._http.close()
+
+    def forget(self, attempt_id: str) -> None:
+        """Let go of an attempt that has ended."""
+        self.replicas.forget(attempt_id)
+        self._counter.forget(attempt_id)
+        if self._tokens is not None:
+            self._tokens.forget(attempt_id)
+
+    def remember(self, pending: PendingCall) -> None:
+        """Note a call that was answered from a record, where conversations are sent as token ids."""
+        if self._tokens is not None:
+            self._tokens.remember(pending)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens; empty where only the servers know it."""
+        return "" if self._tokens is None else self._tokens.decode(ids)
+
+    def describe(self) -> dict[str, Any]:
+        """Say how it is."""
+        listed = [
+            {"url": masked(replica.url), "in_flight": replica.in_flight, "error": replica.failure}
+            for replica in self.replicas.all
+        ]
+        return {
+            "model": self.upstream.model,
+            "version": self.version,
+            "paused": self.replicas.paused,
+            "in_flight": sum(replica.in_flight for replica in self.replicas.all),
+            "replicas": listed,
+        }
+
+    async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing) -> None:
+        """Answer one request; see `EmbeddedEngine.answer`. The upstream's own errors are given back as they are.
+
+        A replica that fails before it sent a token is left for another; after the first token there is no second try.
+
+        Raises:
+            Refusal: no replica can be reached, or the one that answered broke off.
+        """
+        why = None
+        if self._tokens is not None and pending.request.get("messages"):
+            ready = await self._tokens.ready(pending, lambda: self._stamp(pending, routing))
+            if isinstance(ready, Ready):
+                await self._tokens.draw(ready, pending, sender, record, routing)
+                return
+            why = ready
+        await self._send_messages(pending, sender, record, routing, why)
+
+    def _stamp(self, pending: PendingCall, routing: Routing) -> None:
+        """Say which weights answer now."""
+        pending.policy_version = routing.versions.get(pending.policy, 0) if self.version is None else self.version
+
+    async def _send_messages(
+        self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing, why: str | None
+    ) -> None:
+        """Answer one request as it came; `why` says why it is not sent as token ids, where it could be expected."""
+        sampling = pending.sampling = self._sampling(pending, routing)
+        if why is not None:
+            sampling[CONTINUATION] = why if _goes_on(pending.request) else BEGINS
+        tried: list[Replica] = []
+        stale = False
+        while True:
+            await self.replicas.may_go(self.upstream.paused_s)
+            replica = self.replicas.choose(pending.grant.attempt_id, tried)
+            if replica is None:  # a connection that was kept open too long says nothing of the server
+                replica = tried.pop()
+            self._stamp(pending, routing)
+            assembly = Assembly(pending)
+            try:
+                with self.replicas.answering(replica):
+                    last = await self._asked(replica, pending, sampling, assembly, sender)
+                replica.failure = None
+                break
+            except BrokenError as error:
+                tried.append(replica)
+                self._unwell(replica, error)
+                others = len(tried) < len(self.replicas.all)
+                if sender.started or assembly.drawn or not (others or (error.stale and not stale)):
+                    raise error.refusal from error
+                stale = error.stale
+            finally:
+                assembly.settle()
+        if self._tokens is not None:
+            self._tokens.pass_by(pending)
+        await record(pending)
+        if isinstance(last, list):
+            await sender.last(last)
+        else:
+            await sender.whole(last)
+
+    def _sampling(self, pending: PendingCall, routing: Routing) -> dict[str, Any]:
+        """Return the parameters in force: those of the request, and the routing's."""
+        sampling = {name: pending.request[name] for name in _SAMPLING if pending.request.get(name) is not None}
+        if self.upstream.any_model:  # nobody trains on these: they are asked as they are
+            return sampling
+        if routing.temperature is not None:
+            sampling |= {"temperature_asked": pending.request.get("temperature"), "temperature": routing.temperature}
+        if routing.plain and pending.grant.attempt_id is not None:
+            free = {name: value for name, value in SHAPING.items() if sampling.get(name, value) not in (value, -1)}
+            sampling |= {f"{name}_asked": sampling[name] for name in free} | free
+        if routing.max_tokens is not None and not {"max_tokens", "max_completion_tokens"} & sampling.keys():
+            sampling["max_tokens"] = routing.max_tokens
+        grant = pending.grant
+        if pending.seed is not None:
+            named = {"seed_asked": sampling["seed"]} if "seed" in sampling else {}
+            return sampling | named | {"seed": pending.seed % 2**31}
+        if routing.seed is not None and grant.rollout_id and grant.attempt_id:
+            said = orjson.dumps([messages_of(pending.request), pending.request.get("tools")])
+            asked = sampling.get("seed") if isinstance(sampling.get("seed"), int) else None
+            drawn = self._counter.seed(
+                routing.seed,
+                grant.rollout_id,
+                grant.attempt_id,
+                pending.agent,
+                hashlib.sha256(said).digest(),
+                failures=grant.failures,
+                asked=asked,
+            )
+            sampling |= {} if asked is None else {"seed_asked": asked}
+            sampling["seed"] = drawn % 2**31  # all servers take so large a number
+        return sampling
+
+    async def _asked(
+        self,
+        replica: Replica,
+        pending: PendingCall,
+        sampling: dict[str, Any],
+        assembly: Assembly,
+        sender: ResponseSender,
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Ask one replica. Returns a whole answer, or the chunks that end a stream; those before are sent."""
+        dialect = await self._http.dialect(replica)
+        if pending.grant.attempt_id is not None and not self.upstream.any_model:
+            refuse_unknown(dialect, pending.request)
+        body = self._body(dialect, pending, sampling)
+        heated = dialect in {"vllm", "sglang"} and body.get("temperature") not in (None, 0, 1)
+        if heated and await self._http.gives_raw_logprobs(replica, str(body["model"])):
+            sampling["logprobs_temperature"] = 1.0
+        path = "/completions" if "prompt" in body else "/chat/completions"
+        async with self._http.response(replica, path, body) as response:
+            if response.content_type == "text/event-stream":
+                return await self._stream(replica, response, assembly, sender)
+            completion = taken(assembly, await self._http.read(response))
+        if pending.request.get("stream") is not True:
+            return completion
+        options = pending.request.get("stream_options")
+        return chunks_of(completion, usage=isinstance(options, dict) and bool(options.get("include_usage")))
+
+    def _body(self, dialect: Dialect, pending: PendingCall, sampling: dict[str, Any]) -> dict[str, Any]:
+        body = {**pending.request, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
+        if dialect != "plain" and not self.upstream.any_model and pending.grant.attempt_id is not None:
+            for name, value in _OPEN.items():
+                body[name] = sampling.setdefault(name, value)
+        if not self.upstream.any_model:
+            body["model"] = self.upstream.model
+        return asking(dialect, body)
+
+    async def _stream(
+        self, replica: Replica, response: aiohttp.ClientResponse, assembly: Assembly, sender: ResponseSender
+    ) -> list[dict[str, Any]]:
+        """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
+        held: list[dict[str, Any]] = []
+        events = EventReader()
+        with self._http.arriving(response) as body:
+            while not events.done and (piece := await body.piece()):
+                news: list[dict[str, Any]] = []
+                try:
+                    for data in events.feed(piece):
+                        chunk = taken(assembly, data)
+                        (held if assembly.ended else news).append(chunk)
+                finally:  # of chunks that came together, those before a broken one are sent
+                    if news:
+                        await sender.chunks(news)
+        if not assembly.ended:
+            raise BrokenError(failed(f"{replica.url} ended its stream before the answer was whole"))
+        return held
+
+    def _unwell(self, replica: Replica, error: BrokenError) -> None:
+        """Send no more calls there, while others are well, until it answers again."""
+        replica.failure = str(error)
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.ensure_future(self._probe())
+
+    async def _probe(self) -> None:
+        while unwell := [replica for replica in self.replicas.all if replica.failure is not None]:
+            await asyncio.sleep(_PROBE_S)
+            for replica in unwell:
+                try:
+                    replica.dialect = dialect_of(await self._http.models(replica))  # another program may be there now
+                    replica.raw_logprobs = replica.tokens = replica.form = replica.failure = None
+                except BrokenError as error:
+                    replica.failure = str(error)
+
+    # What is no call.
+
+    async def count(self, request: Mapping[str, Any]) -> int:
+        """Count the tokens of a request's prompt, by vLLM's way of asking.
+
+        Raises:
+            Refusal: the upstream can't say.
+        """
+        body = {name: request[name] for name in ("messages", "tools") if name in request}
+        found = await self._posted("/../tokenize", {**body, "model": self.upstream.model})
+        number = object_of(found).get("count")
+        if not isinstance(number, int):
+            raise failed(f"{self.upstream.url} does not count tokens")
+        return number
+
+    async def embeddings(self, body: Mapping[str, Any]) -> bytes:
+        """Pass a request for embeddings on.
+
+        Raises:
+            Refusal: the upstream's own, or it can't be reached.
+        """
+        model = body.get("model") if self.upstream.any_model else self.upstream.model
+        return await self._posted("/embeddings", {**body, "model": model})
+
+    async def _posted(self, path: str, body: Mapping[str, Any]) -> bytes:
+        await self.replicas.may_go(self.upstream.paused_s)
+        tried: list[Replica] = []
+        while replica := self.replicas.choose(None, tried):
+            try:
+                async with self._http.response(replica, path, body) as response:
+                    return await self._http.read(response)
+            except BrokenError as error:
+                tried.append(replica)
+                self._unwell(replica, error)
+                told = error.refusal
+        raise told
+
+
+def _goes_on(request: Mapping[str, Any]) -> bool:
+    messages = messages_of(request) or ()
+    return any(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
+
+
+def taken(assembly: Assembly, data: bytes) -> dict[str, Any]:
+    """Put a reply or a chunk on record; give what the agent gets of it.
+
+    Raises:
+        Refusal: it has no form that a model server's reply has.
+    """
+    try:
+        return assembly.add(object_of(data))
+    except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
+        raise failed(f"sent a reply of no known form: {type(error).__name__}: {error}") from None

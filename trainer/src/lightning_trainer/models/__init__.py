@@ -1,0 +1,127 @@
+"""One way to name a model, for every command and every option. No torch at import.
+
+A name is one of:
+
+- a model folder of transformers: ``./model``;
+- a checkpoint of a run, or the run's folder, which stands for its newest checkpoint: ``runs/2026-11-20``;
+- a hub id, with a revision (branch, tag or commit) where one is wanted: ``owner/model``, ``owner/model@main``;
+- ``smollm2-135m``, made once from the package that carries its weights.
+
+A folder that is there goes before a hub id of the same name. The interface is two functions:
+
+    resolve(name) -> Path    the folder with its configuration, tokenizer and weights, all parts checked; what is not
+                             here is fetched or made first, which takes minutes
+    look(name) -> Model      what the name means: kind, folder (None where `resolve` would fetch or make it), revision.
+                             Takes milliseconds, and asks no network; to refuse a wrong name before anything is begun
+
+Both raise `ConfigError` with what to do, the nearest name that there is included.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.models import hub
+from lightning_trainer.models.folders import check_adapter, check_folder
+from lightning_trainer.models.smollm2 import SMOLLM2, cache_folder, made, make
+
+__all__ = ["SMOLLM2", "Model", "cache_folder", "check_adapter", "check_folder", "look", "resolve"]
+
+Kind: TypeAlias = Literal["folder", "checkpoint", "hub", "made"]
+
+_HUB_ID: Final = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w][\w./-]*))?")
+_NEWEST: Final = "checkpoint"  # in a run's folder
+_ALL: Final = "checkpoints"
+_LOG: Final = "metrics.jsonl"
+_STATE: Final = "state.json"
+WAYS: Final = (
+    f"Give a model folder, a run's folder or checkpoint, a hub id (owner/model, owner/model@revision) or {SMOLLM2}."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What a name means.
+
+    Attributes:
+        name: as it was given.
+        kind: a model folder, a checkpoint of a run, a hub id, or one that is made (`smollm2-135m`).
+        folder: where it is; None where it has yet to be fetched or made.
+        revision: of a hub id; None for its newest.
+    """
+
+    name: str
+    kind: Kind
+    folder: Path | None
+    revision: str | None = None
+
+
+def resolve(name: str | Path) -> Path:
+    """Return the folder of a model, fetching or making it if need be.
+
+    Args:
+        name: see the module.
+
+    Raises:
+        ConfigError: there is no such model, or a part of it is missing; the message says what to do.
+    """
+    model = look(name)
+    if model.kind == "made":
+        return make()
+    if model.kind != "hub" and model.folder is not None:
+        return model.folder
+    folder = hub.fetch(model.name.partition("@")[0], model.revision)
+    check_folder(folder)
+    return folder
+
+
+def look(name: str | Path) -> Model:
+    """Say what a name means, without fetching or loading anything.
+
+    Raises:
+        ConfigError: it means nothing, or a part of the folder that it names is missing.
+    """
+    name = str(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _of_folder(name, folder)
+    if name == SMOLLM2:
+        return Model(name=name, kind="made", folder=made())
+    if folder.is_file():
+        raise ConfigError(f"model {name} is a file. Give the folder that it lies in, with config.json beside it.")
+    if (match := _HUB_ID.fullmatch(name)) is not None:
+        kept, revision = hub.cached(match[1], match[2]), match[2]
+        ours = folder.parent.is_dir() or folder.parts[0] == "runs"  # `runs/tuned` is no hub's
+        if kept is None and revision is None and ours:
+            raise ConfigError(
+                f"model {name} does not exist: there is no {folder.name} in {folder.parent}{_near(folder)}. "
+                f"For the hub's model of that name write {name}@main."
+            )
+        return Model(name=name, kind="hub", folder=kept, revision=revision)
+    raise ConfigError(f"model {name} does not exist{_near(folder)}. {WAYS}")
+
+
+def _of_folder(name: str, folder: Path) -> Model:
+    newest = folder / _NEWEST
+    if newest.exists():
+        check_folder(newest)
+        return Model(name=name, kind="checkpoint", folder=newest.resolve())
+    if (folder / _LOG).is_file():
+        raise ConfigError(f"{folder} is the folder of a run that has saved no checkpoint yet. {WAYS}")
+    if folder.name == _ALL and (steps := sorted(path.name for path in folder.glob("step-*"))):
+        raise ConfigError(f"{folder} holds several checkpoints. Name one of them: {folder / steps[-1]}.")
+    check_folder(folder)
+    return Model(name=name, kind="checkpoint" if (folder / _STATE).is_file() else "folder", folder=folder)
+
+
+def _near(folder: Path) -> str:
+    names = [SMOLLM2]
+    if folder.parent.is_dir():
+        names = [*(str(path) for path in folder.parent.iterdir() if path.is_dir()), SMOLLM2]
+    found = difflib.get_close_matches(str(folder), names, n=1, cutoff=0.6)
+    return f"; did you mean {found[0]!r}?" if found else ""

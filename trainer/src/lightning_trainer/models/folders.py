@@ -1,0 +1,38 @@
+"""Whether a folder has the parts of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.policies import ADAPTERS_NAME
+
+_TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_folder(folder: Path) -> None:
+    """Make sure that a model folder has its parts.
+
+    Raises:
+        ConfigError: it is missing, or lacks a configuration, a tokenizer or weights; the message says which.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder} does not exist.")
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json", ADAPTERS_NAME)):
+        raise ConfigError(f"{folder} has no config.json, so it is not a model folder of transformers.")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ConfigError(f"{folder} has no tokenizer (tokenizer.json). Save it there with tokenizer.save_pretrained.")
+    if not any(folder.glob("*.safetensors")) and not (folder / ADAPTERS_NAME).is_file():
+        raise ConfigError(f"{folder} has no weights (*.safetensors). Save them there with model.save_pretrained.")
+    check_adapter(folder)
+
+
+def check_adapter(folder: Path) -> None:
+    """Make sure that a folder of an adapter, if it is one, has its weights where peft reads them without pickle.
+
+    Raises:
+        ConfigError: it has an adapter's configuration without ``adapter_model.safetensors``.
+    """
+    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{folder} is an adapter without adapter_model.safetensors, and no pickle is read.")
