@@ -1,0 +1,117 @@
+"""What there is to look at: the folders of runs, or one store without a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.config import CONFIG_NAME, TrainConfig
+from lightning_trainer.report.metrics import LOG_NAME, Line, read
+
+STORE_NAME: Final = "lightning.db"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run, or a store that no run's folder names.
+
+    Attributes:
+        name: what pages call it; unique among those shown.
+        store: URL or path of its store.
+        folder: its folder; None for a store alone.
+    """
+
+    name: str
+    store: str
+    folder: Path | None = None
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options it was started with; {} where they are not known."""
+        try:
+            values = json.loads((self.folder / CONFIG_NAME).read_text(encoding="utf-8")) if self.folder else {}
+        except (OSError, ValueError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
+    @property
+    def config(self) -> TrainConfig | None:
+        """The same, checked; None where they are not known, or of a version with other options."""
+        known = {name: value for name, value in self.options.items() if value is not None}
+        try:
+            return TrainConfig(**known) if known else None
+        except (ConfigError, ValueError):
+            return None
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """Sources of rewards that automatic rules give: they are no part of what the run was scored by."""
+        return frozenset(self.options.get("rewards") or {})
+
+    @property
+    def prefix(self) -> str:
+        """What the ids of its rollouts begin with, where other runs may share its store."""
+        return f"{self.folder.name}-" if self.folder is not None and self.options.get("store") else ""
+
+    def lines(self) -> list[Line]:
+        """Read the numbers of its steps, of its validations, and its alarms."""
+        return read(self.folder / LOG_NAME) if self.folder is not None else []
+
+    @property
+    def changed(self) -> tuple[int, ...]:
+        """A value that is another one whenever something was written: sizes and times of its files."""
+        paths = [self.folder / LOG_NAME] if self.folder is not None else []
+        if "://" not in self.store:
+            paths += [Path(self.store), Path(f"{self.store}-wal")]
+        found = [path.stat() for path in paths if path.exists()]
+        return tuple(part for each in found for part in (each.st_size, each.st_mtime_ns))
+
+
+def run_of(folder: Path) -> Run | None:
+    """Return the run in a folder; None where there is none."""
+    if not (folder / LOG_NAME).is_file() and not (folder / STORE_NAME).is_file():  # models have a config.json, too
+        return None
+    run = Run(folder.absolute().name, str(folder / STORE_NAME), folder)
+    store = run.options.get("store")
+    return Run(run.name, str(store), folder) if store else run
+
+
+def runs_in(path: Path) -> list[Run]:
+    """Return the run in a folder, or all runs in the folders below it, the newest first.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    own = run_of(path)
+    if own is not None:
+        return [own]
+    below = sorted(path.iterdir(), key=lambda each: each.stat().st_mtime) if path.is_dir() else []
+    found = [run for each in reversed(below) if each.is_dir() and (run := run_of(each)) is not None]
+    if not found:
+        raise ConfigError(
+            f"{path} is no folder of a run, and holds none. Name one, such as runs/2026-11-20, or --store."
+        )
+    return found
+
+
+class Runs:
+    """The runs that pages may ask for by name. Folders made later are found when the list is read.
+
+    Args:
+        path: a run's folder, or one that holds such folders.
+        store: URL of a store instead.
+    """
+
+    def __init__(self, path: Path | None = None, *, store: str | None = None) -> None:
+        self._path = path
+        self._store = store
+
+    def all(self) -> Sequence[Run]:
+        """Return all of them, the newest first."""
+        if self._store is not None:
+            return [Run("store", self._store)]
+        return runs_in(self._path) if self._path is not None else []

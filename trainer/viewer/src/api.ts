@@ -1,0 +1,148 @@
+// What the server answers, typed by its own OpenAPI description, and how it is asked.
+import { useEffect, useRef, useState } from "preact/hooks";
+import type { components } from "./schema";
+
+type Schemas = components["schemas"];
+export type RunRow = Schemas["RunRow"];
+export type RunPage = Schemas["RunPage"];
+export type StepPage = Schemas["StepPage"];
+export type StepRow = Schemas["StepRow"];
+export type GroupRow = Schemas["GroupRow"];
+export type RolloutRow = Schemas["RolloutRow"];
+export type Facts = Schemas["Facts"];
+export type GroupPage = Schemas["GroupPage"];
+export type Member = Schemas["Member"];
+export type RolloutPage = Schemas["RolloutPage"];
+export type Event = Schemas["Event"];
+export type Said = Schemas["Said"];
+export type CallPage = Schemas["CallPage"];
+export type CallLink = Schemas["CallLink"];
+export type Token = Schemas["Token"];
+export type AccountPage = Schemas["AccountPage"];
+export type CreditPage = Schemas["CreditPage"];
+export type RewardsPage = Schemas["RewardsPage"];
+export type RewardRow = Schemas["RewardRow"];
+export type ToolsPage = Schemas["ToolsPage"];
+export type FleetPage = Schemas["FleetPage"];
+export type LoosePage = Schemas["LoosePage"];
+export type SearchPage = Schemas["SearchPage"];
+
+export type Params = Record<string, string | number | boolean | string[] | null | undefined>;
+
+const KEY = "lightning-rl-key";
+
+/** Take the key out of the address, where it would stay in the history, and keep it for this tab. */
+export function takeKey(): void {
+  const found = /^#key=(.+)$/.exec(location.hash);
+  if (found?.[1]) {
+    sessionStorage.setItem(KEY, found[1]);
+    history.replaceState(null, "", `${location.pathname}#/`);
+  }
+}
+
+export const setKey = (key: string): void => sessionStorage.setItem(KEY, key.trim());
+
+const headers = (): HeadersInit => {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+};
+
+export class RefusedError extends Error {
+  constructor(
+    readonly status: number,
+    message: string,
+  ) {
+    super(message);
+  }
+}
+
+export async function get<T>(path: string, params: Params = {}, signal?: AbortSignal): Promise<T> {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(params)) {
+    if (Array.isArray(value)) value.forEach((each) => query.append(name, each));
+    else if (value !== null && value !== undefined && value !== "") query.set(name, String(value));
+  }
+  const answer = await fetch(`../api/view/${path}?${query}`, { headers: headers(), signal: signal ?? null });
+  const body = await answer.json();
+  if (!answer.ok) throw new RefusedError(answer.status, body?.error?.message ?? `the server answered ${answer.status}`);
+  return body as T;
+}
+
+export interface Loaded<T> {
+  data: T | null;
+  error: Error | null;
+  loading: boolean;
+}
+
+/** Ask for something, and ask again when `tick` changes; what was there stays until the new answer comes. */
+export function useGet<T>(path: string | null, params: Params, tick = 0): Loaded<T> {
+  const [state, setState] = useState<Loaded<T>>({ data: null, error: null, loading: true });
+  const key = JSON.stringify([path, params]);
+  const shown = useRef("");
+  useEffect(() => {
+    if (path === null) return;
+    const stop = new AbortController();
+    const same = shown.current === key;
+    setState((before) => ({ data: same ? before.data : null, error: null, loading: true }));
+    get<T>(path, params, stop.signal)
+      .then((data) => {
+        shown.current = key;
+        setState({ data, error: null, loading: false });
+      })
+      .catch((error: Error) => {
+        if (!stop.signal.aborted) setState((before) => ({ data: before.data, error, loading: false }));
+      });
+    return () => stop.abort();
+  }, [key, tick]);
+  return state;
+}
+
+/** Count the server's word that something was written; between two counts pass two seconds at least. */
+export function useChanges(run: string | null): { tick: number; live: boolean } {
+  const [tick, setTick] = useState(0);
+  const [live, setLive] = useState(false);
+  useEffect(() => {
+    if (run === null) return;
+    const stop = new AbortController();
+    let last = 0;
+    let waiting: ReturnType<typeof setTimeout> | undefined;
+    const changed = (): void => {
+      clearTimeout(waiting);
+      waiting = setTimeout(
+        () => {
+          last = Date.now();
+          setTick((before) => before + 1);
+        },
+        Math.max(0, last + 2000 - Date.now()),
+      );
+    };
+    const listen = async (): Promise<void> => {
+      while (!stop.signal.aborted) {
+        try {
+          const answer = await fetch(`../api/view/events?run=${encodeURIComponent(run)}`, {
+            headers: headers(),
+            signal: stop.signal,
+          });
+          if (!answer.ok || !answer.body) return;
+          const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+          setLive(true);
+          for (;;) {
+            const { done, value } = await reader.read();
+            if (done) break;
+            if (value.includes("event: changed") && !value.includes('"first":true')) changed();
+          }
+        } catch {
+          // the server went away: it is asked again below
+        }
+        setLive(false);
+        await new Promise((wake) => setTimeout(wake, 3000));
+      }
+    };
+    void listen();
+    return () => {
+      stop.abort();
+      clearTimeout(waiting);
+    };
+  }, [run]);
+  return { tick, live };
+}

@@ -1,0 +1,157 @@
+// A run: its curves, its alarms, and its steps to click.
+import type { JSX } from "preact";
+import { useGet, type RunPage, type StepRow } from "../api";
+import { Lines, type Line } from "../charts";
+import { Chip, count, duration, go, href, number, Show } from "../ui";
+
+type Rows = RunPage["train"];
+const pick = (rows: Rows, name: string): [number, number][] =>
+  rows.filter((row) => typeof row[name] === "number").map((row) => [Number(row.step), Number(row[name])]);
+const named = (rows: Rows, start: string): string[] => [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => key.startsWith(start)).sort();
+const family = (rows: Rows, start: string): Line[] => named(rows, start).map((key) => ({ name: key.slice(start.length), points: pick(rows, key) }));
+const one = (rows: Rows, name: string, label: string, more: Partial<Line> = {}): Line[] => {
+  const points = pick(rows, name);
+  return points.length ? [{ name: label, points, ...more }] : [];
+};
+
+export function Overview({ run, tick }: { run: string; tick: number }): JSX.Element {
+  const page = useGet<RunPage>("run", { run }, tick);
+  return <Show of={page}>{(data) => <Run run={run} page={data} />}</Show>;
+}
+
+function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
+  const { train, val, options } = page;
+  const open = (step: number): void => go(href("run", run, "step", "train", step));
+  const intervals = new Map(page.steps.filter((row) => row.mode === "train" && row.interval !== null).map((row) => [row.step, row.interval ?? 0]));
+  const fallback: Line[] = train.length
+    ? []
+    : [{ name: "mean reward", points: page.steps.filter((r) => r.mode === "train" && r.reward !== null).map((r) => [r.step, r.reward ?? 0]), strong: true, tone: "ink", band: intervals }];
+  const agents = options["agents"] as string[] | null | undefined;
+  const facts: [string, unknown][] = [
+    ["model", options["model"]],
+    ["agents", agents?.join(", ") ?? (page.train.length ? "all" : undefined)],
+    ["algorithm", options["algorithm"]],
+    ["credit", options["credit"]],
+    ["program", options["target"] ?? options["command"]],
+    ["backend", options["backend"]],
+  ];
+  const seconds = train.reduce((sum, row) => sum + Number(row["seconds"] ?? 0), 0);
+  return (
+    <>
+      <h1>{run}</h1>
+      <p class="facts">
+        {facts.filter(([, value]) => value).map(([name, value]) => (
+          <span key={name}>
+            {name} <b>{String(value)}</b>
+          </span>
+        ))}
+        <span>
+          steps <b>{train.length || page.steps.filter((s) => s.mode === "train").length}</b>
+        </span>
+        {seconds > 0 && (
+          <span>
+            took <b>{duration(seconds * 1000)}</b>
+          </span>
+        )}
+      </p>
+      {page.alarms.map((alarm, at) => (
+        <p key={at} class="note bad" role="alert">
+          <b>after {count(Number(alarm["steps_taken"]), "step")}</b> {String(alarm["text"])}
+        </p>
+      ))}
+      <div class="charts">
+        <Lines
+          title="Reward, with its 95 % interval over groups"
+          onStep={open}
+          lines={[
+            ...one(train, "reward", "training", { strong: true, tone: "ink", band: intervals }),
+            ...fallback,
+            ...one(val, "reward", "held out", { dashed: true, strong: true, tone: "held" }),
+          ]}
+        />
+        <Lines title="Reward by agent" onStep={open} lines={family(train, "reward/")} />
+        <Lines title="Reward by source" onStep={open} lines={family(train, "reward_source/")} />
+        <Lines title="Groups without signal, failed rollouts" onStep={open} lines={[...one(train, "groups_without_signal", "share of groups"), ...failures(train)]} />
+        <Lines title="Entropy, nats a token" onStep={open} lines={[...one(train, "entropy", "all"), ...family(train, "entropy/")]} />
+        <Lines title="KL" onStep={open} lines={[...one(train, "kl", "kl"), ...one(train, "approx_kl", "of the update")]} />
+        <Lines title="Gap between engine and trainer, nats" onStep={open} lines={one(train, "logprob_gap", "mean gap")} />
+        <Lines title="Clipped share, gradient norm" onStep={open} lines={[...one(train, "clip_fraction", "clipped"), ...one(train, "grad_norm", "gradient norm")]} />
+        <Lines title="Staleness, updates" onStep={open} lines={[...one(train, "staleness", "mean"), ...one(train, "staleness_max", "most")]} />
+        <Lines title="Tokens an answer" onStep={open} lines={[...one(train, "response_tokens", "all"), ...family(train, "response_tokens/")]} />
+        <Lines title="Tool errors, share" onStep={open} lines={[...one(train, "tool_error_rate", "all"), ...family(train, "tool_error_rate/")]} />
+        <Lines
+          title="Seconds by phase"
+          onStep={open}
+          lines={[...one(train, "rollout_seconds", "rollouts"), ...one(train, "update_seconds", "update"), ...one(train, "adapt_seconds", "rows"), ...one(train, "seconds", "step", { strong: true, tone: "ink" })]}
+        />
+      </div>
+      <h2>Steps</h2>
+      {page.steps.length === 0 && <p class="note">No rollout is in this store{page.loose ? ", but traces outside of rollouts are" : ""}.</p>}
+      {page.loose && (
+        <p>
+          <a href={href("run", run, "loose")}>Traces outside of rollouts</a>, as attached programs record them
+        </p>
+      )}
+      {page.steps.length > 0 && <Steps run={run} steps={page.steps} />}
+      {Object.keys(options).length > 0 && (
+        <details class="card">
+          <summary>Options of the run</summary>
+          <pre>{JSON.stringify(options, null, 2)}</pre>
+        </details>
+      )}
+    </>
+  );
+}
+
+const failures = (rows: Rows): Line[] => {
+  const points = rows.filter((row) => Number(row["rollouts"]) > 0).map((row) => [Number(row.step), Number(row["failed"]) / Number(row["rollouts"])] as [number, number]);
+  return points.length ? [{ name: "share of rollouts failed", points, tone: "bad-line" }] : [];
+};
+
+function Steps({ run, steps }: { run: string; steps: StepRow[] }): JSX.Element {
+  return (
+    <div class="scroll">
+      <table class="rows">
+        <thead>
+          <tr>
+            <th>step</th>
+            <th class="num">mean reward</th>
+            <th class="num">lowest</th>
+            <th class="num">highest</th>
+            <th class="num">groups</th>
+            <th class="num">all alike</th>
+            <th class="num">rollouts</th>
+            <th>not succeeded</th>
+          </tr>
+        </thead>
+        <tbody>
+          {steps.map((row) => (
+            <tr key={`${row.mode}${row.step}`} class={row.mode}>
+              <td>
+                <a href={href("run", run, "step", row.mode, row.step)}>{row.mode === "train" ? `step ${row.step}` : row.mode === "val" ? `held out after ${row.step}` : "other rollouts"}</a>
+              </td>
+              <td class="num">
+                {number(row.reward)}
+                {row.interval !== null && <small class="dim"> ±{number(row.interval, 2)}</small>}
+              </td>
+              <td class="num">{number(row.low)}</td>
+              <td class="num">{number(row.high)}</td>
+              <td class="num">{number(row.groups)}</td>
+              <td class="num">{number(row.flat)}</td>
+              <td class="num">{number(row.rollouts)}</td>
+              <td>
+                {Object.entries(row.status)
+                  .filter(([status]) => status !== "succeeded")
+                  .map(([status, n]) => (
+                    <Chip key={status} kind={status === "queued" || status === "running" ? "busy" : "bad"}>
+                      {n} {status}
+                    </Chip>
+                  ))}
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}

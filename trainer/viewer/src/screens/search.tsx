@@ -1,0 +1,88 @@
+// Search in everything that was recorded, a second at a time.
+import type { JSX } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { get, type SearchPage } from "../api";
+import { Agent, count, go, href, number } from "../ui";
+
+export function Search({ run, text }: { run: string; text: string }): JSX.Element {
+  const [hits, setHits] = useState<SearchPage["hits"]>([]);
+  const [next, setNext] = useState<number | null>(0);
+  const [looked, setLooked] = useState(0);
+  const [busy, setBusy] = useState(false);
+  const [error, setError] = useState("");
+  const look = async (after: number, before: SearchPage["hits"], signal?: AbortSignal): Promise<void> => {
+    setBusy(true);
+    try {
+      let at: number | null = after;
+      const found = [...before];
+      while (at !== null && found.length < before.length + 50 && !signal?.aborted) {
+        const page: SearchPage = await get<SearchPage>("search", { run, text, after: at }, signal);
+        found.push(...page.hits);
+        at = page.next ?? null;
+        setHits([...found]);
+        setLooked(page.looked);
+        setNext(at);
+      }
+    } catch (problem) {
+      if (!signal?.aborted) setError((problem as Error).message);
+    }
+    setBusy(false);
+  };
+  useEffect(() => {
+    const stop = new AbortController();
+    if (text) void look(0, [], stop.signal);
+    return () => stop.abort();
+  }, [text]);
+  return (
+    <>
+      <h1>Search</h1>
+      <form
+        class="bar"
+        role="search"
+        onSubmit={(e) => {
+          e.preventDefault();
+          const value = String(new FormData(e.currentTarget).get("text") ?? "").trim();
+          if (value) go(href("run", run, "search", value));
+        }}
+      >
+        <label class="grow">
+          text <input type="search" name="text" defaultValue={text} autofocus placeholder="in prompts, answers, arguments, results, errors, names" />
+        </label>
+        <button type="submit">Search</button>
+      </form>
+      {error && <p class="note bad">{error}</p>}
+      {text && (
+        <p class="dim" aria-live="polite">
+          {count(hits.length, "span")} found in {number(looked)}
+          {busy ? " …" : ""}
+        </p>
+      )}
+      <ul class="links wide">
+        {hits.map((hit, at) => (
+          <li key={at}>
+            <a
+              href={
+                hit.rollout_id
+                  ? href("run", run, "rollout", hit.rollout_id, hit.attempt_id ?? "", hit.span_id ?? "")
+                  : href("run", run, "trace", hit.trace_id ?? "", hit.span_id ?? "")
+              }
+            >
+              {hit.name}
+            </a>
+            <Agent name={hit.agent} />
+            <span class="snippet">
+              {hit.before}
+              <mark>{hit.match}</mark>
+              {hit.behind}
+            </span>
+          </li>
+        ))}
+      </ul>
+      {text && next !== null && !busy && (
+        <button type="button" onClick={() => void look(next, hits)}>
+          Look on
+        </button>
+      )}
+    </>
+  );
+}
