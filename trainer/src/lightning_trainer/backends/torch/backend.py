@@ -1,143 +1,139 @@
-"""The backend named ``torch``: one policy in this process, generating and training."""
+"""The backend named ``torch``: from a run's configuration to a learner in this process. No torch at import."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.torch import checkpoint
-from lightning_trainer.backends.torch.engine import AdapterEngine, TorchEngine, available_cores
-from lightning_trainer.backends.torch.model import LoadedModel, load
+from lightning_trainer import models
+from lightning_trainer.backends.torch.needs import check_disk, room, weights_of
 from lightning_trainer.backends.torch.options import make_options
-from lightning_trainer.backends.torch.policy import Policy, add_adapters, has_adapters, reference, select
-from lightning_trainer.backends.torch.several import by_adapter, combined
-from lightning_trainer.backends.torch.update import penalties, update
-from lightning_trainer.engine import Engine
-from lightning_trainer.rows import Row
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.models import look
+from lightning_trainer.policies import parse
+from lightning_trainer.run.data import load_tasks
+from lightning_trainer.run.embedded import Embedded
+
+if TYPE_CHECKING:
+    from lightning_trainer.backends.torch.learner import TorchLearner
+
+# Options of a run that are the learner's by the same name.
+_SHARED: Final = (
+    "chat_template", "clip_high", "clip_low", "device", "dtype", "kl_coef", "learning_rate", "lora_alpha",
+    "lora_rank", "loss_aggregation", "max_grad_norm", "max_model_len", "seed", "tool_format",
+)  # fmt: skip
+
+_LEARNING: Final = (
+    "old_logprobs", "update_epochs", "minibatches", "warmup_steps", "importance_cap", "importance_mask",
+)  # fmt: skip
 
 
-class TorchBackend:
-    """`Backend` with an embedded engine: one policy, or several adapters over one frozen model.
-
-    Master weights and optimisers are made with the first update.
-    """
-
-    def __init__(self, model: Path | str, **options: Any) -> None:
-        """Load a model folder, or a checkpoint of several adapters; `options` are the fields of `TorchOptions`.
-
-        Raises:
-            ConfigError: an option is wrong, or the model can't be loaded or run.
-        """
-        saved = checkpoint.saved_adapters(Path(model))
-        if saved is not None:
-            source, names = saved
-            options = {"adapters": names, "lora_rank": _rank(Path(model) / names[0])} | _without_defaults(options)
-        self.options = make_options(model if saved is None else source, options)
-        self._model = load(self.options, None if saved is None else Path(model))
-        self._fingerprint = checkpoint.fingerprint(self._model)
-        add_adapters(self._model, self.options, None if saved is None else Path(model))
-        self._policies: dict[str | None, Policy] = {}
-        self._frozen: LoadedModel | None = None
-        if self.options.kl_coef > 0 and not has_adapters(self._model):
-            self._frozen = load(self.options)
-        self._engine = TorchEngine(self._model, self.options)
-
-    @property
-    def engine(self) -> TorchEngine:
-        """Generates with the newest weights; of several adapters, with the frozen model under them."""
-        return self._engine
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """One for each policy that is served: of several adapters, the frozen model first."""
-        return (self._engine, *self._engine.adapters)
-
-    def update(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Take one optimiser step: `Backend.update`, with the metrics of `update.update`.
-
-        Of several adapters each takes one with the rows of its own calls, where these have a gradient. Metrics are
-        then those of each with ``/NAME`` behind them, and over all: sums of counts and times, means by tokens.
-
-        Raises:
-            ValueError: a row was answered by none of the adapters.
-        """
-        with self._engine.still():
-            torch.set_num_threads(self.options.threads or available_cores())
-            if not self.options.adapters:
-                metrics = self._step(None, rows)
-                self._engine.weights_changed(self._engine.version + 1)
-                return metrics
-            parts = by_adapter(rows, self.options)
-            found = {adapter: self._step(adapter, own) for adapter, own in parts.items()}
-            self._engine.adapters_changed({each.model: each.version + (each.model in found) for each in self._adapters})
-        return combined(found)
-
-    def penalties(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
-        """Give what the divergence takes off the rewards: `update.penalties`."""
-        with self._engine.still():
-            torch.set_num_threads(self.options.threads or available_cores())
-            return penalties(rows, self.options, reference(self._model, self._frozen))
-
-    def save(self, folder: Path) -> None:
-        """Write a checkpoint: `checkpoint.save`."""
-        with self._engine.still():
-            checkpoint.save(folder, self._model, self._all(), self._engine, self._fingerprint)
-
-    def load(self, folder: Path) -> None:
-        """Go back to a checkpoint, bit for bit: `checkpoint.restore`.
-
-        Raises:
-            ConfigError: it is a checkpoint of another model or kind, or incomplete.
-        """
-        with self._engine.still():
-            version, versions = checkpoint.restore(folder, self._model, self._all(), self._engine, self._fingerprint)
-            self._engine.weights_changed(version)
-            self._engine.adapters_changed(versions)
-
-    def close(self) -> None:
-        """Stop the engine and free memory."""
-        self._engine.close()
-        self._policies, self._frozen = {}, None
-
-    @property
-    def _adapters(self) -> tuple[AdapterEngine, ...]:
-        return self._engine.adapters
-
-    def _step(self, adapter: str | None, rows: Sequence[Row]) -> dict[str, float]:
-        select(self._model, adapter)
-        return update(self._model, self._trained(adapter), rows, self.options, self._reference())
-
-    def _all(self) -> dict[str | None, Policy]:
-        return {adapter: self._trained(adapter) for adapter in self.options.adapters or (None,)}
-
-    def _trained(self, adapter: str | None = None) -> Policy:
-        if adapter not in self._policies:
-            self._policies[adapter] = Policy(self._model, self.options, adapter)
-        return self._policies[adapter]
-
-    def _reference(self) -> Any:
-        return reference(self._model, self._frozen) if self.options.kl_coef > 0 else None
+_TOKENS_CPU: Final = 2048  # of a forward pass
+_TOKENS_GPU: Final = 8192
 
 
-def _rank(folder: Path) -> int:
-    """Read the rank of a saved adapter.
+def backend() -> Embedded:
+    """Make the backend."""
+    return Embedded(lambda config: open_torch(config.model, **learner_options(config)), check, sized, _learner)
+
+
+def _learner(model: str, options: Mapping[str, Any]) -> TorchLearner:
+    """Load a model to learn from data. On a GPU a forward pass takes more tokens than one of a run's on a CPU."""
+    need_torch()
+    import torch
+
+    on_cpu = options.get("device", "auto") == "cpu" or not torch.cuda.is_available()
+    return open_torch(model, **{"micro_batch_tokens": _TOKENS_CPU if on_cpu else _TOKENS_GPU, **options})
+
+
+def open_torch(model: str, **options: Any) -> TorchLearner:
+    """Load a model.
+
+    Args:
+        model: a folder, a hub id, or a name that `lightning_trainer.models` knows.
+        options: fields of `TorchOptions`.
 
     Raises:
-        ConfigError: its configuration can't be read.
+        ConfigError: a package is missing, an option is wrong, or the model can't be loaded.
     """
-    try:
-        return int(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is no adapter of peft: {error}. Give another checkpoint.") from None
+    need_torch()
+    from lightning_trainer.backends.torch.learner import TorchLearner
+
+    return TorchLearner(models.resolve(model), **options)
 
 
-def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what says that nothing was chosen, so that a checkpoint's own adapters are taken."""
-    return {name: value for name, value in options.items() if not (name in {"adapters", "lora_rank"} and not value)}
+def check(config: TrainConfig) -> None:
+    """Refuse what this backend can't do.
+
+    Raises:
+        ConfigError: says which option, or what to install.
+    """
+    if config.workers == 0:
+        raise ConfigError(
+            'workers = 0 leaves the rollouts to runners elsewhere. Only backend = "verl" has a key for them.'
+        )
+    if (config.gpus, config.nodes, config.staleness, dict(config.verl)) != (1, 1, 0, {}):
+        raise ConfigError('gpus, nodes, staleness and verl are options of backend = "verl". Set it, or leave them out.')
+    make_options(config.model, learner_options(config))
+    need_torch()
+    look(config.model)
+    check_disk(config, config.steps)
+
+
+def sized(config: TrainConfig, steps: int) -> tuple[int, int] | None:
+    """Count the bytes of a checkpoint, and of all that a run keeps at once; None where the model is not here yet."""
+    weights = weights_of(config)
+    if weights is None:
+        return None
+    one = weights.light if config.checkpoint == "weights" else weights.checkpoint
+    return one, room(config, weights, steps)
+
+
+def need_torch() -> None:
+    """Make sure that what the embedded backend needs is installed.
+
+    Raises:
+        ConfigError: it is not; the message says how to install it.
+    """
+    missing = [package for package in ("torch", "transformers", "peft", "safetensors") if find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f'this needs {", ".join(missing)}, not installed here. Run: pip install "lightning-trainer[torch]"'
+        )
+
+
+def learner_options(config: TrainConfig) -> dict[str, Any]:
+    """Return the learner's options: those that every run has, and those named for it alone.
+
+    Raises:
+        ConfigError: an option is given twice.
+    """
+    options = {name: getattr(config, name) for name in _SHARED} | _learning(config)
+    if config.policies:
+        own = parse(config.policies)
+        options |= {"adapters": own.adapters, "fixed": tuple(sorted(own.fixed))}
+    for name in config.backend_options:
+        if name in options:
+            raise ConfigError(f"backend_options: {name} is an option of its own. Write it outside backend_options.")
+    return {**options, **config.backend_options}
+
+
+def _learning(config: TrainConfig) -> dict[str, Any]:
+    """Return what an algorithm asks of the learner beyond GRPO."""
+    asked: dict[str, Any] = {"algorithm": config.algorithm, "entropy_coef": config.entropy_coef}
+    asked |= {"kl_in": config.kl_in, "kl_estimator": config.kl_estimator} if config.kl_coef > 0 else {}
+    of_critic = {name: getattr(config, name) for name in ("gae_lambda", "value_learning_rate", "value_clip")}
+    asked |= {name: getattr(config, name) for name in _LEARNING if getattr(config, name) is not None}
+    if config.lr_schedule != "constant":
+        asked |= {
+            "lr_schedule": config.lr_schedule, "min_lr_ratio": config.min_lr_ratio, "total_steps": _steps(config)
+        }  # fmt: skip
+    return asked | {name: value for name, value in of_critic.items() if value is not None}
+
+
+def _steps(config: TrainConfig) -> int:
+    """Return the optimiser steps of the whole run."""
+    batches = config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data)))
+    return batches * config.update_epochs * config.minibatches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_trainer.backends.torch.engine import available_cores
+from lightning_trainer.backends.torch.threads import available_cores
 
 
 def describe() -> str:

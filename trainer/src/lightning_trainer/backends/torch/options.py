@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.recipes import Aggregation, KlEstimator, LossName
+from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
+from lightning_trainer.rl.algorithms import algorithm_by_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +21,16 @@ class TorchOptions:
         model: folder of the model to start from.
         name: name under which the policy is served; the folder's by default.
         dtype: number format of the weights that generate and go forward; ``auto`` takes the model's own, with float16
-            turned into bfloat16. Master weights and moments are always float32.
+            turned into bfloat16, but float32 on a processor that has no instructions for bfloat16. Master weights and
+            moments are always float32.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ...
         chat_template: Jinja text or file that replaces the tokenizer's template, or ``hermes`` for ours.
         seed: of everything that is drawn: samples without a seed of their own, and the start of LoRA adapters.
         slots: most requests that generate at once; more wait.
+        tool_format: how the model writes tool calls; None: as its chat template does.
         max_model_len: most tokens of prompt and answer; None: the model's own limit.
-        threads: cores that the update uses; None: all.
+        threads: threads of the update on a CPU; None: one for each core; ``auto``: as many as cores are free when it
+            begins, so that the rounding of its sums depends on what else runs.
         generate_threads: cores that generation uses; None: as many as suit the model's size.
         lora_rank: rank of LoRA adapters; 0 trains all weights.
         lora_alpha: scale of the adapters; None: twice the rank.
@@ -40,17 +44,25 @@ class TorchOptions:
         max_grad_norm: gradients are scaled down to this norm.
         clip_low, clip_high, clip_dual: of `losses.policy_loss`.
         loss_aggregation: of `rows.token_weights`.
-        policy_loss: ``clip``, ``gspo`` or ``cispo``, of `losses`.
+        algorithm: whose loss it is, by name.
         entropy_coef: weight of the entropy bonus.
         kl_coef: weight of the divergence from the starting policy; above 0 loads a frozen copy of it (none with LoRA,
             where the adapters are switched off instead).
         kl_in: whether the divergence is taken off in the loss, or in the reward.
         kl_estimator: of `losses.kl_divergence`.
-        critic: rows hold the credit of calls, and a value head makes advantages of it.
         gae_lambda: decay of generalised advantage estimation.
         value_learning_rate: step size of the value head.
         value_clip: of `losses.value_loss`.
         old_logprobs: what ratios compare with: what the engine recorded, or the trainer's own before the update.
+        update_epochs: passes over a batch.
+        minibatches: pieces of a batch, each with an optimiser step of its own.
+        warmup_steps: optimiser steps over which the learning rate rises.
+        lr_schedule: how it goes on from there.
+        min_lr_ratio: where it ends, as a share of itself, unless it is constant.
+        total_steps: optimiser steps of the whole run, at which it ends there; None: not known.
+        importance_cap: most that a token weighs for the trainer's probability being larger than the engine's; None:
+            tokens weigh the same.
+        importance_mask: factor of the two beyond which a token is left out of the loss; None: none is.
         micro_batch_tokens: most tokens in one forward pass of the update, shared prefixes counted once; a longer row
             goes alone.
 
@@ -63,10 +75,11 @@ class TorchOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     chat_template: str | Path | None = None
+    tool_format: str | None = None
     seed: int = 0
     slots: int = 64
     max_model_len: int | None = None
-    threads: int | None = None
+    threads: int | Literal["auto"] | None = None
     generate_threads: int | None = None
     lora_rank: int = 0
     lora_alpha: float | None = None
@@ -81,25 +94,34 @@ class TorchOptions:
     clip_high: float = 0.28
     clip_dual: float | None = None
     loss_aggregation: Aggregation = "token-mean"
-    policy_loss: LossName = "clip"
+    algorithm: str = "grpo"
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: KlEstimator = "k3"
-    critic: bool = False
     gae_lambda: float = 1.0
     value_learning_rate: float = 1e-3
     value_clip: float | None = None
     old_logprobs: Literal["engine", "recompute"] = "engine"
+    update_epochs: int = 1
+    minibatches: int = 1
+    warmup_steps: int = 0
+    lr_schedule: Schedule = "constant"
+    min_lr_ratio: float = 0.0
+    total_steps: int | None = None
+    importance_cap: float | None = None
+    importance_mask: float | None = None
     micro_batch_tokens: int = 2048
 
     def __post_init__(self) -> None:
+        algorithm = algorithm_by_name(self.algorithm)
         checks = {
             "dtype must be auto, float32 or bfloat16; float16 has too little range for gradients": self.dtype
             in ("auto", "float32", "bfloat16"),
             "slots must be at least 1": self.slots >= 1,
             "max_model_len must be at least 2": self.max_model_len is None or self.max_model_len >= 2,
-            "threads must be at least 1": self.threads is None or self.threads >= 1,
+            "threads must be auto or a number from 1": self.threads in (None, "auto")
+            or (isinstance(self.threads, int) and self.threads >= 1),
             "generate_threads must be at least 1": self.generate_threads is None or self.generate_threads >= 1,
             "lora_rank must be 0 (all weights) or more": self.lora_rank >= 0,
             "lora_alpha needs lora_rank, and must be above 0": self.lora_alpha is None
@@ -117,8 +139,8 @@ class TorchOptions:
             "clip_dual must be above 1": self.clip_dual is None or self.clip_dual > 1,
             f"loss_aggregation must be one of {', '.join(get_args(Aggregation))}": self.loss_aggregation
             in get_args(Aggregation),
-            "policy_loss must be clip, gspo or cispo": self.policy_loss in get_args(LossName),
-            "clip_dual is a bound of policy_loss = clip": self.clip_dual is None or self.policy_loss == "clip",
+            f"algorithm = {self.algorithm} has no dual clip: leave clip_dual out": self.clip_dual is None
+            or algorithm.dual_clip,
             "entropy_coef must be 0 or more": 0 <= self.entropy_coef < math.inf,
             "kl_in must be loss or reward": self.kl_in in ("loss", "reward"),
             f"kl_estimator must be one of {', '.join(get_args(KlEstimator))}": self.kl_estimator
@@ -128,11 +150,29 @@ class TorchOptions:
             "value_clip must be above 0": self.value_clip is None or self.value_clip > 0,
             "kl_coef must be 0 or more": 0 <= self.kl_coef < math.inf,
             "old_logprobs must be engine or recompute": self.old_logprobs in ("engine", "recompute"),
+            "update_epochs and minibatches must be at least 1": min(self.update_epochs, self.minibatches) >= 1,
+            "warmup_steps must be 0 or more": self.warmup_steps >= 0,
+            f"lr_schedule must be one of {', '.join(get_args(Schedule))}": self.lr_schedule in get_args(Schedule),
+            "min_lr_ratio must lie in [0, 1)": 0 <= self.min_lr_ratio < 1,
+            "a falling lr_schedule needs total_steps, the optimiser steps of the whole run": self.lr_schedule
+            == "constant"
+            or self.total_steps is not None,
+            "total_steps must be more than warmup_steps": self.total_steps is None
+            or self.total_steps > self.warmup_steps,
+            "importance_cap must be above 0, importance_mask above 1": (self.importance_cap or 1.0) > 0
+            and (self.importance_mask or 2.0) > 1,
+            "importance_cap and importance_mask need old_logprobs = recompute": self.old_logprobs == "recompute"
+            or (self.importance_cap, self.importance_mask) == (None, None),
             "micro_batch_tokens must be at least 1": self.micro_batch_tokens >= 1,
         }
         for message, fine in checks.items():
             if not fine:
                 raise ConfigError(f"{message}.")
+
+    @property
+    def critic(self) -> bool:
+        """Whether rows hold the credit of calls, and a value head makes advantages of it."""
+        return algorithm_by_name(self.algorithm).critic
 
     @property
     def learns_from_flat_rows(self) -> bool:

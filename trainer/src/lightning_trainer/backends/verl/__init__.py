@@ -2,7 +2,3 @@
 
 The only code that imports verl and Ray; this package's own import brings neither.
 """
-
-from lightning_trainer.backends.verl.describe import describe
-
-__all__ = ["describe"]

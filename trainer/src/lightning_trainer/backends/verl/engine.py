@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import LightningError
-from lightning_trainer.engine import Sampled, Sampling
-from lightning_trainer.server.sse import events_in
-from lightning_trainer.server.token_wires import CompletionsReader, CompletionsWire, WireError
+from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.upstream.token_protocols import (
+    CompletionsProtocol,
+    CompletionsReader,
+    TokenProtocolError,
+)
 
 if TYPE_CHECKING:
     import aiohttp
 
-_WIRE: Final = CompletionsWire(grammars=False)
+_WIRE: Final = CompletionsProtocol(grammars=False)
 _QUIET_S: Final = 300.0  # longest silence of a replica within an answer
 
 
@@ -40,14 +44,22 @@ class VllmEngine:
         tokenizer: of the model.
         max_model_len: most tokens of prompt and answer together.
         model: name under which the policy is served.
-        abilities: what the replicas do exactly; see `lightning_trainer.engine.abilities`.
+        tool_format: how the model writes tool calls; None: as its chat template does.
+        abilities: what the replicas do exactly; see `lightning_trainer.gateway.engine.abilities`.
     """
 
     def __init__(
-        self, tokenizer: Any, max_model_len: int, *, model: str = "policy", abilities: frozenset[str] = frozenset()
+        self,
+        tokenizer: Any,
+        max_model_len: int,
+        *,
+        model: str = "policy",
+        abilities: frozenset[str] = frozenset(),
+        tool_format: str | None = None,
     ) -> None:
         self.model = model
         self.abilities = abilities
+        self.tool_format = tool_format
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.version = 0
@@ -65,7 +77,7 @@ class VllmEngine:
         self._serving.set()
 
     def pause(self) -> int:
-        """Cut what is being drawn and hold requests until `serve`. Gives the number of answers cut."""
+        """Cut what is being drawn and hold requests until `serve`. Returns the number of answers cut."""
         self._serving.clear()
         for stream in self._streams:
             stream.close()
@@ -116,14 +128,17 @@ class VllmEngine:
             if response.status != 200:
                 raise ReplicaError(f"vLLM at {address} answered {response.status}: {(await response.text())[:500]}")
             self._streams.add(response)
-            reader = CompletionsReader()
-            async for data in events_in(response.content.iter_any()):
-                if data == b"[DONE]" or not self._serving.is_set():
+            reader, events = CompletionsReader(), EventReader()
+            async for chunk in response.content.iter_any():
+                for data in events.feed(chunk):
+                    if not self._serving.is_set():
+                        return
+                    piece = reader.read(orjson.loads(data))
+                    if piece is not None:
+                        yield piece
+                if events.done:
                     return
-                piece = reader.read(orjson.loads(data))
-                if piece is not None:
-                    yield piece
-        except WireError as error:
+        except TokenProtocolError as error:
             raise ReplicaError(f"vLLM at {address} {error}") from None
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             if self._serving.is_set():

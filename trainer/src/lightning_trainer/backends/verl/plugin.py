@@ -13,7 +13,7 @@ import os
 def load() -> None:
     """Make the CPU platform known to verl where the environment asks for it."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        from lightning_trainer.backends.verl import platform, process_group  # noqa: F401 - registers itself
+        from lightning_trainer.backends.verl.cpu import platform, process_group  # noqa: F401 - registers itself
 
         process_group.patch()
 

@@ -5,31 +5,37 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from lightning_spans.errors import LightningError
-from lightning_trainer.backends.verl.describe import composed, has_flash_attention
-from lightning_trainer.backends.verl.overrides import Place, overrides
-from lightning_trainer.backends.verl.shape import read_shape
+from lightning_trainer.backends.verl.options.describe import composed, has_flash_attention
+from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.config import TrainConfig
-from lightning_trainer.runner import Runner
+from lightning_trainer.models.shape import read_shape
 
 _LOOK_S: Final = 0.5
 _END_S: Final = 60.0
 _START_S: Final = 600.0  # to import verl and to reach Ray, whose own connecting has no bound
 
 
-def run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
-    """Run verl's trainer to its end, and see meanwhile that the agents still run.
+def run_verl(config: TrainConfig, site: Site, check: Callable[[], None]) -> None:
+    """Run verl's trainer to its end.
+
+    Args:
+        config: of the run.
+        site: where it is.
+        check: called all the while; raises to give up.
 
     Raises:
         LightningError: verl failed, a process of it died, or Ray did not answer.
+        Exception: what `check` raised.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's workers are the run: they need not give way to it
     import ray
 
-    values = overrides(config, place, read_shape(config.model), flash_attention=has_flash_attention())
+    values = overrides(config, site, read_shape(config.model), flash_attention=has_flash_attention())
     verls = composed(values)
     failure: list[BaseException] = []
     started = _Started()
@@ -53,7 +59,7 @@ def run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
     try:
         while thread.is_alive():
             thread.join(_LOOK_S)
-            runner.check()
+            check()
             if not started.begun and time.monotonic() > latest:
                 where = os.environ.get("RAY_ADDRESS", "this machine")
                 raise LightningError(
@@ -68,7 +74,7 @@ def run_verl(config: TrainConfig, place: Place, runner: Runner) -> None:
         if not thread.is_alive():
             ray.shutdown()
     if failure:
-        raise explained(failure[0], place) from failure[0]
+        raise explained(failure[0], site) from failure[0]
 
 
 class _Started:
@@ -101,8 +107,8 @@ class _Started:
             ray.kill(self._actor)
 
 
-def explained(error: BaseException, place: Place) -> BaseException:
-    """Give the error that a user can read: ours, as it was raised in verl's process, or one about a part that died."""
+def explained(error: BaseException, site: Site) -> BaseException:
+    """Return an error that a user can read: ours, as it was raised in verl's process, or one about a part that died."""
     from ray.exceptions import RayActorError, RayTaskError
 
     inner: BaseException | None = error
@@ -110,8 +116,8 @@ def explained(error: BaseException, place: Place) -> BaseException:
         inner = inner.cause if isinstance(inner.cause, BaseException) else None
     if isinstance(inner, LightningError):
         return inner
-    newest = place.folder / "checkpoint"
-    onward = f" Go on with: lightning-rl train --resume {place.folder}" if newest.exists() else ""
+    newest = site.folder / "checkpoint"
+    onward = f" Go on with: lightning-rl train --resume {site.folder}" if newest.exists() else ""
     if isinstance(inner, RayActorError):
         return LightningError(f"a process of verl died: {str(inner)[:2000]}{onward}")
     return LightningError(f"verl failed: {str(error)[-4000:]}{onward}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.verl import estimators
+from lightning_trainer.backends.verl.steps import estimators
 
 
 def on_cpu() -> bool:
@@ -37,7 +37,7 @@ def register_engines() -> None:
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    from lightning_trainer.backends.verl.critic_cpu import ValueEngineCPU
+    from lightning_trainer.backends.verl.cpu.critic import ValueEngineCPU
 
     for kind, engine in (("language_model", FSDPEngineWithLMHead), ("value_model", ValueEngineCPU)):
         for backend in ("fsdp", "fsdp2"):
@@ -50,7 +50,7 @@ def register_replica() -> None:
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     def load() -> Any:
-        from lightning_trainer.backends.verl.vllm_cpu import ReplicaCPU
+        from lightning_trainer.backends.verl.cpu.vllm import ReplicaCPU
 
         return ReplicaCPU
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lightning_trainer.metrics import Kind, MetricLog
-from lightning_trainer.overview import not_heard
-from lightning_trainer.progress import Progress
-from lightning_trainer.scores import Score
+from lightning_trainer.report.agents import not_heard
+from lightning_trainer.report.metrics import Kind, MetricLog
+from lightning_trainer.report.progress import Progress
 
 # verl's name of a number, and the name that the torch backend gives it.
 _NAMES: Final = {
@@ -69,18 +68,9 @@ class Reporter:
         if text is not None:
             self._progress.note(text)
 
-    def score_at(self, step: int) -> Score | None:
-        """Give the held-out score after so many steps; None where none was made."""
-        return next((Score.from_metrics(line) for line in self._log.lines("val") if line["step"] == step), None)
-
-    def curve(self, steps: int) -> tuple[float | None, ...]:
-        """Give the mean training reward of each step."""
-        rewards = dict(self._log.series("train", "reward"))
-        return tuple(rewards.get(step) for step in range(steps))
-
 
 def ours(values: Mapping[str, float]) -> dict[str, float]:
-    """Give numbers by our names: those that both backends have, our own, and verl's others under ``verl/``."""
+    """Return numbers by our names: those that both backends have, our own, and verl's others under ``verl/``."""
     return {
         _NAMES.get(name, name.removeprefix(_OURS) if name.startswith(_OURS) else f"verl/{name}"): value
         for name, value in values.items()

@@ -3,53 +3,48 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.checkpoints import State, check_identity
-from lightning_trainer.config import TrainConfig
-from lightning_trainer.data import digest, load_tasks
-from lightning_trainer.metrics import write_atomically
+from lightning_trainer.report.metrics import write_atomically
+from lightning_trainer.run.state import State, check_identity
 
 _IDENTITY: Final = "identity.json"
 _NEWEST: Final = "latest_checkpointed_iteration.txt"  # verl's
 
 
-def newest_checkpoint(config: TrainConfig) -> Path:
+def newest_checkpoint(resume: Path, identity: Mapping[str, Any]) -> Path:
     """Find verl's newest whole checkpoint in the folder to go on from.
+
+    Args:
+        resume: a run's folder, or one of its checkpoints.
+        identity: what must be the same for the next batch to be the same.
 
     Raises:
         ConfigError: there is none, or the run was another one.
     """
-    folder = Path(config.resume or ".").resolve()
+    folder = resume.resolve()
     if folder.name.startswith("global_step_"):
         folder = folder.parent.parent
-    if config.out is not None and config.out.resolve() != folder:
-        raise ConfigError(f"a run goes on in its own folder, {folder}, not in {config.out}. Leave --out away.")
     try:
         number = int((folder / "checkpoints" / _NEWEST).read_text(encoding="ascii"))
     except (OSError, ValueError):
-        raise ConfigError(f"{config.resume} holds no checkpoint of a run on verl. Give a run's folder.") from None
+        raise ConfigError(f"{resume} holds no checkpoint of a run on verl. Give a run's folder.") from None
     checkpoint = folder / "checkpoints" / f"global_step_{number}"
-    state = State(step=number, identity=_read(folder / _IDENTITY))
-    check_identity(state, identity_of(config), checkpoint)
+    check_identity(State(step=number, identity=_read(folder / _IDENTITY)), identity, checkpoint)
     return checkpoint
 
 
-def identity_of(config: TrainConfig) -> dict[str, Any]:
-    """Give what must be the same for the next batch to be the same."""
-    return {
-        "data": digest(load_tasks(config.data)),
-        "batch_size": config.batch_size,
-        "group_size": config.group_size,
-        "seed": config.seed,
-    }
+def step_of(checkpoint: Path) -> int:
+    """Return the number of steps after which a checkpoint of verl's was made."""
+    return int(checkpoint.name.removeprefix("global_step_"))
 
 
-def note_identity(folder: Path, config: TrainConfig) -> None:
+def note_identity(folder: Path, identity: Mapping[str, Any]) -> None:
     """Keep it in the run's folder."""
-    write_atomically(folder / _IDENTITY, json.dumps(identity_of(config)).encode())
+    write_atomically(folder / _IDENTITY, json.dumps(dict(identity)).encode())
 
 
 def _read(path: Path) -> dict[str, Any]:

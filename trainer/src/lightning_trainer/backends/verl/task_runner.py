@@ -15,7 +15,8 @@ class _TaskRunner:
 
     def run(self, config: Any) -> None:
         """Train."""
-        from lightning_trainer.backends.verl import registrations, trainers  # noqa: F401 - they register themselves
+        from lightning_trainer.backends.verl import registrations  # noqa: F401 - they register themselves
+        from lightning_trainer.backends.verl.steps import trainers  # noqa: F401 - they register themselves
 
         _VERLS().run(config)
 

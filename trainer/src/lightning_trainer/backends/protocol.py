@@ -1,0 +1,235 @@
+"""What a backend is, and what it is given: a run that has been opened for it.
+
+A backend is registered under a name by the hook `lightning_register_backends`. `lightning_trainer.train` looks it up
+and opens what every run needs: the folder, the agent's workers, the store, the log. The backend does the rest: it
+serves the policy to the agents, takes the steps, tells the log what came of each, and leaves its newest weights at
+``checkpoint`` in the run's folder.
+
+One that learns in this process need not write that either: `lightning_trainer.run.embedded.Embedded` takes the steps
+with a `Learner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lightning_trainer.config import CONFIG_NAME, to_json
+from lightning_trainer.report.metrics import write_atomically
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from lightning_spans.store import Store
+    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.gateway.engine import Engine
+    from lightning_trainer.judging.judge import GroupJudge
+    from lightning_trainer.report.metrics import MetricLog
+    from lightning_trainer.report.progress import Progress
+    from lightning_trainer.rl.rewards.judge import Chosen
+    from lightning_trainer.rl.rows import Row
+    from lightning_trainer.runner.runner import Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        step: steps that were taken before.
+        folder: of the run that goes on; None: it is a new one.
+        checkpoint: what it goes on from, in the backend's own form; None: a new one.
+        seconds: time that its earlier parts took.
+    """
+
+    step: int = 0
+    folder: Path | None = None
+    checkpoint: Path | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """A run that is open. Whoever opened it closes it.
+
+    Attributes:
+        config: what to train, on what, and how.
+        tasks: training tasks.
+        val: held-out tasks; empty where there are none.
+        rules: automatic rewards.
+        judge: gives rewards to rollouts by comparing those of a group; None where there is none.
+        identity: options that must be the same for the run to go on.
+        start: where it begins, as the backend said.
+        folder: the run's.
+        store: takes rollouts, and has what agents and gateway recorded.
+        runner: has started its workers, and claims nothing yet: `lightning_trainer.run.local.serving` lets it.
+        log: of metrics.
+        progress: is told what happens.
+        check: raises where somebody asked the program to stop. To be called between steps, and while waiting.
+    """
+
+    config: TrainConfig
+    tasks: Sequence[dict[str, Any]]
+    val: Sequence[dict[str, Any]]
+    folder: Path
+    store: Store
+    runner: Runner
+    log: MetricLog
+    progress: Progress
+    check: Callable[[], None]
+    start: Start = field(default_factory=Start)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    rules: Sequence[Chosen] = ()
+    judge: GroupJudge | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run, unless it ends early."""
+        return self.config.step_count(len(self.tasks))
+
+    def begin(self) -> None:
+        """Keep the configuration in the folder. A new run that fails before it has begun leaves no folder behind."""
+        kept = self.config.model_copy(update={"out": self.folder})
+        write_atomically(self.folder / CONFIG_NAME, to_json(kept).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What a run would do and need.
+
+    Attributes:
+        text: for people.
+        facts: the same as a JSON object; empty where there is only text.
+    """
+
+    text: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """Trains. Registered by name, and chosen by the option `backend`."""
+
+    def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
+        """Say where a run begins. Nothing has been opened yet, so this is where what can't work is refused.
+
+        Args:
+            config: of the run.
+            identity: options that must be the same as those of the run that goes on.
+
+        Raises:
+            ConfigError: an option is not for this backend, a package is missing, or there is nothing to go on from.
+        """
+        ...
+
+    def train(self, run: OpenRun) -> int:
+        """Take the run's steps, and tell `run.log` the numbers of each.
+
+        It calls `run.begin` once everything of its own is open.
+
+        Returns:
+            Steps taken in all, earlier ones included.
+
+        Raises:
+            LightningError: there is nothing to learn, or a part failed.
+            Interrupted: `run.check` raised it. What was learned is saved.
+        """
+        ...
+
+    def learner(self, model: str, options: Mapping[str, Any]) -> Learner:
+        """Load a model to learn from data, without a run.
+
+        Args:
+            model: where to start.
+            options: of the learner, by name.
+
+        Raises:
+            ConfigError: this backend learns in no process of ours, an option is wrong, or the model can't be loaded.
+        """
+        ...
+
+    def describe(self, config: TrainConfig, progress: Progress) -> Described:
+        """Say what a run would do and what it would need. Nothing stays of what it tries for that.
+
+        Raises:
+            LightningError: an option is wrong, or what was tried failed.
+        """
+        ...
+
+
+class Learner(Protocol):
+    """A policy in this process, or several: engines, weights, optimisers."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ...
+
+    def schedule(self, rise: int, steps: int) -> None:
+        """Let the learning rate rise over its first steps and fall to a tenth until the last. Before the first update.
+
+        Args:
+            rise: steps.
+            steps: all of them; more than `rise`.
+        """
+        ...
+
+    def logprobs(self, rows: Sequence[Row]) -> Sequence[NDArray[Any]]:
+        """Return for each row (K,) natural log-probabilities of its trained tokens, without gradient."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """Generates with the newest weights."""
+        ...
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """One for each policy that is served, by the engine's `model`; `engine` is the first."""
+        ...
+
+    def update(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Take one optimiser step on these rows and publish the weights to the engine.
+
+        Returns:
+            Metrics by name: loss, grad_norm, clip_fraction, kl, entropy, logprob_gap (mean absolute difference between
+            the engine's recorded log-probabilities and the trainer's), tokens, seconds.
+        """
+        ...
+
+    def penalties(self, rows: Sequence[Row]) -> Sequence[NDArray[Any]]:
+        """Return what divergence takes off the reward, for each row (K,) of its trained tokens (`kl_in = "reward"`).
+
+        Returns:
+            The weight of the divergence times its estimate, from the log-probabilities with which tokens were sampled.
+        """
+        ...
+
+    def save(self, folder: Path, *, resumable: bool = True) -> None:
+        """Write weights (a model folder that `serve` and transformers can load), optimiser and random state.
+
+        Args:
+            folder: where to.
+            resumable: False writes the weights alone.
+
+        Raises:
+            OSError: they can't be written.
+        """
+        ...
+
+    def strip(self, folder: Path) -> None:
+        """Remove what only `load` needs from what `save` wrote, and leave the weights."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go back to what `save` wrote, bit for bit.
+
+        Raises:
+            ConfigError: the folder is a checkpoint of another model or kind.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and free memory."""
+        ...

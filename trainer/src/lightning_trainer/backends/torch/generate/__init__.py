@@ -1,0 +1,1 @@
+"""Generation: continuous batching over one key-value cache."""

@@ -1,0 +1,258 @@
+"""A thread that generates: continuous batching over the slots of one cache.
+
+Each step computes one token for every request that decodes and some prompt tokens of those that begin, all packed into
+one forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from asyncio import AbstractEventLoop
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from lightning_trainer.backends.torch.generate.cache import LONGEST_TAIL, SlotCache
+from lightning_trainer.backends.torch.generate.mixed import MixedLinears
+from lightning_trainer.backends.torch.generate.request import Request
+from lightning_trainer.backends.torch.generate.sampling import Drawn, draw
+from lightning_trainer.backends.torch.generate.step import SHORT, Chunk, StepPlan
+from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.gateway.engine import Sampled
+
+_log = logging.getLogger(__name__)
+
+_STEP_TOKENS = 512  # most prompt tokens in a step, so that those who decode never wait long
+_WORTH_WAITING = 16  # shared tokens for which a request waits until another has computed them
+
+
+class Batcher:
+    """The generating thread with its slots, its waiting requests and its cache."""
+
+    def __init__(self, model: LoadedModel, slots: int, threads: int, mixed: MixedLinears | None = None) -> None:
+        self._model, self._threads, self._mixed = model, threads, mixed
+        self._cache = SlotCache(model.shape, slots, model.max_model_len)
+        self._running: dict[int, Request] = {}  # by slot
+        self._last_used = np.zeros(slots, np.int64)
+        self._steps = 0
+        self.counts: Counter[str] = Counter()
+        self._waiting: deque[Request] = deque()
+        self._changed = threading.Condition()  # guards what follows, and _waiting
+        self._held = 0
+        self._busy = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="lightning-generate", daemon=True)
+        self._thread.start()
+
+    @property
+    def requests(self) -> int:
+        """Number of requests that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the engine is closed")
+            self._waiting.append(request)
+            self._changed.notify_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let running requests end, start no others, and keep the thread still until the block is left."""
+        with self._changed:
+            self._held += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._busy and (not self._running or self._closed))
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= 1
+                self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Drop the prefix cache. Call it while the thread is held."""
+        self._cache.clear()
+
+    def close(self) -> None:
+        """End the thread after the step it is in; requests that are not done get an error."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        with torch.inference_mode():
+            while self._next():
+                try:
+                    self._step()
+                except Exception as error:  # noqa: BLE001  a step that fails must not leave callers waiting for ever
+                    _log.exception("generation failed")
+                    self._fail(list(self._running.values()), error)
+                    self._cache.clear()
+        with self._changed:
+            self._busy = False
+            left = [*self._running.values(), *self._waiting]
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._fail(left, RuntimeError("the engine was closed"))
+
+    def _next(self) -> bool:
+        """Sleep until there is a step to take; False when the engine is closed."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._closed or self._running or (self._waiting and not self._held))
+            self._busy = True
+            return not self._closed
+
+    def _fail(self, requests: list[Request], error: Exception) -> None:
+        for request in requests:
+            self._running.pop(request.slot, None)
+        _deliver([(request, error) for request in requests])
+
+    # One step.
+
+    def _step(self) -> None:
+        self._steps += 1
+        self._drop_cancelled()
+        self._admit()
+        if not self._running:
+            return
+        self._compact()
+        plan = StepPlan(self._cache, self._divide())
+        if self._mixed is not None:
+            self._mixed.choose(plan.owners)
+        hidden = self._model.hidden(plan.tokens, plan.positions, plan)
+        plan.finish()
+        ready, rows, end = [], [], 0
+        for chunk in plan.chunks:
+            end += chunk.length
+            if self._cache.computed[chunk.slot] == self._cache.planned[chunk.slot]:
+                ready.append(self._running[chunk.slot])
+                rows.append(end - 1)
+        if ready:
+            logits = self._model.head(hidden if len(rows) == len(hidden) else hidden[rows])
+            self._take(ready, draw(logits, [request.next_draw() for request in ready]))
+
+    def _drop_cancelled(self) -> None:
+        for request in [request for request in self._running.values() if request.cancelled]:
+            self._release(request)
+        with self._changed:
+            if any(request.cancelled for request in self._waiting):
+                self._waiting = deque(request for request in self._waiting if not request.cancelled)
+
+    def _release(self, request: Request) -> None:
+        del self._running[request.slot]
+        self._cache.end(request.slot)
+        self._last_used[request.slot] = self._steps
+
+    def _admit(self) -> None:
+        """Assign free slots to waiting requests, in order, but let one wait for a prefix that another is computing."""
+        with self._changed:
+            if self._held:
+                return
+            kept: deque[Request] = deque()
+            try:
+                while self._waiting and len(self._running) < self._cache.slots:
+                    request = self._waiting.popleft()
+                    try:
+                        placed = self._place(request)
+                    except Exception as error:
+                        _deliver([(request, error)])  # it is in no slot yet, so nobody else would tell it
+                        raise
+                    if not placed:
+                        kept.append(request)
+            finally:
+                self._waiting.extendleft(reversed(kept))
+
+    def _place(self, request: Request) -> bool:
+        """Put a request into a slot; False when it should wait."""
+        cache, last = self._cache, len(request.prompt) - 1  # the last token is always computed: it gives the logits
+        planned = np.minimum(cache.shared(request.prompt, request.adapter), last)
+        there = np.minimum(planned, cache.computed)
+        source = int(there.argmax())
+        shared = int(there[source])
+        if int(planned.max()) - shared >= _WORTH_WAITING:
+            return False
+        continues = source not in self._running and shared >= cache.computed[source] - 1
+        slot = source if continues and shared else self._free_slot()
+        cache.begin(slot, request.prompt, source, shared, request.adapter)
+        request.slot = slot
+        self._running[slot] = request
+        self.counts.update(requests=1, prompt_tokens=len(request.prompt), reused_tokens=shared)
+        return True
+
+    def _free_slot(self) -> int:
+        """Return the free slot that has been unused for longest, the lowest of several."""
+        free = [slot for slot in range(self._cache.slots) if slot not in self._running]
+        return min(free, key=lambda slot: (self._last_used[slot], slot))
+
+    def _compact(self) -> None:
+        """Move requests down into free slots, so that neighbouring slots can share their products."""
+        while (top := max(self._running)) >= len(self._running):
+            hole = next(slot for slot in range(top) if slot not in self._running)
+            self._cache.swap(top, hole)
+            self._last_used[top] = self._last_used[hole]
+            request = self._running.pop(top)
+            request.slot = hole
+            self._running[hole] = request
+
+    def _divide(self) -> list[Chunk]:
+        """Say what is computed in this step: a token of each that decodes, and prompts first come first served."""
+        cache, chunks, left = self._cache, [], _STEP_TOKENS
+        for slot, request in self._running.items():
+            missing = int(cache.planned[slot] - cache.computed[slot])
+            if request.drawn:
+                chunks.append(Chunk(slot, missing))
+            elif left >= min(missing, SHORT):
+                chunks.append(Chunk(slot, min(missing, left)))
+                left -= chunks[-1].length
+        for slot in self._running:
+            if cache.tail(slot) >= LONGEST_TAIL:
+                cache.seal(slot, int(cache.computed[slot]))
+        longest = max((cache.tail(c.slot) + c.length for c in chunks if c.length <= SHORT), default=0)
+        cache.give_back_room(longest, [slot for slot in range(cache.slots) if slot not in self._running])
+        cache.make_room(longest)
+        return chunks
+
+    def _take(self, requests: list[Request], drawn: Drawn) -> None:
+        """Hand drawn tokens to their requests, and end those that are done."""
+        pieces: list[tuple[Request, Sampled | Exception]] = []
+        for request, token, logprob, steered in zip(requests, *drawn, strict=True):
+            piece = request.take(token, logprob, ends=token in self._model.end_tokens, steered=steered)
+            pieces.append((request, piece))
+            self.counts["generated_tokens"] += 1
+            if piece.finish_reason is None:
+                self._cache.append(request.slot, token)
+            else:
+                self._release(request)
+        _deliver(pieces)
+
+
+def _deliver(pieces: list[tuple[Request, Sampled | Exception]]) -> None:
+    """Hand pieces to the event loops that wait for them, one wake-up for each loop."""
+    by_loop: dict[AbstractEventLoop, list[tuple[Request, Sampled | Exception]]] = {}
+    for request, piece in pieces:
+        by_loop.setdefault(request.loop, []).append((request, piece))
+    for loop, batch in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_put, batch)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            for request, _ in batch:
+                request.cancelled = True
+
+
+def _put(batch: list[tuple[Request, Sampled | Exception]]) -> None:
+    for request, piece in batch:
+        request.pieces.put_nowait(piece)

@@ -1,0 +1,103 @@
+"""Linear layers of a model with several LoRA adapters, for generation: each token of a batch goes through its own.
+
+The base product is made once for all tokens. The low-rank parts of all adapters lie side by side, so that they too are
+two products for the whole batch, and a mask leaves each token those of its adapter.
+
+Axes: N packed tokens, R ranks of all adapters together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_trainer.backends.torch.generate.packing import Base, linears
+
+NO_ADAPTER = -1  # the number of the base model among the adapters
+
+
+class MixedLinears:
+    """What a model's linear layers do under `torch.inference_mode`; elsewhere they are peft's own."""
+
+    def __init__(self, model: nn.Module, adapters: Sequence[str], *, pack: bool) -> None:
+        """Take over the forward of the layers.
+
+        Args:
+            model: with these adapters.
+            adapters: their names; a token says which by number.
+            pack: lay the base weights out for bfloat16 matrix instructions, as `packing.PackedLinears` does.
+        """
+        self._ranks = _ranks(model, adapters)
+        self._mask_NR: Tensor | None = None
+        self._layers = [_Mixed(module, adapters, self, pack=pack) for module in linears(model)]
+        parameter = next(model.parameters())
+        owner_R = np.repeat(np.arange(len(adapters)), self._ranks)
+        table = owner_R == np.arange(-1, len(adapters))[:, None]  # the first line is that of the base model
+        self._table = torch.from_numpy(table).to(parameter.device, parameter.dtype)
+        self.refresh()
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(N, R) 1 where a rank is of the token's adapter, else 0; None where no token has an adapter."""
+        return self._mask_NR
+
+    def choose(self, adapters_N: NDArray[np.int64]) -> None:
+        """Say which adapter each token of the next forward pass goes through; `NO_ADAPTER` for none."""
+        none = bool((adapters_N == NO_ADAPTER).all())
+        self._mask_NR = None if none else self._table[torch.from_numpy(adapters_N + 1).to(self._table.device)]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the adapters' weights again: they have changed. The base never does."""
+        for layer in self._layers:
+            layer.refresh()
+
+    def undo(self) -> None:
+        """Return the layers back their own forward."""
+        for layer in self._layers:
+            layer.undo()
+
+
+class _Mixed:
+    """One linear layer, or LoRA's wrapping of one."""
+
+    def __init__(self, module: nn.Module, adapters: Sequence[str], mixed: MixedLinears, *, pack: bool) -> None:
+        self._module, self._adapters = module, adapters
+        self._base = Base(module, pack=pack)
+        self._base.refresh()
+        self._adapted = hasattr(module, "lora_A")
+        self._down_RI = self._up_RO = torch.empty(0)
+        own = module.forward
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_inference_mode_enabled():
+                return own(x, *args, **kwargs)
+            out: Tensor = self._base(x)
+            if self._adapted and mixed.mask is not None:
+                low_NR = torch.mm(x.reshape(-1, x.shape[-1]), self._down_RI.t()).mul_(mixed.mask)
+                out = torch.addmm(out.view(-1, out.shape[-1]), low_NR, self._up_RO).view(out.shape)
+            return out
+
+        module.forward = forward
+
+    def refresh(self) -> None:
+        if self._adapted:
+            module: Any = self._module
+            dtype = module.base_layer.weight.dtype
+            self._down_RI = torch.cat([module.lora_A[name].weight for name in self._adapters]).to(dtype)
+            ups = [module.lora_B[name].weight.float().t() * module.scaling[name] for name in self._adapters]
+            self._up_RO = torch.cat(ups).to(dtype)
+
+    def undo(self) -> None:
+        del self._module.forward
+
+
+def _ranks(model: nn.Module, adapters: Sequence[str]) -> list[int]:
+    """Rank of each adapter: of all its layers alike, as `policy.add_adapters` makes them."""
+    layer: Any = next(module for module in linears(model) if hasattr(module, "lora_A"))
+    return [int(layer.r[name]) for name in adapters]

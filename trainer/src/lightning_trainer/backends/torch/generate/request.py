@@ -1,0 +1,70 @@
+"""One request as the engine holds it, from `generate` to its last token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_trainer.backends.torch.generate.adjusting import Adjuster
+from lightning_trainer.backends.torch.generate.sampling import Draw
+from lightning_trainer.gateway.engine import FinishReason, Sampled, Sampling
+from lightning_trainer.gateway.prompt.text_stream import TextStream
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What is asked, where the answer goes, and how far it is.
+
+    Attributes:
+        prompt: (T,) token ids.
+        sampling: how tokens are drawn.
+        limit: most tokens to draw: what was asked for and what the context leaves.
+        random: where draws come from.
+        text: turns tokens into text.
+        adjuster: changes the logits before each draw; None: nothing does.
+        loop: event loop that takes the answer.
+        pieces: the answer, piece by piece, or the error that ended it.
+        cancelled: nobody waits for the answer any more. Set by the event loop, read by the batcher.
+        adapter: number of the adapter that answers; -1 for none.
+        drawn: number of tokens drawn.
+        slot: where its keys and values are; -1 while it waits.
+    """
+
+    prompt: NDArray[np.int32]
+    sampling: Sampling
+    limit: int
+    random: random.Random
+    text: TextStream
+    loop: asyncio.AbstractEventLoop
+    adjuster: Adjuster | None = None
+    pieces: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
+    adapter: int = -1
+    drawn: int = 0
+    slot: int = -1
+
+    def next_draw(self) -> Draw:
+        """Say how the next token is drawn."""
+        sampling = self.sampling
+        adjust = None if self.adjuster is None else self.adjuster.apply
+        drawn = self.random.random()
+        return Draw(sampling.temperature, sampling.top_p, sampling.top_k, drawn, sampling.min_p, adjust)
+
+    def take(self, token: int, logprob: float, *, ends: bool, steered: bool = False) -> Sampled:
+        """Take a drawn token, and give the piece of the answer that it makes."""
+        self.drawn += 1
+        if self.adjuster is not None:
+            self.adjuster.take(token)
+        text, stopped = self.text.push(token)
+        reason: FinishReason | None = None
+        if ends or stopped:
+            reason = "stop"
+        elif self.drawn >= self.limit:
+            reason = "length"
+        if reason is not None and not stopped:
+            text += self.text.finish()
+        return Sampled((token,), (logprob,), text, reason, (steered,))

@@ -1,0 +1,1 @@
+"""Learning: packed rows, losses, optimiser steps."""

@@ -1,0 +1,88 @@
+"""Log-probabilities of chosen tokens from hidden states, holding the logits of a few places at a time.
+
+Axes: U places, V vocabulary, P chosen tokens (several may share a place).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+_PLACES = 256  # logits of so many places are worked on at once: 50 MB of float32 for a vocabulary of 50,000
+
+
+def chosen_logprobs(
+    head: nn.Module,
+    hidden_UH: Tensor,
+    temperature_U: Tensor,
+    place_P: NDArray[np.int64],
+    target_P: NDArray[np.int64],
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities under softmax(head(hidden) / temperature), with gradient.
+
+    Args:
+        head: hidden states to logits.
+        hidden_UH: (U, width) hidden states of the places.
+        temperature_U: (U,) what each place's logits are divided by.
+        place_P: (P,) each chosen token's place.
+        target_P: (P,) each chosen token.
+
+    Returns:
+        (P,) log-probabilities and (U,) entropies in nats, float32, both with gradient.
+    """
+    device = hidden_UH.device
+    order_P = np.argsort(place_P, kind="stable")
+    sorted_P = place_P[order_P]
+    logprobs, entropies = [], []
+    for start in range(0, len(hidden_UH), _PLACES):
+        end = min(start + _PLACES, len(hidden_UH))
+        low, high = np.searchsorted(sorted_P, (start, end))
+        place = torch.from_numpy(sorted_P[low:high] - start).to(device)
+        target = torch.from_numpy(target_P[order_P[low:high]]).to(device)
+        logits = head(hidden_UH[start:end])
+        chosen, entropy = _Chosen.apply(  # type: ignore[no-untyped-call]
+            logits, temperature_U[start:end], place, target
+        )
+        logprobs.append(chosen)
+        entropies.append(entropy)
+    back_P = torch.from_numpy(np.argsort(order_P)).to(device)
+    return torch.cat(logprobs)[back_P], torch.cat(entropies)
+
+
+class _Chosen(torch.autograd.Function):
+    """What `losses.token_logprobs` and `losses.entropy` compute, keeping the logits in their own format only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_UV: Tensor, temperature_U: Tensor, place_P: Tensor, target_P: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        scaled_UV = logits_UV.float() / temperature_U[:, None]
+        highest_U = scaled_UV.amax(-1)
+        scaled_UV -= highest_U[:, None]
+        weights_UV = scaled_UV.exp()
+        total_U = weights_UV.sum(-1)
+        entropy_U = total_U.log() - torch.linalg.vecdot(weights_UV, scaled_UV) / total_U
+        ctx.save_for_backward(logits_UV, temperature_U, highest_U + total_U.log(), entropy_U, place_P, target_P)
+        ctx.set_materialize_grads(False)  # most losses have no entropy in them, and pay nothing for it
+        return scaled_UV[place_P, target_P] - total_U.log()[place_P], entropy_U
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
+        logits_UV, temperature_U, normaliser_U, entropy_U, place_P, target_P = ctx.saved_tensors
+        chosen_P, entropies_U = gradients
+        logprobs_UV = (logits_UV.float() / temperature_U[:, None]).sub_(normaliser_U[:, None])
+        factor_UV: Tensor | float = 0.0
+        if entropies_U is not None:  # dH / dlogit = -p (log p + H)
+            factor_UV = (logprobs_UV + entropy_U[:, None]).mul_(-entropies_U[:, None])
+        if chosen_P is not None:
+            summed_U = torch.zeros_like(normaliser_U).index_add_(0, place_P, chosen_P)
+            factor_UV = factor_UV - summed_U[:, None]
+        change_UV = logprobs_UV.exp_().mul_(factor_UV)
+        if chosen_P is not None:
+            change_UV.index_put_((place_P, target_P), chosen_P, accumulate=True)
+        change_UV /= temperature_U[:, None]
+        return change_UV.to(logits_UV.dtype), None, None, None

@@ -1,0 +1,165 @@
+"""Attention over packed rows, with gradient.
+
+Rows that run along a common trunk attend to it together, in one product without a mask; to what comes after the trunk
+each attends on its own. As in generation, so that both round alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from lightning_trainer.backends.torch.learn.tree import IntArray, Packed, Segment
+from lightning_trainer.backends.torch.model.attention import attend, bias, for_heads, from_key_heads, to_key_heads
+
+_SHORTEST_TRUNK = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """Tokens that attend alike.
+
+    Attributes:
+        trunk: packed places of the tokens that all of them see.
+        own: packed places after the trunk, which they see causally.
+        new: how many of these, at the end, attend.
+    """
+
+    trunk: IntArray
+    own: IntArray
+    new: int
+
+
+class TreePlan:
+    """Attention along the paths of a packed micro-batch: `attention.AttentionPlan`."""
+
+    def __init__(self, packed: Packed, dtype: torch.dtype, device: torch.device) -> None:
+        self._buckets = [_Bucket(group, dtype, device) for group in _similar(_pieces(packed.segments))]
+        order = np.concatenate([bucket.places for bucket in self._buckets])
+        self._back = torch.from_numpy(np.argsort(order)).to(device)  # from the order of the buckets to the packed order
+
+    def attend(self, _layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+        """Attend bucket by bucket. What several rows see is gathered for each, so that gradients add up."""
+        inputs = (query_NHD, key_NKD, value_NKD, scale)
+        if torch.is_grad_enabled():  # weights of all rows and layers would fill gigabytes: made again when needed
+            return checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return self._attend(*inputs)
+
+    def _attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+        parts = [bucket.attend(query_NHD, key_NKD, value_NKD, scale) for bucket in self._buckets]
+        return torch.cat(parts).index_select(0, self._back)
+
+
+def _pieces(segments: Sequence[Segment]) -> Iterator[_Piece]:
+    """Cut segments into the trunk of each family of rows and what branches off it."""
+    for family in _families(segments):
+        first = family[0]
+        known = len(first.path) - first.new  # tokens that an earlier family has computed
+        trunk = known if len(family) == 1 else min(_common(a.path, b.path) for a, b in pairwise(family))
+        if known < trunk:
+            yield _Piece(first.path[:known], first.path[known:trunk], trunk - known)
+        for segment in family:
+            new = min(segment.new, len(segment.path) - trunk)
+            if new:
+                yield _Piece(family[0].path[:trunk], segment.path[trunk:], new)
+
+
+def _families(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Split segments, which are sorted, where what they share with those before drops by more than half."""
+    family: list[Segment] = []
+    trunk = 0
+    for segment in segments:
+        common = _common(family[-1].path, segment.path) if family else 0
+        if family and common >= _SHORTEST_TRUNK and (len(family) == 1 or 2 * common >= trunk):
+            trunk = common if len(family) == 1 else min(trunk, common)
+            family.append(segment)
+            continue
+        if family:
+            yield family
+        family = [segment]
+    if family:
+        yield family
+
+
+def _common(a: IntArray, b: IntArray) -> int:
+    width = min(len(a), len(b))
+    differs = a[:width] != b[:width]
+    return int(differs.argmax()) if differs.any() else width
+
+
+def _similar(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    """Group pieces of one trunk so that padding at most doubles the work."""
+    for _, family in groupby(pieces, key=lambda piece: (len(piece.trunk), *piece.trunk[:1], *piece.trunk[-1:])):
+        group: list[_Piece] = []
+        for piece in sorted(family, key=lambda piece: (piece.new, len(piece.own))):
+            if group and (piece.new > 2 * group[0].new or len(piece.own) > 2 * len(group[0].own)):
+                yield group
+                group = []
+            group.append(piece)
+        yield group
+
+
+class _Bucket:
+    """Pieces of one trunk, padded to one shape: R pieces, Q queries, L own tokens."""
+
+    def __init__(self, pieces: Sequence[_Piece], dtype: torch.dtype, device: torch.device) -> None:
+        queries, length = max(piece.new for piece in pieces), max(len(piece.own) for piece in pieces)
+        query = np.zeros((len(pieces), queries), np.int64)
+        own = np.zeros((len(pieces), length), np.int64)
+        seen = np.ones((len(pieces), queries), np.int64)  # padding sees one token, so that softmax stays finite
+        for row, piece in enumerate(pieces):
+            query[row, : piece.new] = piece.own[-piece.new :]
+            own[row, : len(piece.own)] = piece.own
+            seen[row, : piece.new] = np.arange(len(piece.own) - piece.new, len(piece.own)) + 1
+        real = np.flatnonzero(np.arange(queries) < np.array([[piece.new] for piece in pieces]))
+        self.places: IntArray = query.reshape(-1)[real]
+        self._shape = (len(pieces), queries, length)
+        self._alone = len(pieces) == 1 and not len(pieces[0].trunk) and pieces[0].new == length
+        self._query, self._own, self._real, self._trunk = (
+            torch.from_numpy(index).to(device) for index in (query.reshape(-1), own.reshape(-1), real, pieces[0].trunk)
+        )
+        hidden = np.zeros((1, 1, 1), np.bool_) if self._alone else np.arange(length) >= seen[..., None]
+        self._bias = bias(hidden, dtype, device)
+
+    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+        """Return (number of places, H, D)."""
+        rows, queries, length = self._shape
+        heads, width = query_NHD.shape[1:]
+        key_heads = key_NKD.shape[1]
+        query = query_NHD.index_select(0, self._query)
+        keys, values = key_NKD.index_select(0, self._own), value_NKD.index_select(0, self._own)
+        if self._alone:
+            return _causal(query, keys, values, scale)
+        own_keys, own_values = (
+            part.view(rows, length, key_heads, width).transpose(1, 2).reshape(-1, length, width)
+            for part in (keys, values)
+        )
+        prefixes: list[tuple[Tensor | None, Tensor, Tensor]] = []
+        if len(self._trunk):
+            trunk_keys, trunk_values = (
+                part.index_select(0, self._trunk).transpose(0, 1).contiguous() for part in (key_NKD, value_NKD)
+            )
+            prefixes.append((None, trunk_keys, trunk_values))
+        out = attend(
+            to_key_heads(query.view(rows, queries, heads, width), key_heads),
+            prefixes,
+            own_keys,
+            own_values,
+            for_heads(self._bias, key_heads, heads),
+            scale,
+        )
+        return from_key_heads(out, queries).reshape(rows * queries, heads, width).index_select(0, self._real)
+
+
+def _causal(query_QHD: Tensor, key_QKD: Tensor, value_QKD: Tensor, scale: float) -> Tensor:
+    """Attend as one sequence by itself does: without holding the weights, which for a long one would be many."""
+    query, key, value = (part.transpose(0, 1)[None] for part in (query_QHD, key_QKD, value_QKD))
+    out: Tensor = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)

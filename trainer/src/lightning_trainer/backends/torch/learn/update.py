@@ -1,0 +1,301 @@
+"""One policy-gradient update: forward micro-batches of packed rows, backward, one optimiser step.
+
+Axes: P trained tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_trainer.backends.torch.learn.head import chosen_logprobs
+from lightning_trainer.backends.torch.learn.policy import Policy
+from lightning_trainer.backends.torch.learn.tree import Packed, micro_batches
+from lightning_trainer.backends.torch.learn.tree_plan import TreePlan
+from lightning_trainer.backends.torch.learn.value import ValueHead
+from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.backends.torch.options import TorchOptions
+from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.algorithms.ppo import token_advantages
+from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
+from lightning_trainer.rl.losses import PolicyLoss, kl_divergence, value_loss
+from lightning_trainer.rl.rows import Row, token_weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A micro-batch with what the loss needs of each trained token, all (P,) float32.
+
+    `lengths` are those of its responses, in order; `values_P` and `targets_P` are of the value head.
+    """
+
+    packed: Packed
+    lengths: tuple[int, ...]
+    recorded_P: Tensor
+    advantages_P: Tensor
+    weights_P: Tensor
+    values_P: Tensor | None = None
+    targets_P: Tensor | None = None
+
+
+class Forwarded(NamedTuple):
+    """What a forward pass over a micro-batch gives: (P,) each, and the hidden states (U, width) behind them."""
+
+    logprobs_P: Tensor
+    entropy_P: Tensor
+    hidden_UH: Tensor
+    place_P: Tensor
+
+
+def update(
+    model: LoadedModel,
+    policy: Policy,
+    rows: Sequence[Row],
+    options: TorchOptions,
+    reference: AbstractContextManager[LoadedModel] | None = None,
+    *,
+    share: bool = True,
+) -> dict[str, float]:
+    """Take an optimiser step on a batch of rows, or several: `Learner.update`.
+
+    Args:
+        model: forwards the rows.
+        policy: takes the step.
+        rows: the whole batch; the loss is one sum over all its trained tokens, however they are packed.
+        options: clip range, aggregation and the rest.
+        reference: gives the frozen starting policy; needed when `kl_coef` is above 0.
+        share: False forwards every row on its own, for comparison.
+
+    Returns:
+        The metrics of `Learner.update`: means over the tokens that were forwarded (rows without gradient are not), with
+        `kl` from the reference, or from the policy that sampled when there is none. Besides them `ratio_max`,
+        `packed_tokens` (tokens forwarded) and `skipped` (1 when a gradient was not finite, so nothing was changed), and
+        with a value head `value_loss` and `value_mean`.
+    """
+    started = time.perf_counter()
+    pieces = [_parts(model, own, options, share=share) for own in minibatches(rows, options, policy.steps)]
+    parts = [part for piece in pieces for part in piece]
+    references: list[Tensor] | None = None
+    if reference is not None:
+        with reference as frozen:
+            references = [token_logprobs(frozen, part.packed)[0] for part in parts]
+    old = [part.recorded_P for part in parts]
+    if options.old_logprobs == "recompute":
+        old = [token_logprobs(model, part.packed)[0] for part in parts]
+        parts = [_corrected(part, old_P, options) for part, old_P in zip(parts, old, strict=True)]
+    if policy.value is not None:
+        parts = _judged(model, policy.value, parts, references, options)
+    sums: Counter[str] = Counter()
+    ratio_max = 0.0
+    norms, skipped, first = [], 0, 0
+    for piece in [piece for _ in range(options.update_epochs) for piece in pieces if piece]:
+        for number in range(first, first + len(piece)):
+            known = references[number] if references else None
+            seen = _backward(model, parts[number], old[number], known, options, value=policy.value)
+            ratio_max = max(ratio_max, seen.pop("ratio_max"))
+            sums.update(seen)
+        norm, taken = policy.step()
+        norms.append(norm)
+        skipped += not taken
+        first = (first + len(piece)) % len(parts)
+    steps = len(norms) or 1
+    count = sums["tokens"] or 1.0
+    watched = ("clip_fraction", "kl", "entropy", "logprob_gap", *(("value_mean",) if policy.value else ()))
+    means = {name: sums[name] / count for name in watched}
+    if policy.value is not None:
+        means["value_loss"] = float(sums["value_loss"]) / steps
+    return {
+        "loss": float(sums["loss"]) / steps,
+        "grad_norm": sum(norms) / steps,
+        **means,
+        "ratio_max": ratio_max,
+        "tokens": float(sums["tokens"]) / options.update_epochs,
+        "packed_tokens": float(sum(len(part.packed.tokens_N) for part in parts)),
+        "skipped": float(skipped),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def minibatches(rows: Sequence[Row], options: TorchOptions, steps: int) -> list[list[Row]]:
+    """Cut a batch into pieces of whole rows, drawn anew for each update from the seed and the steps taken before."""
+    if options.minibatches == 1:
+        return [list(rows)]
+    order = np.random.default_rng([options.seed, steps]).permutation(len(rows))
+    return [[rows[r] for r in sorted(own)] for own in np.array_split(order, min(options.minibatches, len(rows) or 1))]
+
+
+def _corrected(part: _Part, old_P: Tensor, options: TorchOptions) -> _Part:
+    """Weigh tokens by the trainer's probability over the engine's: what was drawn is the engine's.
+
+    Truncated importance sampling, Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
+    2025; and the mask of tokens that the two see too differently.
+    """
+    weights_P, gap_P = part.weights_P, old_P - part.recorded_P
+    if options.importance_cap is not None:
+        weights_P = weights_P * gap_P.clamp(max=math.log(options.importance_cap)).exp()
+    if options.importance_mask is not None:
+        weights_P = weights_P * (gap_P.abs() <= math.log(options.importance_mask))
+    return replace(part, weights_P=weights_P)
+
+
+def token_logprobs(model: LoadedModel, packed: Packed) -> tuple[Tensor, Tensor]:
+    """(P,) log-probabilities of the trained tokens, and (P,) entropies where they were drawn, without gradient."""
+    with torch.no_grad():
+        found = forward(model, packed)
+    return found.logprobs_P, found.entropy_P
+
+
+def forward(model: LoadedModel, packed: Packed) -> Forwarded:
+    """Forward a micro-batch."""
+    device = model.shape.device
+    plan = TreePlan(packed, model.shape.dtype, device)
+    hidden = model.hidden(
+        torch.from_numpy(packed.tokens_N).to(device), torch.from_numpy(packed.positions_N).to(device), plan
+    )
+    hidden_UH = hidden[torch.from_numpy(packed.predicts_U).to(device)]
+    logprobs_P, entropy_U = chosen_logprobs(
+        model.head,
+        hidden_UH,
+        torch.from_numpy(packed.temperature_U).to(device),
+        packed.place_P,
+        packed.target_P,
+    )
+    place_P = torch.from_numpy(packed.place_P).to(device)
+    return Forwarded(logprobs_P, entropy_U[place_P], hidden_UH, place_P)
+
+
+def penalties(
+    rows: Sequence[Row], options: TorchOptions, reference: AbstractContextManager[LoadedModel]
+) -> list[NDArray[np.float64]]:
+    """Return what the divergence from the starting policy takes off the reward: for each row, of each trained token.
+
+    `kl_coef` times the estimate at the log-probabilities with which the tokens were sampled.
+    """
+    found: dict[int, NDArray[np.float64]] = {}
+    with reference as frozen:
+        for packed in micro_batches(rows, options.micro_batch_tokens):
+            recorded = np.concatenate([rows[r].logprobs[rows[r].mask] for r in packed.rows])
+            reference_P = token_logprobs(frozen, packed)[0].cpu()
+            kl_P = options.kl_coef * kl_divergence(torch.from_numpy(recorded), reference_P, options.kl_estimator)
+            ends = np.cumsum([int(rows[r].mask.sum()) for r in packed.rows])
+            found |= zip(packed.rows.tolist(), np.split(kl_P.double().numpy(), ends[:-1]), strict=True)
+    return [found[r] for r in range(len(rows))]
+
+
+def row_logprobs(model: LoadedModel, rows: Sequence[Row], max_tokens: int) -> list[NDArray[np.float32]]:
+    """Return for each row (K,) log-probabilities of its trained tokens, without gradient."""
+    found: dict[int, NDArray[np.float32]] = {}
+    for packed in micro_batches(rows, max_tokens):
+        logprobs_P = token_logprobs(model, packed)[0].float().cpu().numpy()
+        ends = np.cumsum([int(rows[r].mask.sum()) for r in packed.rows])
+        found |= zip(packed.rows.tolist(), np.split(logprobs_P, ends[:-1]), strict=True)
+    return [found[r] for r in range(len(rows))]
+
+
+def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, share: bool) -> list[_Part]:
+    """Pack the rows that have a gradient. Weights are made before, from all rows."""
+    weights = token_weights(rows, options.loss_aggregation)
+    kept = [r for r, row in enumerate(rows) if row.has_gradient or options.learns_from_flat_rows]
+    parts = []
+    for packed in micro_batches([rows[r] for r in kept], options.micro_batch_tokens, share=share):
+        own = [kept[r] for r in packed.rows]
+
+        def gather(arrays: list[NDArray[np.floating]]) -> Tensor:
+            return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(model.shape.device)
+
+        parts.append(
+            _Part(
+                packed=packed,
+                lengths=tuple(length for r in own for length in rows[r].lengths),
+                recorded_P=gather([rows[r].logprobs[rows[r].mask] for r in own]),
+                advantages_P=gather([rows[r].advantages[rows[r].mask] for r in own]),
+                weights_P=gather([weights[r] for r in own]),
+            )
+        )
+    return parts
+
+
+def _judged(
+    model: LoadedModel, value: ValueHead, parts: list[_Part], references: list[Tensor] | None, options: TorchOptions
+) -> list[_Part]:
+    """Replace the credit of calls by advantages of tokens, compared over the whole batch."""
+    if not parts:
+        return parts
+    values, taken_off = [], []
+    for number, part in enumerate(parts):
+        with torch.no_grad():
+            found = forward(model, part.packed)
+            values.append(value.values(found.hidden_UH, found.place_P))
+        off_P = torch.zeros_like(part.recorded_P)
+        if references is not None and options.kl_in == "reward":
+            off_P = options.kl_coef * kl_divergence(part.recorded_P, references[number], options.kl_estimator)
+        taken_off.append(off_P)
+    lengths = [length for part in parts for length in part.lengths]
+    credit, now, off = (
+        torch.cat(each).double().cpu().numpy() for each in ([part.advantages_P for part in parts], values, taken_off)
+    )
+    columns = token_advantages(credit, now, off, lengths, options.gae_lambda)
+    sizes, device = [len(part.recorded_P) for part in parts], model.shape.device
+    advantages, targets = (torch.split(torch.from_numpy(column).to(device), sizes) for column in columns)
+    return [
+        replace(part, advantages_P=own, values_P=value_P, targets_P=target)
+        for part, own, value_P, target in zip(parts, advantages, values, targets, strict=True)
+    ]
+
+
+def _backward(
+    model: LoadedModel,
+    part: _Part,
+    old_P: Tensor,
+    reference_P: Tensor | None,
+    options: TorchOptions,
+    *,
+    value: ValueHead | None,
+) -> dict[str, float]:
+    """Forward and backward one micro-batch; give sums of what is watched."""
+    found = forward(model, part.packed)
+    result = _policy_loss(found.logprobs_P, old_P, part, options)
+    loss = result.loss
+    in_loss = reference_P is not None and options.kl_in == "loss"
+    base_P = part.recorded_P if reference_P is None else reference_P
+    kl_P = kl_divergence(found.logprobs_P, base_P, options.kl_estimator if in_loss else "k3")
+    if in_loss:
+        loss = loss + options.kl_coef * (part.weights_P * kl_P).sum()
+    if options.entropy_coef > 0:
+        loss = loss - options.entropy_coef * (part.weights_P * found.entropy_P).sum()
+    seen = {"loss": float(loss.detach())}
+    if value is not None and part.values_P is not None and part.targets_P is not None:
+        values_P = value.values(found.hidden_UH, found.place_P)
+        error = value_loss(values_P, part.values_P, part.targets_P, part.weights_P, clip=options.value_clip)
+        seen |= {"value_loss": float(error.detach()), "value_mean": float(part.values_P.sum())}
+        loss = loss + error
+    loss.backward()  # type: ignore[no-untyped-call]
+    now_P = found.logprobs_P.detach()
+    return {
+        **seen,
+        "clip_fraction": float(result.clipped.sum()),
+        "kl": float(kl_P.detach().sum()),
+        "entropy": float(found.entropy_P.detach().sum()),
+        "logprob_gap": float((now_P - part.recorded_P).abs().sum()),
+        "tokens": float(len(now_P)),
+        "ratio_max": float(result.ratios.max()),
+    }
+
+
+def _policy_loss(logprobs_P: Tensor, old_P: Tensor, part: _Part, options: TorchOptions) -> PolicyLoss:
+    lengths = torch.tensor(part.lengths)
+    response_P = torch.arange(len(lengths)).repeat_interleave(lengths).to(logprobs_P.device)
+    tokens = TrainedTokens(logprobs_P, old_P, part.advantages_P, part.weights_P, response_P)
+    return algorithm_by_name(options.algorithm).policy_loss(
+        tokens, Clip(options.clip_low, options.clip_high, options.clip_dual)
+    )

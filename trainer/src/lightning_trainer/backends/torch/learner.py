@@ -1,0 +1,193 @@
+"""The learner of the backend named ``torch``: one policy in this process, generating and training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch.generate.engine import AdapterEngine, TorchEngine
+from lightning_trainer.backends.torch.learn.policy import Policy, add_adapters, has_adapters, reference, select
+from lightning_trainer.backends.torch.learn.several import by_adapter, combined
+from lightning_trainer.backends.torch.learn.update import penalties, row_logprobs, update
+from lightning_trainer.backends.torch.model import checkpoint
+from lightning_trainer.backends.torch.model.load import LoadedModel, load
+from lightning_trainer.backends.torch.options import make_options
+from lightning_trainer.backends.torch.threads import use_threads
+from lightning_trainer.gateway.engine import Engine
+from lightning_trainer.rl.rows import Row
+
+
+class TorchLearner:
+    """`Learner` with an embedded engine: one policy, or several adapters over one frozen model.
+
+    Master weights and optimisers are made with the first update.
+    """
+
+    def __init__(self, model: Path | str, **options: Any) -> None:
+        """Load a model folder, or a checkpoint of several adapters; `options` are the fields of `TorchOptions`.
+
+        Raises:
+            ConfigError: an option is wrong, or the model can't be loaded or run.
+        """
+        saved = checkpoint.saved_adapters(Path(model))
+        if saved is not None:
+            source, names = saved
+            options = {"adapters": names, "lora_rank": _rank(Path(model) / names[0])} | _without_defaults(options)
+        self.options = make_options(model if saved is None else source, options)
+        self._model = load(self.options, None if saved is None else Path(model))
+        self._fingerprint = checkpoint.fingerprint(self._model)
+        add_adapters(self._model, self.options, None if saved is None else Path(model))
+        self._policies: dict[str | None, Policy] = {}
+        self._frozen: LoadedModel | None = None
+        if self.options.kl_coef > 0 and not has_adapters(self._model):
+            self._frozen = load(self.options)
+        self._engine = TorchEngine(self._model, self.options)
+
+    @property
+    def engine(self) -> TorchEngine:
+        """Generates with the newest weights; of several adapters, with the frozen model under them."""
+        return self._engine
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """One for each policy that is served: of several adapters, the frozen model first."""
+        return (self._engine, *self._engine.adapters)
+
+    def update(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Take one optimiser step: `Learner.update`, with the metrics of `update.update`.
+
+        Of several adapters each takes one with the rows of its own calls, where these have a gradient. Metrics are
+        then those of each with ``/NAME`` behind them, and over all: sums of counts and times, means by tokens.
+
+        Raises:
+            ValueError: a row was answered by none of the adapters.
+        """
+        with self._engine.still():
+            threads = {"update_threads": float(use_threads(self.options.threads, self._model.shape.device.type))}
+            if not self.options.adapters:
+                metrics = self._step(None, rows)
+                self._engine.weights_changed(self._engine.version + 1)
+                return metrics | threads
+            parts = by_adapter(rows, self.options)
+            found = {adapter: self._step(adapter, own) for adapter, own in parts.items()}
+            self._engine.adapters_changed({each.model: each.version + (each.model in found) for each in self._adapters})
+        return combined(found) | threads
+
+    def penalties(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
+        """Return what the divergence takes off the rewards: `update.penalties`."""
+        with self._engine.still():
+            use_threads(self.options.threads, self._model.shape.device.type)
+            return penalties(rows, self.options, reference(self._model, self._frozen))
+
+    def schedule(self, rise: int, steps: int) -> None:
+        """Say how the learning rate goes: `Learner.schedule`.
+
+        Raises:
+            RuntimeError: a step was taken already.
+        """
+        if self._policies:
+            raise RuntimeError("the learning rate of an optimiser that is there can't be planned anew")
+        self.options = replace(
+            self.options, warmup_steps=rise, lr_schedule="linear", min_lr_ratio=0.1, total_steps=steps
+        )
+
+    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        """Return log-probabilities of trained tokens: `Learner.logprobs`.
+
+        Raises:
+            ValueError: a row is of no adapter that there is.
+        """
+        found: dict[int, NDArray[np.float32]] = {}
+        with self._engine.still():
+            use_threads(self.options.threads, self._model.shape.device.type)
+            for adapter, places in self._places(rows).items():
+                own = [rows[place] for place in places]
+                select(self._model, adapter)
+                found |= zip(places, row_logprobs(self._model, own, self.options.micro_batch_tokens), strict=True)
+        return [found[place] for place in range(len(rows))]
+
+    def save(self, folder: Path, *, resumable: bool = True) -> None:
+        """Write a checkpoint: `checkpoint.save`."""
+        with self._engine.still():
+            checkpoint.save(folder, self._model, self._all(), self._engine, self._fingerprint, resumable=resumable)
+
+    def strip(self, folder: Path) -> None:
+        """Leave a checkpoint's weights alone: `checkpoint.strip`."""
+        checkpoint.strip(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go back to a checkpoint, bit for bit: `checkpoint.restore`.
+
+        Raises:
+            ConfigError: it is a checkpoint of another model or kind, or incomplete.
+        """
+        with self._engine.still():
+            version, versions = checkpoint.restore(folder, self._model, self._all(), self._engine, self._fingerprint)
+            self._engine.weights_changed(version)
+            self._engine.adapters_changed(versions)
+
+    def close(self) -> None:
+        """Stop the engine and free memory."""
+        self._engine.close()
+        self._policies, self._frozen = {}, None
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return self._model.end_tokens
+
+    def _places(self, rows: Sequence[Row]) -> dict[str | None, list[int]]:
+        """Sort rows by the adapter that they are of."""
+        if not self.options.adapters:
+            return {None: list(range(len(rows)))}
+        found: dict[str | None, list[int]] = {}
+        for place, row in enumerate(rows):
+            if row.policy not in self.options.adapters:
+                raise ValueError(
+                    f"a row of {row.agent} is of {row.policy!r}, not of {', '.join(self.options.adapters)}"
+                )
+            found.setdefault(row.policy, []).append(place)
+        return found
+
+    @property
+    def _adapters(self) -> tuple[AdapterEngine, ...]:
+        return self._engine.adapters
+
+    def _step(self, adapter: str | None, rows: Sequence[Row]) -> dict[str, float]:
+        select(self._model, adapter)
+        return update(self._model, self._trained(adapter), rows, self.options, self._reference())
+
+    def _all(self) -> dict[str | None, Policy]:
+        return {adapter: self._trained(adapter) for adapter in self.options.adapters or (None,)}
+
+    def _trained(self, adapter: str | None = None) -> Policy:
+        if adapter not in self._policies:
+            self._policies[adapter] = Policy(self._model, self.options, adapter)
+        return self._policies[adapter]
+
+    def _reference(self) -> Any:
+        return reference(self._model, self._frozen) if self.options.kl_coef > 0 else None
+
+
+def _rank(folder: Path) -> int:
+    """Read the rank of a saved adapter.
+
+    Raises:
+        ConfigError: its configuration can't be read.
+    """
+    try:
+        return int(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder} is no adapter of peft: {error}. Give another checkpoint.") from None
+
+
+def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what says that nothing was chosen, so that a checkpoint's own adapters are taken."""
+    return {name: value for name, value in options.items() if not (name in {"adapters", "lora_rank"} and not value)}

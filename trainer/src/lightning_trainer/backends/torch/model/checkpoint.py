@@ -1,0 +1,208 @@
+"""Checkpoints: a model folder that transformers and ``lightning-rl serve`` load, and beside it the trainer's state.
+
+No pickle: tensors are safetensors, the rest is JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch.generate.engine import TorchEngine
+from lightning_trainer.backends.torch.learn.policy import ADAPTER, Policy, select
+from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.policies import ADAPTERS_NAME
+
+STATE = "trainer.json"
+TENSORS = "trainer.safetensors"
+_FORMAT = 1
+_ADAPTER = re.compile(r"\.lora_\w+\.([^.]+)\.")
+
+
+def fingerprint(model: LoadedModel) -> str:
+    """Tell one model from another by the names, shapes and first weights of its parameters, before they are trained."""
+    digest = hashlib.sha256(model.causal.config.model_type.encode())
+    for name, parameter in model.causal.named_parameters():
+        if "lora_" in name:
+            continue
+        first = parameter.detach().flatten()[:64].float().cpu().numpy().tobytes()
+        digest.update(f"{name}{tuple(parameter.shape)}".replace(".base_layer", "").encode() + first)
+    return digest.hexdigest()
+
+
+def save(
+    folder: Path,
+    model: LoadedModel,
+    policies: Mapping[str | None, Policy],
+    engine: TorchEngine,
+    base: str,
+    *,
+    resumable: bool = True,
+) -> None:
+    """Write a checkpoint, whole or not at all: into a folder beside it that then takes its name.
+
+    Args:
+        folder: where to; what is there is replaced.
+        model: weights in their working format, and the tokenizer. With LoRA only the adapters are written, with the
+            place of the model that they belong to; of several adapters each into a folder of its own, as peft has it.
+        policies: masters and optimisers, by adapter; None stands for the only one.
+        engine: its version and random state.
+        base: fingerprint of the model that training started from.
+        resumable: whether masters, moments and random state are written, from which a run goes on exactly.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    try:
+        model.tokenizer.save_pretrained(unfinished)
+        for adapter, policy in policies.items():
+            own = unfinished if adapter is None else unfinished / adapter
+            select(model, adapter)
+            model.causal.save_pretrained(own)
+            model.tokenizer.save_pretrained(own)
+            if resumable:
+                save_file(policy.state(), own / TENSORS)
+        state = {
+            "format": _FORMAT,
+            "base": base,
+            "source": str(model.source.absolute()),
+            "version": engine.version,
+            "versions": {adapter.model: adapter.version for adapter in engine.adapters},
+            "trained": sorted(name for policy in policies.values() for name in policy.working),
+            "random": engine.random.getstate(),
+        }
+        if resumable:
+            (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
+        if engine.adapters:
+            index = {"base": state["source"], "adapters": [adapter.model for adapter in engine.adapters]}
+            (unfinished / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for path in unfinished.rglob("*"):
+            _sync(path)
+        _sync(unfinished)
+        _replace(unfinished, folder)
+    except SafetensorError as error:  # which hides the operating system's number in its text
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def strip(folder: Path) -> None:
+    """Remove what only `restore` needs; weights, tokenizer and the names of adapters stay."""
+    for path in (folder / STATE, *folder.rglob(TENSORS)):
+        path.unlink(missing_ok=True)
+
+
+def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
+    """Read which adapters a checkpoint of several holds, and the folder of the model that they belong to.
+
+    Returns:
+        None where the folder is none of several adapters.
+
+    Raises:
+        ConfigError: the index can't be read, or the model is not where it was.
+    """
+    path = folder / ADAPTERS_NAME
+    if not path.is_file():
+        return None
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        source, names = Path(index["base"]), tuple(str(name) for name in index["adapters"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
+    for name in names or ("",):
+        if name in ("", "..") or Path(name).name != name or (folder / name).is_symlink():
+            raise ConfigError(f"{path} names an adapter {name!r}, which is no folder in {folder}.")
+    if not source.is_dir():
+        raise ConfigError(
+            f"{folder} holds adapters of {source}, which is not there. Write its place as base in {path}."
+        )
+    return source, names
+
+
+def restore(
+    folder: Path, model: LoadedModel, policies: Mapping[str | None, Policy], engine: TorchEngine, base: str
+) -> tuple[int, dict[str, int]]:
+    """Read a checkpoint into policies and their engine, and give the version of the weights, and of each adapter.
+
+    Raises:
+        ConfigError: it is incomplete, or of another model, or other weights were trained.
+    """
+    state = _state(folder)
+    if state["base"] != base:
+        raise ConfigError(
+            f"{folder} is a checkpoint of {state['source']}, not of {model.source}. Start from that model."
+        )
+    trained = sorted(name for policy in policies.values() for name in policy.working)
+    if state["trained"] != trained:
+        kinds = [_kind(names) for names in (state["trained"], trained)]
+        raise ConfigError(f"{folder} trained {kinds[0]}, this run trains {kinds[1]}. Use the same LoRA options.")
+    try:
+        for adapter, policy in policies.items():
+            policy.set_state(load_file((folder if adapter is None else folder / adapter) / TENSORS))
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{folder}: {TENSORS} does not fit this model or is damaged: {error}") from error
+    try:
+        kind, numbers, gauss = state["random"]
+        engine.random.setstate((kind, tuple(numbers), gauss))
+        return int(state["version"]), {name: int(version) for name, version in state.get("versions", {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / STATE} is damaged: {error}. Give another checkpoint.") from error
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is no checkpoint: it has no {STATE}. Give a folder that training wrote.") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / STATE} can't be read: {error}") from error
+    if not isinstance(state, dict):
+        raise ConfigError(f"{folder / STATE} is damaged. Give another checkpoint.")
+    if state.get("format") != _FORMAT:
+        raise ConfigError(f"{folder} is a checkpoint of format {state.get('format')}; this version reads {_FORMAT}.")
+    if not state.keys() >= {"base", "source", "version", "trained", "random"}:
+        raise ConfigError(f"{folder / STATE} is damaged. Give another checkpoint.")
+    return state
+
+
+def _kind(names: Iterable[str]) -> str:
+    found = sorted({match[1] for name in names if (match := _ADAPTER.search(name))})
+    if not found:
+        return "all weights"
+    return "LoRA adapters" if found == [ADAPTER] else f"the adapters {', '.join(found)}"
+
+
+def _sync(path: Path) -> None:
+    """Have a file's content, or a folder's entries, on disk before going on."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _replace(new: Path, folder: Path) -> None:
+    """Return a finished folder its name; what had the name is there until then."""
+    old = new.with_name(new.name + ".old")
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)

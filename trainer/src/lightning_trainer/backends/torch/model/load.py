@@ -1,0 +1,226 @@
+"""Load a model and its tokenizer, and make sure that the embedded engine can run it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch.generate.cache import CacheShape, SlotCache
+from lightning_trainer.backends.torch.generate.step import SHORT, Chunk, StepPlan
+from lightning_trainer.backends.torch.model import attention
+from lightning_trainer.backends.torch.options import TorchOptions
+from lightning_trainer.models import check_folder
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A causal language model that attends by plan.
+
+    Attributes:
+        causal: transformers' model, adapters included.
+        tokenizer: its tokenizer, with a chat template.
+        shape: what a key-value cache for it looks like.
+        max_model_len: most tokens of prompt and answer.
+        end_tokens: tokens that end an answer.
+        source: the folder that it was loaded from.
+    """
+
+    causal: Any
+    tokenizer: Any
+    shape: CacheShape
+    max_model_len: int
+    end_tokens: frozenset[int]
+    source: Path
+
+    def hidden(self, tokens_N: Tensor, positions_N: Tensor, plan: attention.AttentionPlan) -> Tensor:
+        """(N, width) last hidden states of packed tokens."""
+        body = self.causal.base_model
+        out: Tensor = body(
+            input_ids=tokens_N[None], position_ids=positions_N[None], plan=plan, use_cache=False
+        ).last_hidden_state
+        return out[0]
+
+    @property
+    def head(self) -> nn.Module:
+        """What turns hidden states into logits."""
+        head: nn.Module = self.causal.get_output_embeddings()
+        return head
+
+
+def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedModel:
+    """Load a model folder, with its tokenizer or another folder's.
+
+    Raises:
+        ConfigError: the folder lacks a part, or the engine can't run this kind of model.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    check_folder(options.model)
+    attention.register()
+    device = _device(options.device)
+    tokenizer = _read(tokenizer_folder or options.model, AutoTokenizer)
+    _set_template(tokenizer, options)
+    causal: Any = _read(
+        options.model,
+        AutoModelForCausalLM,
+        dtype=_dtype(options.dtype, device),
+        attn_implementation=attention.NAME,
+        use_safetensors=True,  # without it a folder's pytorch_model.bin would be unpickled
+    )
+    if options.dtype == "auto" and causal.dtype not in _DTYPES.values():
+        causal = causal.to(dtype=torch.bfloat16)
+    causal = causal.to(device=device).eval()
+    causal.requires_grad_(requires_grad=False)
+    loaded = LoadedModel(
+        causal=causal,
+        tokenizer=tokenizer,
+        shape=_cache_shape(causal, options.model, device),
+        max_model_len=_max_len(causal.config, options),
+        end_tokens=_end_tokens(causal, tokenizer, options.model),
+        source=options.model,
+    )
+    _prove(loaded)
+    return loaded
+
+
+def _read(folder: Path, kind: Any, **how: Any) -> Any:
+    """Read a part of a model folder; code that the folder brings is not run, nor asked about.
+
+    Raises:
+        ConfigError: transformers can't load it.
+    """
+    try:
+        return kind.from_pretrained(folder, trust_remote_code=False, **how)
+    except Exception as error:  # a malformed folder makes transformers raise almost anything
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{folder}: transformers can't load it: {type(error).__name__}: {reason}") from error
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not known. Use auto, cpu, cuda or cuda:1.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}: this torch finds no CUDA. Use --device cpu, or install torch with CUDA.")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """Return what weights are loaded as; ``auto`` is the model's own, but on processors that are slow at bfloat16."""
+    if name == "auto" and device.type == "cpu" and not multiplies_bfloat16():
+        return torch.float32
+    return _DTYPES.get(name, "auto")
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has instructions for products of bfloat16 matrices; without, they cost several times more.
+
+    oneDNN says that it supports bfloat16 on any processor with AVX-512; there it converts in software.
+    """
+    if hasattr(torch.cpu, "get_capabilities"):  # from torch 2.10 on
+        found = torch.cpu.get_capabilities()
+        return any(found.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16"))
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True  # not told
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _set_template(tokenizer: Any, options: TorchOptions) -> None:
+    template = options.chat_template
+    if template == "hermes":
+        tokenizer.chat_template = (files("lightning_trainer") / "templates" / "hermes.jinja").read_text("utf-8")
+    elif isinstance(template, Path):
+        try:
+            tokenizer.chat_template = template.read_text("utf-8")
+        except OSError as error:
+            raise ConfigError(f"chat template {template}: {error.strerror}.") from None
+    elif template is not None:
+        tokenizer.chat_template = template
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{options.model} has no chat template. Name a Jinja file for it, or `hermes` for ours.")
+
+
+def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
+    """Say what a cache looks like; refuse what the engine can't run, and say why."""
+    config = causal.config.get_text_config()
+    sliding = [kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"]
+    reasons = {
+        "it does not let attention be replaced": not getattr(causal, "_supports_attention_backend", False),
+        "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
+        f"it has layers of another kind ({', '.join(sorted(set(sliding)))})": bool(sliding),
+        "it limits attention to a sliding window": not getattr(config, "layer_types", None)
+        and getattr(config, "sliding_window", None) is not None
+        and getattr(config, "use_sliding_window", True),
+        "it caps attention scores": getattr(config, "attn_logit_softcapping", None) is not None,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"the embedded engine can't run {model} ({config.model_type}): {reason}.")
+    heads = config.num_attention_heads
+    return CacheShape(
+        layers=config.num_hidden_layers,
+        key_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        dtype=causal.dtype,
+        device=device,
+    )
+
+
+def _max_len(config: Any, options: TorchOptions) -> int:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if options.max_model_len is None:
+        if limit is None:
+            raise ConfigError(f"{options.model} names no longest input. Give max_model_len.")
+        return int(limit)
+    if limit is not None and options.max_model_len > limit:
+        raise ConfigError(f"max_model_len {options.max_model_len} is more than the {limit} tokens of {options.model}.")
+    return options.max_model_len
+
+
+def _end_tokens(causal: Any, tokenizer: Any, model: Path) -> frozenset[int]:
+    named = causal.generation_config.eos_token_id if causal.generation_config is not None else None
+    found = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
+    if not found:
+        raise ConfigError(f"{model} names no end-of-turn token: set eos_token in its tokenizer_config.json.")
+    return frozenset(found)
+
+
+@torch.no_grad()
+def _prove(loaded: LoadedModel) -> None:
+    """Forward some tokens by plan, in three steps, and as transformers would; refuse the model if they disagree.
+
+    A model with something else than attention and rotary positions (biases, recurrent state, scaled logits) is found
+    here, not in wrong samples.
+    """
+    steps = (SHORT + 1, 5, 1)  # into the prefix, into the tail, as in decoding
+    cache = SlotCache(loaded.shape, 1, sum(steps))
+    vocabulary = loaded.causal.config.get_text_config().vocab_size
+    tokens = torch.arange(7, 7 + 5 * sum(steps), 5) % vocabulary
+    cache.begin(0, tokens.numpy().astype("int32"), 0, 0)
+    hidden = []
+    for length in steps:
+        plan = StepPlan(cache, [Chunk(0, length)])
+        hidden.append(loaded.hidden(plan.tokens, plan.positions, plan))
+        plan.finish()
+    ours = loaded.head(torch.cat(hidden)).float()
+    loaded.causal.set_attn_implementation("sdpa")
+    theirs = loaded.causal(input_ids=tokens[None].to(loaded.shape.device), use_cache=False).logits[0].float()
+    loaded.causal.set_attn_implementation(attention.NAME)
+    gap = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean().item()
+    if not gap < 0.1:  # rounding in bfloat16 stays under 0.03
+        kind = loaded.causal.config.model_type
+        raise ConfigError(
+            f"the embedded engine can't run {loaded.source} ({kind}): its logits differ by {gap:.2f} nats."
+        )

@@ -1,0 +1,129 @@
+"""What the embedded backend needs of disk and memory, counted before anything is loaded. No torch here.
+
+Weights are counted from the sizes of the model's safetensors files. A checkpoint holds
+
+    weights alone     W n
+    with what going on needs   W n + (4 + 8) t
+
+bytes, for n weights of W bytes each (2 in bfloat16) of which t are trained: a float32 master and two moments of AdamW.
+With LoRA the n weights stay where they are, and a checkpoint holds the adapters alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer import models
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
+from lightning_trainer.policies import parse
+from lightning_trainer.run.folders import RUNS
+
+MASTER: Final = 4  # bytes of a trained weight's float32 master
+MOMENTS: Final = 8  # and of its two moments
+_TOKENIZER: Final = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """How many weights there are.
+
+    Attributes:
+        all: of the model.
+        trained: of them, or of adapters.
+        width: bytes of each while it generates.
+        shape: of the model; None where it is of a kind that is not known.
+    """
+
+    all: int
+    trained: int
+    width: int
+    shape: Shape | None
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of a checkpoint from which a run can go on."""
+        return self.light + (MASTER + MOMENTS) * self.trained
+
+    @property
+    def light(self) -> int:
+        """Bytes of a checkpoint with weights alone."""
+        return self.width * self.trained + _TOKENIZER
+
+
+def weights_of(config: TrainConfig) -> Weights | None:
+    """Count the weights of a run's model; None where its files are not here yet.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    folder = models.look(config.model).folder
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.name != "trainer.safetensors")
+    own = _width_of(folder)
+    width = {"float32": 4, "bfloat16": 2}.get(config.dtype, 4 if own == 4 else 2)
+    number = stored // own
+    shape = read_shape(str(folder))
+    trained = number
+    if config.lora_rank:
+        adapters = len(parse(config.policies).adapters) if config.policies else 1
+        trained = adapters * (lora_parameters(folder, config.lora_rank) or number // 50)
+    return Weights(all=number, trained=trained, width=width, shape=shape)
+
+
+def check_disk(config: TrainConfig, steps: int | None) -> None:
+    """Make sure that there is room for a run's checkpoints.
+
+    Args:
+        config: of the run.
+        steps: that it takes; None where that is not known yet.
+
+    Raises:
+        ConfigError: there is not; the message says how much is needed, and how to need less.
+    """
+    weights = weights_of(config)
+    if weights is None:
+        return
+    place = next(path for path in _up(config.out or config.resume or RUNS) if path.exists())
+    free, wanted = shutil.disk_usage(place).free, room(config, weights, steps)
+    if free < wanted:
+        smaller = "" if config.checkpoint == "weights" else f", with --checkpoint weights {gb(weights.light)} each"
+        raise ConfigError(
+            f"checkpoints of this run take {gb(wanted)}, and {gb(free)} are free in {place.resolve()}: a whole one is"
+            f" {gb(weights.checkpoint)}{smaller}. Make room, choose another --out, or keep fewer (--keep 1)."
+        )
+
+
+def room(config: TrainConfig, weights: Weights, steps: int | None) -> int:
+    """Return the most bytes that a run's checkpoints take at once: those kept, and one that is being written."""
+    saved = config.keep if steps is None else 1 + (steps - 1) // config.save_every
+    older = min(saved - 1, config.keep)
+    if config.checkpoint == "weights":
+        return (older + 1) * weights.light
+    if config.checkpoint == "full":
+        return (older + 1) * weights.checkpoint
+    return weights.checkpoint * min(older + 1, 2) + weights.light * max(older - 1, 0)
+
+
+def gb(number: float) -> str:
+    """Return a size as people read it."""
+    return f"{number / 1e9:.2f} GB" if number >= 5e7 else f"{number / 1e6:.1f} MB"
+
+
+def _up(folder: Path) -> list[Path]:
+    return [folder.absolute(), *folder.absolute().parents]
+
+
+def _width_of(folder: Path) -> int:
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} can't be read: {error}.") from None
+    named = values.get("dtype") or values.get("torch_dtype") or "float32"
+    return 4 if named == "float32" else 2

@@ -1,0 +1,115 @@
+"""The backend named ``verl``: serves store and gateway here, and lets verl's trainer, beside them, take the steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer import models
+from lightning_trainer.backends.protocol import Described, OpenRun, Start
+from lightning_trainer.backends.verl.options import describe
+from lightning_trainer.backends.verl.options.overrides import Site, overrides
+from lightning_trainer.backends.verl.process import run_verl
+from lightning_trainer.backends.verl.report import Reporter
+from lightning_trainer.backends.verl.resuming import newest_checkpoint, note_identity, step_of
+from lightning_trainer.backends.verl.serving import serving
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.models.shape import read_shape
+from lightning_trainer.report.progress import Progress
+from lightning_trainer.runner.target import JUDGE
+
+
+class VerlBackend:
+    """`Backend` on verl's trainer and vLLM. verl and Ray are imported when a run starts."""
+
+    def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
+        """Refuse what can't work, verl's own options among it, and find what to go on from: `Backend.start`."""
+        if config.judge or config.reward == JUDGE:
+            raise ConfigError(
+                'a judge gives rewards with backend = "torch" alone. Leave judge out, or change the backend.'
+            )
+        _need_verl()
+        _need_room_for_ray()
+        config = placed(config, fetch=False)
+        if config.device == "cpu":
+            from lightning_trainer.backends.verl.plugin import use_cpu  # imports verl where the environment says so
+
+            use_cpu()
+        site = Site(folder=(config.out or Path.cwd()).absolute(), steps=describe.count_steps(config))
+        shape, flash = read_shape(config.model), describe.has_flash_attention()
+        describe.composed(overrides(config, site, shape, flash_attention=flash))
+        if config.resume is None:
+            return Start()
+        checkpoint = newest_checkpoint(config.resume, identity)
+        return Start(step=step_of(checkpoint), folder=checkpoint.parent.parent, checkpoint=checkpoint)
+
+    def train(self, run: OpenRun) -> int:
+        """Let verl take the steps: `Backend.train`. It can't be stopped between two steps: an interrupt ends it."""
+        run = replace(run, config=placed(run.config, fetch=True))
+        reporter = Reporter(run.log, run.progress, run.config.agents)
+
+        def check() -> None:
+            run.check()
+            run.runner.check()
+
+        with serving(run, reporter) as site:
+            run.begin()
+            note_identity(run.folder, run.identity)
+            run.progress.phase("starting verl and vLLM")
+            run_verl(run.config, site, check)
+        reporter.warn_of_unheard(run.steps)
+        return run.steps
+
+    def learner(self, model: str, options: Mapping[str, Any]) -> NoReturn:  # noqa: ARG002 - the protocol's signature
+        """Refuse: verl learns in processes of its own, from files of its own: `Backend.learner`."""
+        raise ConfigError(
+            "verl learns from data by its own trainer, not by this command. Write the conversations with"
+            " `lightning-rl export --format sft --no-ids DATA.jsonl`, and give them to `verl.trainer.sft_trainer`:"
+            " docs/how-to/sft.md has the commands. Its checkpoint is a --model for train --backend verl. Or use"
+            " --backend torch."
+        )
+
+    def describe(self, config: TrainConfig, progress: Progress) -> Described:  # noqa: ARG002 - nothing is tried
+        """Say what verl would be told and what it needs: `Backend.describe`."""
+        return Described(describe.describe(placed(config, fetch=False)))
+
+
+def placed(config: TrainConfig, *, fetch: bool) -> TrainConfig:
+    """Return the configuration with its model's folder by its absolute path, for processes elsewhere.
+
+    A hub id without a revision stays, so that each machine fetches it for itself.
+
+    Args:
+        config: of the run.
+        fetch: whether a model that is not here is fetched or made; else it stays as it was named.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    model = models.look(config.model)
+    if model.kind == "hub" and model.revision is None:
+        return config
+    folder = models.resolve(config.model) if fetch else model.folder
+    return config if folder is None else config.model_copy(update={"model": str(folder.absolute())})
+
+
+def _need_verl() -> None:
+    for package in ("verl", "ray", "vllm"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f'{package} is not installed here. Run: pip install "lightning-trainer[verl]"')
+
+
+def _need_room_for_ray() -> None:
+    """Refuse a temporary folder in which Ray's workers refuse to start, while Ray would wait for them for ever."""
+    environment = os.environ.get("VIRTUAL_ENV")
+    folder = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp").resolve()  # noqa: S108 - Ray's
+    if environment and folder.is_relative_to(Path(environment).resolve()):
+        raise ConfigError(
+            f"temporary files go to {folder}, inside the virtual environment {environment}, where Ray does not work."
+            " Set RAY_TMPDIR to another folder, such as /tmp."
+        )

@@ -1,0 +1,1 @@
+"""From a run's configuration to verl's options."""

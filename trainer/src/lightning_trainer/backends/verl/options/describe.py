@@ -1,0 +1,109 @@
+"""What a run on verl would be: every option of verl, and what it needs. Nothing is started."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.verl.options.algorithms import on_verl
+from lightning_trainer.backends.verl.options.grammar import as_hydra
+from lightning_trainer.backends.verl.options.needs import GIB, estimate
+from lightning_trainer.backends.verl.options.overrides import Site, overrides
+from lightning_trainer.backends.verl.options.profiles import Values
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.models.shape import Shape, read_shape
+from lightning_trainer.run.data import load_tasks
+
+_FITS_GIB = (24, 48, 80, 141)  # memory of accelerators people have
+
+
+def describe(config: TrainConfig) -> str:
+    """Say what verl would be told and what it needs, as text for people.
+
+    Raises:
+        ConfigError: an option is wrong.
+        DataError: the data file is.
+    """
+    site = Site(folder=(config.out or Path("runs") / "DATE").absolute(), steps=count_steps(config))
+    shape = read_shape(config.model)
+    values = overrides(config, site, shape, flash_attention=has_flash_attention())
+    parts = [_needs(config, values, shape), "options set over verl's defaults:", *as_hydra(values), ""]
+    if importlib.util.find_spec("verl") is None:
+        parts.append("verl is not installed here, so its whole configuration is not shown.")
+    else:
+        parts += ["verl's whole configuration:", compose(values)]
+    return "\n".join(parts)
+
+
+def count_steps(config: TrainConfig) -> int:
+    """Number of optimiser steps of the run."""
+    return config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data)))
+
+
+def has_flash_attention() -> bool:
+    """Whether rows can be packed into one sequence here."""
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def composed(values: Values) -> Any:
+    """Lay options over verl's own `ppo_trainer`; gives OmegaConf's DictConfig.
+
+    Raises:
+        ConfigError: verl knows no such option, or refuses a value.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from hydra.errors import HydraException
+
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return hydra_compose("ppo_trainer", overrides=as_hydra(values))
+    except HydraException as error:
+        raise ConfigError(f"verl refuses an option: {error}. Look at the table verl of the configuration.") from None
+
+
+def compose(values: Values) -> str:
+    """Return verl's whole configuration as YAML, references resolved."""
+    from omegaconf import OmegaConf
+
+    return str(OmegaConf.to_yaml(composed(values), resolve=True))
+
+
+def _needs(config: TrainConfig, values: Values, shape: Shape | None) -> str:
+    accelerators = config.gpus * config.nodes
+    where = "CPU" if config.device == "cpu" else "GPU"
+    lines = [
+        f"model {config.model}, {config.nodes} node(s) with {config.gpus} {where}(s) each",
+        f"{config.batch_size} tasks x {config.group_size} rollouts in a step, {count_steps(config)} steps",
+    ]
+    if shape is None:
+        return "\n".join([*lines, "memory: not known, the model's config.json is not here", ""])
+    parts = int(values["actor_rollout_ref.rollout.tensor_model_parallel_size"])
+    needs = estimate(
+        shape,
+        accelerators=accelerators,
+        tensor_parallel=parts,
+        tokens=int(values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"]),
+        lora=config.lora_rank > 0,
+        reference=config.kl_coef > 0,
+        critic=on_verl(config).critic,
+    )
+    share = float(values["actor_rollout_ref.rollout.gpu_memory_utilization"])
+    learning = (
+        f"{needs.training:.1f} weights and optimiser + {needs.gathered:.1f} gathered + {needs.logits:.1f} logits"
+        f" + {needs.activations:.1f} activations + {needs.reference:.1f} reference"
+    )
+    cache = f"{needs.kv_token / 1024:.0f} KiB cache a token"
+    lines += [
+        f"{shape.parameters / 1e6:,.0f} million weights, {accelerators} {where}(s), of each, estimated:",
+        f"  learning  {needs.while_learning:6.1f} GiB = {learning}",
+        f"  sampling  {share:.0%} of memory: {needs.rollout_weights:.1f} GiB weights on {parts} {where}(s); {cache}",
+    ]
+    for memory in _FITS_GIB:
+        tokens = needs.while_sampling(memory, share)
+        room = "too small to learn" if needs.while_learning > 0.9 * memory else f"{tokens / 1000:.0f}k tokens of cache"
+        lines.append(f"  with {memory} GiB each: {room if tokens else 'too small to sample'}")
+    lines.append(f"  on disk, each checkpoint: {shape.parameters * 14 / GIB:.1f} GiB")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,86 @@
+"""What a run needs: memory of each accelerator, and of the machines. Estimates, with their formulas beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_trainer.models.shape import Shape
+
+GIB = 1024**3
+_ROLLOUT_WEIGHTS_GIB = 24.0  # vLLM's copy on one accelerator; a larger one is split over several
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirements:
+    """Memory in GiB of one accelerator, by what takes it.
+
+    Attributes:
+        accelerators: number of them, all nodes together.
+        training: weights, gradients and Adam's two moments in float32, sharded: 16 bytes a weight.
+        gathered: one layer's weights, unsharded in bfloat16, and the next one's, fetched ahead.
+        logits: scores of a micro-batch over the vocabulary in float32, and their gradient.
+        activations: what is kept of a micro-batch for the backward pass, with gradient checkpointing.
+        reference: the starting policy's weights in bfloat16, sharded; 0 without a KL term or with LoRA.
+        rollout_weights: vLLM's copy in bfloat16, split over `tensor_parallel`.
+        kv_token: bytes that one token keeps in vLLM's cache, on all accelerators of a replica together.
+        tensor_parallel: accelerators that share one vLLM replica.
+    """
+
+    accelerators: int
+    training: float
+    gathered: float
+    logits: float
+    activations: float
+    reference: float
+    rollout_weights: float
+    kv_token: int
+    tensor_parallel: int
+
+    @property
+    def while_learning(self) -> float:
+        """Most of an accelerator's memory during an update, vLLM asleep: its weights and cache are given back."""
+        return self.training + self.gathered + self.logits + self.activations + self.reference
+
+    def while_sampling(self, memory: float, utilization: float) -> float:
+        """Tokens of context that vLLM's cache holds on one replica of accelerators with `memory` GiB each."""
+        free = (memory * utilization - self.rollout_weights) * self.tensor_parallel * GIB
+        return max(0.0, free / self.kv_token)
+
+
+def tensor_parallel(shape: Shape | None, gpus: int) -> int:
+    """Choose how many accelerators of a node share a vLLM replica: one, unless the weights would crowd it."""
+    parts = 1
+    while shape is not None and parts * 2 <= gpus and gpus % (parts * 2) == 0:
+        if 2 * shape.parameters / parts <= _ROLLOUT_WEIGHTS_GIB * GIB:
+            break
+        parts *= 2
+    return parts
+
+
+def estimate(
+    shape: Shape, *, accelerators: int, tensor_parallel: int, tokens: int, lora: bool, reference: bool, critic: bool
+) -> Requirements:
+    """Estimate the memory of one accelerator.
+
+    Args:
+        shape: of the model.
+        accelerators: over which FSDP shards weights and optimiser.
+        tensor_parallel: accelerators that share a vLLM replica.
+        tokens: of one accelerator's micro-batch.
+        lora: only adapters have gradients and moments: 4 bytes a weight stay.
+        reference: whether the starting policy is kept beside.
+        critic: whether a second model of the same shape learns.
+    """
+    per_weight = (4 if lora else 16) + (16 if critic else 0)
+    layer = (shape.parameters - shape.vocabulary * shape.hidden) / shape.layers
+    return Requirements(
+        accelerators=accelerators,
+        training=shape.parameters * per_weight / accelerators / GIB,
+        gathered=2 * layer * 2 / GIB,
+        logits=2 * 4 * tokens * shape.vocabulary / GIB,
+        activations=2 * tokens * shape.hidden * shape.layers / GIB,
+        reference=2 * shape.parameters / accelerators / GIB if reference and not lora else 0.0,
+        rollout_weights=2 * shape.parameters / tensor_parallel / GIB,
+        kv_token=2 * 2 * shape.kv_width * shape.layers,
+        tensor_parallel=tensor_parallel,
+    )

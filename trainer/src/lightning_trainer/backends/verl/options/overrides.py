@@ -1,0 +1,290 @@
+"""From what the user means to verl's options: one function, without importing verl.
+
+Three kinds of keys. Those that follow from an option of `TrainConfig` can only be changed there. Those that connect
+verl with this trainer can't be changed. All others are defaults, and the table `verl` of the configuration goes before
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.verl.options.algorithms import AGGREGATIONS, on_verl
+from lightning_trainer.backends.verl.options.profiles import Values, defaults, model_path, on_cpu
+from lightning_trainer.config import CONFIG_NAME, TrainConfig, refuse
+from lightning_trainer.models.shape import Shape
+
+HERE: Final = "lightning_trainer.backends.verl"
+DEFAULT_CONTEXT: Final = 4096  # where neither the configuration nor the model says how long a conversation gets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where the run is, which verl's processes must know.
+
+    Attributes:
+        folder: the run's folder, on storage that all nodes share.
+        url: of the run's own server.
+        key_file: file with its admin key.
+        steps: optimiser steps of the whole run.
+        resume: verl's checkpoint folder to go on from; None: from the start.
+    """
+
+    folder: Path
+    url: str = "http://127.0.0.1:0"
+    key_file: Path = Path("admin.key")
+    steps: int = 1
+    resume: Path | None = None
+
+
+def overrides(config: TrainConfig, site: Site, shape: Shape | None, *, flash_attention: bool) -> Values:
+    """Return verl's options, by dotted key, over its `ppo_trainer` configuration.
+
+    Args:
+        config: of the run.
+        site: where it is.
+        shape: of the model; None where it can't be read.
+        flash_attention: whether the package flash_attn is installed, without which rows can't be packed.
+
+    Raises:
+        ConfigError: an option is not for verl, or the table `verl` sets a key that is not its own.
+    """
+    check(config)
+    if on_verl(config).critic and config.device != "cpu" and not flash_attention:
+        raise ConfigError("verl's critic needs flash attention. Install flash-attn, or use another algorithm.")
+    context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
+    if shape and context > shape.context and not shape.stretched:
+        raise ConfigError(f"max_model_len {context} is more than the {shape.context} tokens of {config.model}.")
+    derived = _derived(config, site, context)
+    connecting = _connecting(config, site)
+    values = defaults(config, shape, context, flash_attention=flash_attention)
+    if config.device == "cpu":
+        values |= on_cpu(config, context)
+    passed = dict(flatten(config.verl))
+    _refuse(passed, derived, connecting)
+    known = {key.lstrip("+"): key for key in values}
+    for key, value in passed.items():
+        bare = key.lstrip("+")
+        values[known.get(bare, key)] = value
+    return {**{key: value for key, (value, _) in derived.items()}, **values, **connecting}
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse options that mean something else, or nothing, on verl.
+
+    Raises:
+        ConfigError: says which, and what to do.
+    """
+    problems = {
+        "verl writes checkpoints of its own. Leave checkpoint out.": config.checkpoint != "newest",
+        "old_logprobs = engine, update_epochs and minibatches are for backend = torch. Leave them out, and give verl's"
+        " own in the table verl.": (
+            config.old_logprobs == "engine" or (config.update_epochs, config.minibatches) != (1, 1)
+        ),
+        "verl knows no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",
+        "verl's groups are compared as each ends, before there is a batch. Leave alone out, or train on backend ="
+        " torch.": config.alone != "skip",
+        "verl trains one policy for all agents. Leave policies out, or train on backend = torch.": bool(
+            config.policies
+        ),
+        f"verl weighs no {config.loss_aggregation}. Use one of: {', '.join(AGGREGATIONS)}.": config.loss_aggregation
+        not in AGGREGATIONS,
+        "verl takes the divergence off the reward only with a critic. Set kl_in = loss, or algorithm = ppo.": (
+            config.kl_coef > 0 and config.kl_in == "reward" and not on_verl(config).critic
+        ),
+        "verl averages the entropy over tokens. Set loss_aggregation = token-mean, or entropy_coef = 0.": (
+            config.entropy_coef > 0 and config.loss_aggregation != "token-mean"
+        ),
+        "verl's trainer draws a batch once: calls are drawn again on backend = torch only. Choose another credit and"
+        " algorithm than counterfactual and tree-grpo.": config.forked,
+        "verl's trainer draws a batch once: groups are replaced on backend = torch only. Set resample = 0.": (
+            config.resample > 0
+        ),
+        "verl trains with one temperature for all calls, above 0. Set temperature, or leave it out for 1.": (
+            config.temperature is not None and config.temperature <= 0
+        ),
+        "with kl_coef, verl averages the divergence over tokens. Set loss_aggregation = token-mean, or kl_coef = 0.": (
+            config.kl_coef > 0 and config.loss_aggregation != "token-mean"
+        ),
+        "algorithm = ppo weighs tokens by the critic. Set loss_aggregation = token-mean.": (
+            on_verl(config).critic and config.loss_aggregation != "token-mean"
+        ),
+        f"device = {config.device!r} names one device. With verl, say cpu, or give the number of gpus.": (
+            config.device not in {"auto", "cpu", "cuda"}
+        ),
+        "backend_options are of the torch backend. With verl, put its own options into the table verl.": bool(
+            config.backend_options
+        ),
+        "until stops a run early; verl's trainer runs a number of steps. Leave until out, and set steps.": (
+            config.until is not None
+        ),
+        f"batch_size = {config.batch_size} tasks of {config.group_size} rollouts are fewer than the accelerators.": (
+            config.batch_size * config.group_size < config.gpus * config.nodes
+        ),
+    }
+    refuse(problems)
+
+
+def _derived(config: TrainConfig, site: Site, context: int) -> dict[str, tuple[Any, str]]:
+    """Options that follow from the user's, each with the name under which the user sets it."""
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    answer = min(config.max_tokens or context // 2, context - 1)
+    validates = config.val is not None
+    return {
+        "algorithm.adv_estimator": (
+            on_verl(config).estimator_for(config.loss_aggregation),
+            "algorithm and loss_aggregation",
+        ),
+        "algorithm.norm_adv_by_std_in_grpo": (config.normalise_std, "normalise_std"),
+        "critic.enable": (on_verl(config).critic, "algorithm"),
+        **_critic(config),
+        **_rate(config),
+        **_correction(config),
+        "data.train_batch_size": (config.batch_size, "batch_size"),
+        "data.max_prompt_length": (context - answer, "max_model_len"),
+        "data.max_response_length": (answer, "max_tokens"),
+        "actor_rollout_ref.model.path": (model_path(config), "model"),
+        "actor_rollout_ref.model.lora_rank": (config.lora_rank, "lora_rank"),
+        "actor_rollout_ref.model.lora_alpha": (_alpha(config), "lora_alpha"),
+        f"{actor}.optim.lr": (config.learning_rate, "learning_rate"),
+        f"{actor}.grad_clip": (config.max_grad_norm, "max_grad_norm"),
+        f"{actor}.optim.clip_grad": (config.max_grad_norm, "max_grad_norm"),
+        f"{actor}.clip_ratio": (config.clip_low, "clip_low"),
+        f"{actor}.clip_ratio_low": (config.clip_low, "clip_low"),
+        f"{actor}.clip_ratio_high": (config.clip_high, "clip_high"),
+        f"{actor}.loss_agg_mode": ("token-mean", "loss_aggregation"),
+        f"{actor}.policy_loss.loss_mode": (on_verl(config).loss, "algorithm"),
+        f"{actor}.entropy_coeff": (config.entropy_coef, "entropy_coef"),
+        f"{actor}.use_kl_loss": (config.kl_coef > 0 and config.kl_in == "loss", "kl_coef and kl_in"),
+        f"{actor}.kl_loss_type": (_kl_name(config), "kl_estimator"),
+        "algorithm.use_kl_in_reward": (config.kl_coef > 0 and config.kl_in == "reward", "kl_coef and kl_in"),
+        "algorithm.kl_penalty": (_kl_name(config), "kl_estimator"),
+        "algorithm.kl_ctrl.kl_coef": (config.kl_coef, "kl_coef"),
+        f"{actor}.kl_loss_coef": (config.kl_coef, "kl_coef"),
+        f"{actor}.ppo_mini_batch_size": (config.batch_size, "batch_size"),
+        f"{rollout}.n": (config.group_size, "group_size"),
+        f"{rollout}.temperature": (config.temperature or 1.0, "temperature"),
+        f"{rollout}.dtype": (_rollout_dtype(config), "dtype"),
+        f"{rollout}.max_model_len": (context, "max_model_len"),
+        f"{rollout}.seed": (config.seed, "seed"),
+        f"{rollout}.val_kwargs.n": (config.val_samples, "val_samples"),
+        f"{rollout}.val_kwargs.temperature": (config.temperature or 1.0, "temperature"),
+        f"{rollout}.val_kwargs.do_sample": (True, "val_samples"),
+        "trainer.device": ("cpu" if config.device == "cpu" else "cuda", "device"),
+        "trainer.n_gpus_per_node": (config.gpus, "gpus"),
+        "trainer.nnodes": (config.nodes, "nodes"),
+        "trainer.total_training_steps": (site.steps, "steps"),
+        "trainer.save_freq": (config.save_every, "save_every"),
+        "trainer.max_actor_ckpt_to_keep": (config.keep, "keep"),
+        "trainer.max_critic_ckpt_to_keep": (config.keep, "keep"),
+        "trainer.val_before_train": (validates and site.resume is None, "val"),
+        "trainer.test_freq": ((config.val_every or site.steps) if validates else -1, "val_every"),
+        "trainer.default_local_dir": (str(site.folder / "checkpoints"), "out"),
+        "trainer.resume_mode": ("disable" if site.resume is None else "resume_path", "resume"),
+        "trainer.resume_from_path": (None if site.resume is None else str(site.resume), "resume"),
+    }
+
+
+def _connecting(config: TrainConfig, site: Site) -> Values:
+    """Options through which verl meets this trainer."""
+    validation = config.val or config.data
+    return {
+        "trainer.use_v1": True,
+        "trainer.v1.trainer_mode": "lightning_async" if config.staleness else "lightning_sync",
+        "trainer.v1.sampler.custom_sampler.path": f"pkg://{HERE}.steps.replay",
+        "trainer.v1.sampler.custom_sampler.name": "AsyncReplay" if config.staleness else "SyncReplay",
+        "trainer.v1.sampler.max_off_policy_threshold": config.staleness + 1 if config.staleness else None,
+        "trainer.checkpoint_callback_class": f"{HERE}.steps.checkpoints.RegisterCheckpoint",
+        "actor_rollout_ref.model.external_lib": f"{HERE}.registrations",
+        "critic.model.external_lib": f"{HERE}.registrations",
+        "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": f"{HERE}.steps.collect.RolloutCollector",
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.mode": "async",
+        "data.custom_cls.path": f"pkg://{HERE}.steps.dataset",
+        "data.custom_cls.name": "TaskDataset",
+        "data.train_files": f"train:{config.data.absolute()}",
+        "data.val_files": f"val:{validation.absolute()}",
+        "data.shuffle": False,  # the data set is in the order of the run already
+        "data.validation_shuffle": False,
+        "trainer.total_epochs": 1,  # one pass over the run's own order of tasks, whatever the number of epochs
+        "+data.lightning": {"steps": site.steps + config.staleness, "seed": config.seed},
+        "+lightning.url": site.url,
+        "+lightning.key_file": str(site.key_file),
+        "+lightning.config": str(site.folder / CONFIG_NAME),
+    }
+
+
+def _critic(config: TrainConfig) -> dict[str, tuple[Any, str]]:
+    options = {
+        "algorithm.lam": (config.gae_lambda, "gae_lambda"),
+        "critic.optim.lr": (config.value_learning_rate, "value_learning_rate"),
+        "critic.cliprange_value": (config.value_clip, "value_clip"),
+    }
+    return {key: (value, name) for key, (value, name) in options.items() if value is not None}
+
+
+def _rate(config: TrainConfig) -> dict[str, tuple[Any, str]]:
+    optim = "actor_rollout_ref.actor.optim"
+    options: dict[str, tuple[Any, str]] = {}
+    if config.warmup_steps:
+        options[f"{optim}.lr_warmup_steps"] = (config.warmup_steps, "warmup_steps")
+    if config.lr_schedule != "constant":
+        options[f"{optim}.lr_scheduler_type"] = (config.lr_schedule, "lr_schedule")
+        options[f"{optim}.min_lr_ratio"] = (config.min_lr_ratio, "min_lr_ratio")
+    return options
+
+
+def _correction(config: TrainConfig) -> dict[str, tuple[Any, str]]:
+    """Correct for the gap between engine and trainer: weights of tokens up to a cap, and a mask."""
+    correction = "algorithm.rollout_correction"
+    options: dict[str, tuple[Any, str]] = {}
+    if config.importance_cap is not None:
+        options[f"{correction}.rollout_is"] = ("token", "importance_cap")
+        options[f"{correction}.rollout_is_threshold"] = (config.importance_cap, "importance_cap")
+    if config.importance_mask is not None:
+        # k1 is the logarithm of the ratio: within 1 / mask and mask.
+        bounds = f"{1 / config.importance_mask}_{config.importance_mask}"
+        options[f"{correction}.rollout_rs"] = ("token_k1", "importance_mask")
+        options[f"{correction}.rollout_rs_threshold"] = (bounds, "importance_mask")
+    return options
+
+
+def _kl_name(config: TrainConfig) -> str:
+    return config.kl_estimator.replace("low_var", "low_var_kl")
+
+
+def _alpha(config: TrainConfig) -> int:
+    alpha = config.lora_alpha or 2.0 * (config.lora_rank or 8)
+    if alpha != int(alpha):
+        raise ConfigError(f"lora_alpha = {alpha}: verl takes whole numbers.")
+    return int(alpha)
+
+
+def _rollout_dtype(config: TrainConfig) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if config.device == "cpu" else "bfloat16"
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Return a table's options by dotted key."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _refuse(passed: Mapping[str, Any], derived: Mapping[str, tuple[Any, str]], connecting: Mapping[str, Any]) -> None:
+    held = {key.lstrip("+") for key in connecting}
+    for key in passed:
+        bare = key.lstrip("+~")
+        if bare in derived:
+            raise ConfigError(f"verl's option {bare} follows from {derived[bare][1]}. Set that, and not verl's.")
+        if any(bare == other or bare.startswith(f"{other}.") for other in held):
+            raise ConfigError(f"verl's option {bare} connects verl with this trainer. It can't be changed.")

@@ -1,0 +1,133 @@
+"""Options of verl for which the user has no word of ours: defaults for accelerators, and what changes on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_trainer.backends.verl.options.algorithms import on_verl
+from lightning_trainer.backends.verl.options.needs import tensor_parallel
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.models.shape import Shape
+
+Values = dict[str, Any]
+
+TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
+_ROWS_OF_TOKENS: Final = 16384  # tokens of one accelerator's micro-batch, verl's own default
+_ROWS_OF_TOKENS_CPU: Final = 1024  # logits over a vocabulary of 50,000: 0.2 GiB, several times over
+LOGPROBS_MODE: Final = "actor_rollout_ref.rollout.logprobs_mode"
+
+
+def logprobs_mode(config: TrainConfig) -> str:
+    """Return vLLM's mode: before penalties, top-p and top-k, over the whole vocabulary, as the trainer computes them.
+
+    At another temperature than 1 only those after all of them have the temperature in.
+    """
+    return "raw_logprobs" if config.temperature in {None, 1.0} else "processed_logprobs"
+
+
+def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_attention: bool) -> Values:
+    """Options for which the user has no word of ours: the table `verl` changes them."""
+    actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+    values: Values = {
+        f"{model}.use_remove_padding": flash_attention,
+        f"{model}.enable_gradient_checkpointing": True,
+        f"{actor}.strategy": "fsdp2",
+        f"{actor}.use_dynamic_bsz": True,
+        f"{actor}.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS),
+        f"{actor}.clip_ratio_c": 1e9,  # the bound of dual-clip PPO, out of reach: the torch backend has none
+        f"{actor}.optim.weight_decay": 0.0,
+        f"{actor}.optim.betas": [0.9, 0.99],  # those of the torch backend
+        f"{actor}.fsdp_config.seed": config.seed,
+        f"{actor}.data_loader_seed": config.seed,
+        f"{actor}.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+        f"{actor}.checkpoint.load_contents": ["model", "optimizer", "extra"],
+        f"{rollout}.tensor_model_parallel_size": tensor_parallel(shape, config.gpus),
+        f"{rollout}.gpu_memory_utilization": 0.5,
+        f"{rollout}.enable_chunked_prefill": True,
+        f"{rollout}.load_format": "dummy",  # the trainer's weights come before the first call
+        LOGPROBS_MODE: logprobs_mode(config),
+        "data.dataloader_num_workers": 0,
+        "reward.num_workers": 0,  # rewards come with the rollouts
+        f"{rollout}.agent.num_workers": 1,
+        "+lightning.transfer_s": TRANSFER_S,
+        "trainer.logger": ["console"],
+        "trainer.project_name": "lightning",
+        "trainer.experiment_name": "run",
+    }
+    if config.nodes > 1:
+        values["+ray_kwargs.ray_init.address"] = "auto"  # the cluster that was started before
+    else:
+        values["+ray_kwargs.ray_init.address"] = "local"  # one of its own, whoever else uses Ray on this machine
+        values["+ray_kwargs.ray_init.include_dashboard"] = False
+    if not flash_attention:
+        values[f"+{model}.override_config.attn_implementation"] = "sdpa"
+        values["+critic.model.override_config.attn_implementation"] = "sdpa"
+        values["critic.model.use_remove_padding"] = False
+    if config.lora_rank:
+        values[f"{model}.lora.merge"] = True  # the gateway asks vLLM for the policy, not for an adapter beside it
+    if on_verl(config).critic:
+        values |= {
+            "critic.strategy": "fsdp2",
+            "critic.model.path": model_path(config),
+            "critic.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS),
+            "critic.optim.weight_decay": 0.0,
+        }
+    if config.staleness:
+        values |= {
+            # Slow tasks would be dropped, and these are the hard ones: the step waits for groups that become too old.
+            "trainer.v1.sampler.max_off_policy_strategy": "wait",
+            "trainer.v1.colocate_async.num_warmup_batches": config.staleness,
+        }
+        if config.importance_cap is None:
+            values["algorithm.rollout_correction.rollout_is"] = "token"
+            values["algorithm.rollout_correction.rollout_is_threshold"] = 2.0
+    return values
+
+
+def on_cpu(config: TrainConfig, context: int) -> Values:
+    """Options for a machine without an accelerator: logical devices, vLLM never asleep.
+
+    Learning computes in float32, as vLLM does, unless ``dtype`` asks both for bfloat16: many times faster where the
+    processor multiplies it. The weights that the optimiser keeps are float32 in either case.
+    """
+    actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+    computed = "bf16" if config.dtype == "bfloat16" else "fp32"
+    mixed = {"param_dtype": computed, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    values: Values = {
+        f"{model}.use_remove_padding": False,
+        f"{model}.enable_gradient_checkpointing": False,
+        f"+{model}.override_config.attn_implementation": "sdpa",
+        f"{actor}.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS_CPU),
+        f"{actor}.use_torch_compile": False,
+        f"{actor}.fsdp_config.use_torch_compile": False,
+        f"+{actor}.fsdp_config.mixed_precision": mixed,
+        f"{rollout}.tensor_model_parallel_size": 1,
+        f"{rollout}.enforce_eager": True,
+        f"{rollout}.free_cache_engine": False,
+        f"+{rollout}.enable_sleep_mode": False,
+        f"{rollout}.gpu_memory_utilization": 0.1,
+        f"{rollout}.max_num_seqs": 32,
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 512,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        "+ray_kwargs.ray_init.runtime_env.env_vars": {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    if config.nodes == 1:
+        values |= {
+            "ray_kwargs.ray_init.num_cpus": 16,  # logical: placement groups ask for several
+            "+ray_kwargs.ray_init.num_gpus": config.gpus,  # logical: verl's workers ask for them
+        }
+    if on_verl(config).critic:
+        values |= {
+            "critic.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS_CPU),
+            "critic.model.enable_gradient_checkpointing": False,
+            "critic.fsdp.use_torch_compile": False,
+            "+critic.fsdp.mixed_precision": mixed,
+        }
+    return values
+
+
+def model_path(config: TrainConfig) -> str:
+    """A local folder by its absolute path, for processes elsewhere; a hub id as it is."""
+    folder = Path(config.model)
+    return str(folder.absolute()) if folder.is_dir() else config.model

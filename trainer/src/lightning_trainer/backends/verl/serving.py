@@ -1,0 +1,84 @@
+"""What the user's own process serves beside verl: store, gateway over vLLM's replicas, routes for verl's process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from lightning_trainer.backends.protocol import OpenRun
+from lightning_trainer.backends.tokenizers import load_tokenizer
+from lightning_trainer.backends.verl.options.overrides import DEFAULT_CONTEXT, Site, flatten
+from lightning_trainer.backends.verl.options.profiles import LOGPROBS_MODE, logprobs_mode
+from lightning_trainer.backends.verl.report import Reporter
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.gateway.prompt.template import check_calls
+from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
+from lightning_trainer.models.shape import read_shape
+from lightning_trainer.run import local
+
+KEY_NAME: Final = "admin.key"
+RUNNER_KEY_NAME: Final = "runner.key"  # for runners on other machines; it can claim and end rollouts, and no more
+
+
+@contextmanager
+def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
+    """Serve the store and the gateway, with the routes for verl's process; gives what that process must know."""
+    from lightning_trainer.backends.verl.control import RunServerClient, add_routes
+    from lightning_trainer.backends.verl.engine import VllmEngine
+    from lightning_trainer.gateway.auth.keys import RUN_S, Keys
+    from lightning_trainer.gateway.auth.register import write_private
+
+    # verl trains with one temperature for all calls.
+    config = run.config.model_copy(update={"temperature": run.config.temperature or 1.0})
+    shape = read_shape(config.model)
+    context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
+    tokenizer = load_tokenizer(config.model, config.chat_template)
+    check_calls(tokenizer, config.tool_format)
+    engine = VllmEngine(tokenizer, context, abilities=abilities_of(config), tool_format=config.tool_format)
+    folder, keys = run.folder.absolute(), Keys.fresh()
+    with local.serving(
+        run.store,
+        run.runner,
+        routing=local.routing_of(config, engine.model),
+        engine=engine,
+        port=config.port,
+        host=_host(config),  # between the nodes of a Ray cluster nothing is encrypted, Ray's own traffic neither
+        keys=keys,
+        extend=lambda app: add_routes(app, engine, reporter.told),
+    ) as served:
+        write_private(folder / KEY_NAME, keys.issue("admin", expires_s=RUN_S))
+        write_private(folder / RUNNER_KEY_NAME, keys.issue("runner", expires_s=RUN_S))
+        try:
+            yield Site(
+                folder=folder,
+                url=served.url,
+                key_file=folder / KEY_NAME,
+                steps=run.steps,
+                resume=run.start.checkpoint and run.start.checkpoint.absolute(),
+            )
+        finally:
+            run.runner.stop()  # before its agents' calls lose the engine
+            RunServerClient(served.url, keys.issue("admin", expires_s=RUN_S)).end()
+            for name in (KEY_NAME, RUNNER_KEY_NAME):
+                (folder / name).unlink(missing_ok=True)
+
+
+def abilities_of(config: TrainConfig) -> frozenset[str]:
+    """Name what vLLM does with log-probabilities on record that are the policy's own, as the trainer computes them.
+
+    They are where they are taken before penalties and biases. Grammars are left out: vLLM takes log-probabilities after
+    a grammar's mask whatever its mode. An answer that goes on with new weights forgets which tokens it has already.
+    """
+    if dict(flatten(config.verl)).get(LOGPROBS_MODE, logprobs_mode(config)) != "raw_logprobs":
+        return frozenset()
+    return ADJUSTING if config.staleness == 0 else ADJUSTING - {"presence_penalty", "frequency_penalty"}
+
+
+def _host(config: TrainConfig) -> str:
+    """Loopback on one machine; the address that other nodes reach, on several."""
+    if config.nodes == 1:
+        return local.LOOPBACK
+    import ray.util
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,1 @@
+"""verl's steps with our rollouts: prompts in, trajectories out."""

@@ -1,0 +1,42 @@
+"""After verl has written a checkpoint: the run's own link to it, and a line about the policy's version."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+
+from lightning_trainer.report.metrics import write_atomically
+
+POLICIES: Final = "policies.jsonl"
+
+
+class RegisterCheckpoint(CheckpointCallback):  # type: ignore[misc]  # verl has no types
+    """Registers each checkpoint in the run's folder; made by verl as `trainer.checkpoint_callback_class`."""
+
+    def on_save(self, *, global_step: int, checkpoint_dir: str, **_: Any) -> None:
+        """Hear of a checkpoint that is written."""
+        folder = Path(self.config.trainer.default_local_dir).parent
+        register(folder, Path(checkpoint_dir), global_step)
+
+
+def register(folder: Path, checkpoint: Path, version: int) -> None:
+    """Let the run's `checkpoint` be this one's model folder, and note the version of the policy that it holds.
+
+    Args:
+        folder: of the run.
+        checkpoint: verl's folder ``global_step_N``.
+        version: number of the weights.
+    """
+    link = folder / "checkpoint"
+    draft = folder / ".checkpoint.new"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to((checkpoint / "actor" / "huggingface").resolve().relative_to(folder.resolve()))
+    draft.replace(link)
+    line = {"version": version, "checkpoint": str(checkpoint), "time": round(time.time(), 3)}
+    path = folder / POLICIES
+    before = path.read_bytes() if path.exists() else b""
+    write_atomically(path, before + json.dumps(line).encode() + b"\n")

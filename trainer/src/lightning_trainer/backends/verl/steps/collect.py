@@ -1,0 +1,204 @@
+"""verl's prompts to our rollouts, and back: the `agent_loop_manager_class`.
+
+verl hands over prompts and reads rows from TransferQueue. Between the two, the user's agents run wherever the runners
+are; each group of rollouts becomes rows as on the torch backend, by the run's algorithm.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import transfer_queue as tq
+from tensordict import NonTensorData, NonTensorStack
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from lightning_spans import hooks
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.errors import LightningError
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import Store, open_store
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.backends.verl.control import RunServerClient
+from lightning_trainer.backends.verl.options.algorithms import on_verl
+from lightning_trainer.backends.verl.steps.gathered import Gathered
+from lightning_trainer.backends.verl.steps.groups import Groups
+from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, trajectories
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.report import step_metrics
+from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.batch import Batch, Traces
+from lightning_trainer.rl.rewards.judge import PLUGIN, Judge, read_rules
+from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.rl.rows import Row
+from lightning_trainer.rl.scores import Score, reward_of_failures, score, total
+
+PARTITION: Final = "train"
+
+
+class NothingCollectedError(LightningError):
+    """A whole batch of groups gave no row; the message says why."""
+
+
+class RolloutCollector:
+    """Runs verl's prompts as rollouts of the user's agents. Made by verl's task runner, in the trainer's process."""
+
+    def __init__(self, config: Any) -> None:
+        lightning = config.lightning
+        self._run = TrainConfig(**json.loads(Path(lightning.config).read_text(encoding="utf-8")))
+        control = RunServerClient.of(lightning)
+        hooks.load_all()
+        rules = read_rules(self._run.rewards, credit=self._run.credit, gamma=self._run.gamma)
+        if rules:
+            hooks.register(Judge(rules), PLUGIN)  # this process is the trainer's, and ends with it
+        self._store = open_store(control.url, key=control.key)
+        self._groups = Groups(self._store)
+        self._name = uuid.uuid4().hex[:8]  # of this start: rollouts of a run that was killed are not taken again
+        self._gathered = Gathered(self._run.failed)
+        self._agents: set[str] = set()
+        self._times: Counter[int] = Counter()
+        self._barren = 0  # groups without a row, since the last one with
+
+    @classmethod
+    def create(cls, *, config: Any, **_: Any) -> RolloutCollector:
+        """Make it; verl offers clients and reward workers, which the run's own server stands for."""
+        return cls(config)
+
+    def check(self) -> None:
+        """See that rollouts are still collected.
+
+        Raises:
+            LightningError: why they are not.
+        """
+        self._groups.check()
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """Queue the rollouts of these prompts and return at once."""
+        for row in as_dicts(prompts):
+            prompt = VerlPrompt(
+                uid=str(row["uid"]),
+                step=int(row["global_steps"]),
+                values_as_rewards=on_verl(self._run).critic,
+            )
+            rollouts = self._plan(row["task"], self._group_of(int(row["index"])), self._run.group_size, "train")
+            tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
+            self._groups.add(rollouts, functools.partial(self._ended, prompt))
+
+    def validate(self, tasks: Sequence[Mapping[str, Any]], step: int) -> Score:
+        """Run held-out tasks, sampled as in training, and wait for all of them.
+
+        Raises:
+            LightningError: rollouts are not collected any more.
+        """
+        ended: list[Outcome] = []
+        done = threading.Semaphore(0)
+
+        def keep(outcomes: list[Outcome]) -> None:
+            ended.extend(outcomes)
+            done.release()
+
+        for place, task in enumerate(tasks):
+            name = f"{self._name}.{step}:v-{place}"  # the same seeds in each validation: fewer differences by chance
+            self._groups.add(self._plan(task, name, self._run.val_samples, "val"), keep)
+        for _ in tasks:
+            while not done.acquire(timeout=1.0):
+                self.check()
+        return score(ended, self._run.failed)
+
+    def taken(self) -> dict[str, float]:
+        """Return the numbers of the training rollouts that ended since the last time, by their names in logs."""
+        return self._gathered.take()
+
+    def _group_of(self, index: int) -> str:
+        """Name the group of a place in the run's order; verl may come round to it again when groups were dropped."""
+        step, place = divmod(index, self._run.batch_size)
+        self._times[index] += 1
+        again = f".{self._times[index]}" if self._times[index] > 1 else ""
+        return f"{self._name}{again}:t{step}-{place}"
+
+    def _plan(self, task: Mapping[str, Any], name: str, size: int, mode: str) -> list[Rollout]:
+        return [
+            Rollout(
+                rollout_id=f"{name}-{member}",
+                group_id=name,
+                task=task,
+                mode=mode,
+                max_attempts=self._run.max_attempts,
+                timeout_s=self._run.timeout_s,
+            )
+            for member in range(size)
+        ]
+
+    def _ended(self, prompt: VerlPrompt, ended: list[Outcome]) -> None:
+        """Write the rows of one group, once."""
+        group_id = ended[0].rollout.group_id
+        if not self._store.consume_group(group_id, f"{self._name}/{prompt.step}"):
+            raise LightningError(f"group {group_id} was trained on before. Is another run using this store?")
+        traces = step_metrics.TraceCache(functools.partial(_traces, self._store))
+        batch = make_batch(self._run, ended, traces, self._agents)
+        self._store.add_rewards(batch.automatic)
+        self._agents |= {name for name in batch.agents if name is not None}
+        self._refuse_barren(batch, ended)
+        rows: dict[str, list[Row]] = defaultdict(list)
+        for row in batch.rows:
+            rows[row.rollout_id].append(row)
+        crashed = reward_of_failures(ended, self._run.failed)
+        rewards = [total(o.rewards) if o.counts(self._run.failed) is o.attempt else crashed for o in ended]
+        write(prompt, trajectories(prompt, [rows[o.rollout.rollout_id] for o in ended], rewards))
+        self._gathered.add(ended, batch, traces.found)
+
+    def _refuse_barren(self, batch: Batch, ended: Sequence[Outcome]) -> None:
+        """Refuse to go on when as many groups as a batch has, one after the other, gave no row."""
+        self._barren = 0 if batch.rows else self._barren + 1
+        if self._barren < self._run.batch_size:
+            return
+        errors = [outcome.error for outcome in ended if outcome.error]
+        agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
+        facts = "\n".join(f"  {line}" for line in batch.account.lines())
+        raise NothingCollectedError(
+            f"the last {self._barren} groups of rollouts gave nothing to train on.\n"
+            + (f"The last error:\n{errors[-1][-2000:]}\n" if errors else "")
+            + f"Agents seen in the last group: {agents or 'none'}.\n{facts}\n"
+            "Run the agent by itself on one task; is attach() called in its module, and does each call have an agent?"
+        )
+
+
+def make_batch(run: TrainConfig, ended: Sequence[Outcome], traces: Traces, known_agents: Iterable[str] = ()) -> Batch:
+    """Make rows of one group, as on the torch backend, but that verl's trainer compares with the whole batch."""
+    algorithm = algorithm_by_name(run.algorithm)
+    return algorithm.batch(run, ended, traces, known_agents, whole=False, merge=on_verl(run).merge)
+
+
+def write(prompt: VerlPrompt, laid: Sequence[Trajectory]) -> None:
+    """Put rows into TransferQueue, then tell that the prompt is done: a group without rows is one that failed."""
+    if laid:
+        tq.kv_batch_put(
+            keys=[trajectory.key for trajectory in laid],
+            fields=list_of_dict_to_tensordict([dict(trajectory.fields) for trajectory in laid]),
+            tags=[dict(trajectory.tag) for trajectory in laid],
+            partition_id=PARTITION,
+        )
+    tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "finished" if laid else "failure"})
+
+
+def as_dicts(batch: Any) -> list[dict[str, Any]]:
+    """Take verl's batch of prompts apart, one dictionary a prompt."""
+
+    def value(column: Any, place: int) -> Any:
+        if isinstance(column, NonTensorStack):
+            return column[place].data
+        if isinstance(column, NonTensorData):
+            return column.data
+        return column[place]
+
+    return [{key: value(column, place) for key, column in batch.items()} for place in range(len(batch))]
+
+
+def _traces(store: Store, attempt_ids: Sequence[str]) -> list[Trace]:
+    return traces_of(store, attempt_ids=attempt_ids)

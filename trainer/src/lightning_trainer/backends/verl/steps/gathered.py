@@ -1,0 +1,61 @@
+"""What rollouts came to between two steps of verl's trainer, as the numbers that the torch backend tells too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.schema.rewards import Reward
+from lightning_trainer.report import step_metrics
+from lightning_trainer.rl.account import Account
+from lightning_trainer.rl.batch import Batch
+from lightning_trainer.rl.rollouts import Failed, Outcome
+from lightning_trainer.rl.scores import by_source, score
+
+
+class Gathered:
+    """Adds up groups as they end, on one thread, until another takes their numbers.
+
+    Args:
+        failed: the reward of a rollout that failed by the policy's doing; ``exclude`` leaves it out.
+    """
+
+    def __init__(self, failed: Failed) -> None:
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._clear()
+
+    def add(self, ended: Sequence[Outcome], batch: Batch, traces: Sequence[Trace]) -> None:
+        """Take in groups that have ended, what was made of them, and the traces of their attempts."""
+        compared, flat = step_metrics.compared(batch)
+        with self._lock:
+            self._outcomes += ended
+            self._account += batch.account
+            self._automatic += batch.automatic
+            self._traces += traces
+            self._compared += compared
+            self._flat += flat
+
+    def take(self) -> dict[str, float]:
+        """Return the numbers of what came since the last time."""
+        with self._lock:
+            result = score(self._outcomes, self._failed)
+            given = [r for o in self._outcomes if o.counts(self._failed) is o.attempt for r in o.rewards]
+            numbers = {
+                **result.metrics(),
+                **self._account.metrics(),
+                **by_source([*given, *self._automatic], result.rollouts - result.failed),
+                **step_metrics.of_groups(self._compared, self._flat),
+                **step_metrics.of_traces(self._traces),
+            }
+            self._clear()
+        return numbers
+
+    def _clear(self) -> None:
+        self._outcomes: list[Outcome] = []
+        self._account = Account()
+        self._automatic: list[Reward] = []
+        self._traces: list[Trace] = []
+        self._compared: int = 0
+        self._flat: int = 0

@@ -1,0 +1,118 @@
+"""Groups of rollouts under way: queued for each prompt, watched together, handed on as each ends. Knows no verl."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from lightning_spans.errors import LightningError, RewardError
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import Store
+from lightning_trainer.rl.rollouts import REWARD_ERROR, SLACK_S, Outcome, StalledError, outcomes
+
+logger = logging.getLogger(__name__)
+POLL_S: Final = 0.1
+_POLL_EACH_S: Final = 0.001  # for each rollout: reading their states takes the server time
+_RUNNING: Final = frozenset({"queued", "running"})
+
+OnEnd = Callable[[list[Outcome]], None]
+
+
+class Groups:
+    """Watches groups in a thread of its own.
+
+    Args:
+        store: where rollouts are queued.
+        poll_s: seconds between looks.
+    """
+
+    def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
+        self._store = store
+        self._poll_s = poll_s
+        self._lock = threading.Lock()
+        self._pending: dict[str, tuple[Sequence[Rollout], OnEnd]] = {}
+        self._failure: BaseException | None = None
+        self._came = threading.Event()
+        threading.Thread(target=self._run, name="lightning-groups", daemon=True).start()
+
+    def add(self, rollouts: Sequence[Rollout], on_end: OnEnd) -> None:
+        """Queue one group; `on_end` gets its outcomes, in the order of `rollouts`, on the watching thread.
+
+        Raises:
+            LightningError: the watching has failed.
+        """
+        self.check()
+        self._store.enqueue(rollouts)
+        with self._lock:
+            self._pending[rollouts[0].group_id] = (rollouts, on_end)
+        self._came.set()
+
+    def check(self) -> None:
+        """See that groups are still watched.
+
+        Raises:
+            LightningError: why they are not.
+        """
+        if isinstance(self._failure, LightningError):
+            raise self._failure
+        if self._failure is not None:
+            raise LightningError(f"collecting rollouts failed: {type(self._failure).__name__}: {self._failure}")
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except BaseException as error:
+            logger.exception("collecting rollouts failed")
+            self._failure = error
+
+    def _watch(self) -> None:
+        seen: object = None
+        since = time.monotonic()
+        while True:
+            with self._lock:
+                pending = dict(self._pending)
+            if not pending:
+                self._came.wait()
+                self._came.clear()
+                seen, since = None, time.monotonic()
+                continue
+            ids = [rollout.rollout_id for rollouts, _ in pending.values() for rollout in rollouts]
+            status = {rollout.rollout_id: rollout.status for rollout in self._store.rollouts(rollout_ids=ids)}
+            for group_id, (rollouts, on_end) in pending.items():
+                if not any(status[rollout.rollout_id] in _RUNNING for rollout in rollouts):
+                    self._end(group_id, rollouts, on_end)
+            attempts = self._store.attempts(rollout_ids=ids)
+            moved = (Counter(status.values()), Counter(attempt.status for attempt in attempts))
+            if moved != seen:
+                seen, since = moved, time.monotonic()
+            self._refuse_stall([r for rollouts, _ in pending.values() for r in rollouts], since)
+            time.sleep(max(self._poll_s, len(ids) * _POLL_EACH_S))
+
+    def _end(self, group_id: str, rollouts: Sequence[Rollout], on_end: OnEnd) -> None:
+        ended = outcomes(self._store, rollouts)
+        for attempt in (attempt for outcome in ended for attempt in outcome.attempts):
+            if attempt.status == "failed" and (attempt.error or "").startswith(REWARD_ERROR):
+                raise RewardError(
+                    f"{(attempt.error or '').removeprefix(REWARD_ERROR)}\n"
+                    f"It came from the task {str(dict(attempt.rollout.task))[:300]}."
+                )
+        on_end(ended)
+        with self._lock:
+            del self._pending[group_id]
+
+    @staticmethod
+    def _refuse_stall(rollouts: Sequence[Rollout], since: float) -> None:
+        """Refuse to wait when nothing has begun or ended for longer than any attempt may take."""
+        if any(rollout.timeout_s is None for rollout in rollouts):
+            return
+        limit_s = max(rollout.timeout_s or 0.0 for rollout in rollouts) + SLACK_S
+        if time.monotonic() - since > limit_s:
+            raise StalledError(
+                f"none of {len(rollouts)} rollouts has begun or ended for {limit_s:.0f} s, longer than an attempt may"
+                " take. Is a runner at work? Look into the workers' logs: is the agent waiting for something that"
+                " never comes?"
+            )

@@ -1,0 +1,199 @@
+"""verl's trainers with our rollouts: registered under names of ours, and otherwise verl's own.
+
+What is added at verl's hooks: calls are held while weights change, the log-probabilities of engine and trainer are
+compared at each step, a weight transfer has an end, one batch is one optimiser step however many rows it has.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import ray
+import transfer_queue as tq
+from omegaconf import open_dict
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+
+from lightning_trainer.backends.verl.control import RunServerClient
+from lightning_trainer.backends.verl.cpu.workers import CriticWorker
+from lightning_trainer.backends.verl.steps.agreement import Agreement, WeightsError, agreement
+from lightning_trainer.report.step_metrics import of_ages
+from lightning_trainer.rl.rows import UNKNOWN_VERSION
+
+T = TypeVar("T")
+_HELD_OUT: Final = "val/"
+
+
+class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
+    """What both trainers add. A base before verl's own, whose hooks it calls."""
+
+    kind: str  # verl's name of the trainer below, which it looks at in many places
+
+    def __init__(self, config: Any) -> None:
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = self.kind
+        super().__init__(config)
+        self._control = RunServerClient.of(config.lightning)
+        self._transfer_s = float(config.lightning.transfer_s)
+        self._agreement: Agreement | None = None
+        self._ages: dict[str, float] = {}
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Train; the replay buffer hears when rollouts are not collected any more."""
+        self.replay_buffer.check = agent_loop_manager.check
+        super().fit(agent_loop_manager)
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if Role.Critic in self.role_worker_mapping:
+            self.role_worker_mapping[Role.Critic] = ray.remote(CriticWorker)
+
+    # Calls go to vLLM from here on: after the first weights, and after each step's.
+
+    def on_init_end(self) -> None:
+        """Send the first weights, and let calls in."""
+        self._within(super().on_init_end)
+        self._serve()
+
+    def on_step_end(self) -> None:
+        """Send the new weights, and let calls in again."""
+        self._within(super().on_step_end)
+        self._serve()
+
+    def on_sample_end(self) -> None:
+        """Hold calls before vLLM goes to sleep; answers that are cut go on with the next weights."""
+        self._control.pause()
+        super().on_sample_end()
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        """Take one step, and stop where vLLM did not sample from the weights that learn."""
+        batch = super().step(metrics, timing_raw)
+        numbers = self.agent_loop_manager.taken() | self._ages
+        if self._agreement is not None:
+            numbers |= self._agreement.metrics()
+        metrics.update({f"lightning/{name}": value for name, value in numbers.items()})
+        return batch
+
+    def _validate(self) -> dict[str, float]:
+        tasks = [self.val_dataset[place]["task"] for place in range(len(self.val_dataset))]
+        result = self.agent_loop_manager.validate(tasks, self.global_steps)
+        self._control.step("val", self.global_steps, result.metrics())
+        return {f"{_HELD_OUT}{name}": value for name, value in result.metrics().items()}
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch = super()._compute_old_log_prob(batch, metrics)
+        self._agreement = compare(batch, self.global_steps - 1)
+        self._agreement.check()
+        self._ages = of_ages(ages(batch.tags, self.global_steps - 1))
+        return batch
+
+    def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super()._compute_metrics(batch, metrics, *args, **kwargs)
+        # verl puts the numbers of a validation in this step among its own; they were told when they came.
+        own = {name: value for name, value in metrics.items() if not name.startswith(_HELD_OUT)}
+        self._control.step("train", self.global_steps, own)
+
+    # One optimiser step for a batch: a rollout may have several rows, so their number is known only now.
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        return math.lcm(dp_size, self.config.actor_rollout_ref.rollout.n)
+
+    def _balance_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = super()._balance_batch(batch, *args, **kwargs)
+        prompts = len(batch) // self.config.actor_rollout_ref.rollout.n  # verl multiplies by it again
+        with open_dict(self.config):
+            self.config.actor_rollout_ref.actor.ppo_mini_batch_size = prompts
+            if self.use_critic:
+                self.config.critic.ppo_mini_batch_size = prompts
+        return batch
+
+    def _serve(self) -> None:
+        self._control.serve(self.llm_server_manager.server_addresses, self.global_steps)
+
+    def _within(self, transfer: Callable[[], T]) -> T:
+        """Send weights within the time limit: verl's sender waits for ever for a receiver that is gone."""
+        return within(self._transfer_s, transfer)
+
+
+@register_trainer("lightning_sync")
+class SyncTrainer(_Lightning, PPOTrainerSync):  # type: ignore[misc]  # verl has no types
+    """Collects and learns in turn."""
+
+    kind = "sync"
+
+
+@register_trainer("lightning_async")
+class AsyncTrainer(_Lightning, PPOTrainerColocateAsync):  # type: ignore[misc]  # verl has no types
+    """Collects the next batches while this one learns; answers that an update cuts go on with the new weights."""
+
+    kind = "colocate_async"
+
+
+def compare(batch: Any, version: int) -> Agreement:
+    """Compare the log-probabilities of vLLM and of the trainer over the rows that were sampled by these weights.
+
+    Args:
+        batch: verl's batch, after the trainer has computed its own.
+        version: number of the trainer's weights.
+    """
+    fresh = [
+        key
+        for key, tag in zip(batch.keys, batch.tags, strict=True)
+        if tag["min_global_steps"] == version and not tag.get("is_padding", False)
+    ]
+    if not fresh:
+        return agreement(np.empty(0), np.empty(0))
+    fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
+    data = tq.kv_batch_get(keys=fresh, partition_id=batch.partition_id, select_fields=fields)
+    engine, trainer, mask = (flat(data[name]) for name in fields)
+    return agreement(engine[mask > 0], trainer[mask > 0])
+
+
+def ages(tags: Iterable[Mapping[str, Any]], version: int) -> list[int]:
+    """Return by row how many updates ago it was begun; rows that fill a batch, and unknown versions, are left out.
+
+    Args:
+        tags: of the rows.
+        version: number of the trainer's weights.
+    """
+    begun = [tag["min_global_steps"] for tag in tags if not tag.get("is_padding", False)]
+    return [version - number for number in begun if number != UNKNOWN_VERSION]
+
+
+def flat(column: Any) -> Any:
+    """Return the values of a column, row after row, as one numpy array."""
+    rows = column.unbind() if column.is_nested else list(column)
+    return np.concatenate([row.detach().float().cpu().numpy().reshape(-1) for row in rows])
+
+
+def within(limit_s: float, action: Callable[[], T]) -> T:
+    """Do something that may hang, in a thread of its own, and wait for so long.
+
+    Raises:
+        WeightsError: it has not ended in time. The thread stays; the process is about to end.
+    """
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(action())
+        except BaseException as error:  # noqa: BLE001 - raised again below, by who waits
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="lightning-weights", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise WeightsError(
+            f"the weights did not reach vLLM within {limit_s:.0f} s. Is a replica out of memory, or gone? Look into its"
+            " log. Longer transfers need lightning.transfer_s in the table verl."
+        )
+    if failure:
+        raise failure[0]
+    return result[0]

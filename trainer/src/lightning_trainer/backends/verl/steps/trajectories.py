@@ -1,0 +1,97 @@
+"""Training rows as verl's trainer reads them from TransferQueue: keys, fields and tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_trainer.backends.verl.steps.dataset import SOURCE
+from lightning_trainer.backends.verl.steps.encoding import encode, prompt_length, rewards_to_come, spans_of
+from lightning_trainer.rl.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One row under its key.
+
+    Attributes:
+        key: ``{uid}_{rollout}_{row}``, from which verl tells the prompt and the rollout.
+        fields: tensors and values.
+        tag: what verl's replay buffer looks at.
+    """
+
+    key: str
+    fields: Mapping[str, Any]
+    tag: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerlPrompt:
+    """A prompt of verl's.
+
+    Attributes:
+        uid: verl's name of it.
+        step: the step for which it was drawn.
+        values_as_rewards: give each call its value as a reward, for a critic; else the rollout's reward.
+    """
+
+    uid: str
+    step: int
+    values_as_rewards: bool = False
+
+
+def trajectories(
+    prompt: VerlPrompt, rows_by_member: Sequence[Sequence[Row]], rewards: Sequence[float]
+) -> list[Trajectory]:
+    """Lay out the rows of a group.
+
+    Args:
+        prompt: whose group it is.
+        rows_by_member: for each rollout of the group, its rows; none where it gave none.
+        rewards: of each rollout.
+    """
+    return [
+        _trajectory(prompt, f"{prompt.uid}_{member}_{index}", row, reward)
+        for member, (rows, reward) in enumerate(zip(rows_by_member, rewards, strict=True))
+        for index, row in enumerate(rows)
+    ]
+
+
+def _trajectory(prompt: VerlPrompt, key: str, row: Row, reward: float) -> Trajectory:
+    first, spans = prompt_length(row), spans_of(row)
+    tokens = torch.from_numpy(row.tokens).to(torch.int64)
+    mask = torch.from_numpy(row.mask[first:]).to(torch.int64)
+    scores = torch.zeros(len(mask), dtype=torch.float32)
+    placed = rewards_to_come(spans) if prompt.values_as_rewards else [(spans[-1].start + spans[-1].length - 1, reward)]
+    for place, value in placed:
+        scores[place] = value
+    fields = {
+        "prompts": tokens[:first],
+        "responses": tokens[first:],
+        "input_ids": tokens,
+        "position_ids": torch.arange(len(tokens)),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "rollout_log_probs": torch.from_numpy(row.logprobs[first:]).to(torch.float32),
+        "rm_scores": scores,
+        "uid": encode(spans),
+        "num_turns": row.transitions,
+        "data_source": SOURCE,
+        "reward_model": {},
+        "extra_fields": {"agent": row.agent},
+        "multi_modal_inputs": {},
+    }
+    # Versions are of the weights that began the calls; verl numbers weights by the step after which they came.
+    tag = {
+        "status": "success",
+        "prompt_len": first,
+        "response_len": len(mask),
+        "seq_len": len(tokens),
+        "global_steps": prompt.step,
+        "min_global_steps": row.policy_version,
+        "max_global_steps": row.policy_version,
+    }
+    return Trajectory(key, fields, tag)
