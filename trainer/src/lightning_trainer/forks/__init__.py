@@ -1,0 +1,10 @@
+"""Forks: an earlier attempt run again up to one of its calls, and on from there with another answer.
+
+`recorded` reads the attempt, `plan` makes rollouts that `run.local.Local` or any runner runs, and `result` says what
+became of them. `lightning_trainer.replaying` does all of it with a program and a model.
+"""
+
+from lightning_trainer.forks.planning import Recorded, plan, recorded
+from lightning_trainer.forks.results import Continuation, EndedFork, ForkResult, result
+
+__all__ = ["Continuation", "EndedFork", "ForkResult", "Recorded", "plan", "recorded", "result"]

@@ -1,0 +1,158 @@
+"""Rollouts that fork an earlier attempt; what can't be forked is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.replays import Replay
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import Json
+from lightning_spans.store import Store
+from lightning_trainer.gateway.replay.record import Record, RecordedCall, read_record, unanswerable
+from lightning_trainer.gateway.replay.session import side_effects_after
+
+MODE = "fork"  # of the rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An attempt that can be forked.
+
+    Attributes:
+        record: what its models and tools were asked, and answered.
+        task: what it was given; None where that is not on record, as of what was traced outside a runner.
+        rewards: that it earned.
+        status: how it ended; None outside a runner.
+        timeout_s: time limit of a try.
+    """
+
+    record: Record
+    task: Mapping[str, Json] | None
+    rewards: tuple[Reward, ...] = field(default=())
+    status: str | None = None
+    timeout_s: float | None = 300.0
+
+    @property
+    def attempt_id(self) -> str:
+        """Its id."""
+        return self.record.attempt_id
+
+
+def recorded(store: Store, *, rollout_id: str | None = None, attempt_id: str | None = None) -> Recorded:
+    """Read the attempt to fork.
+
+    Args:
+        store: where it is.
+        rollout_id: the rollout: its successful attempt is taken, else its last.
+        attempt_id: the attempt itself, or the trace of one that no runner made.
+
+    Raises:
+        ConfigError: it is not there, still runs, or has no model call.
+    """
+    found = _attempt(store, rollout_id, attempt_id)
+    name = attempt_id if found is None else found.attempt_id
+    record = read_record(store, str(name))
+    if found is None:
+        return Recorded(record, None)
+    rewards = tuple(store.rewards(attempt_ids=[found.attempt_id]))
+    return Recorded(record, found.rollout.task, rewards, found.status, found.rollout.timeout_s)
+
+
+def _attempt(store: Store, rollout_id: str | None, attempt_id: str | None) -> AttemptRecord | None:
+    if attempt_id is not None:
+        attempts = store.attempts(attempt_ids=[attempt_id])
+    else:
+        attempts = store.attempts(rollout_ids=[str(rollout_id)])
+        if not attempts:
+            raise ConfigError(
+                f"rollout {rollout_id} is not in the store, or no attempt of it began. Was it deleted?"
+                " `lightning-rl traces --store URL` lists what is there."
+            )
+    ended = [attempt for attempt in attempts if attempt.status != "running"]
+    if attempts and not ended:
+        raise ConfigError(f"attempt {attempts[-1].attempt_id} still runs. Fork it when it has ended.")
+    good = [attempt for attempt in ended if attempt.status == "succeeded"]
+    return (good or ended)[-1] if ended else None
+
+
+def plan(
+    recorded: Recorded,
+    *,
+    name: str,
+    replay: Replay,
+    times: int = 1,
+    first: int = 0,
+    group_id: str | None = None,
+    timeout_s: float | None = None,
+    tokens: bool = True,
+) -> list[Rollout]:
+    """Make the rollouts of a fork: one for each alternative. Each has one try, for a fork that ends early is no chance.
+
+    Args:
+        recorded: what is forked.
+        name: of the fork; ids follow from it, so it is unique in the store.
+        replay: which call, and how; `draw` and `attempt_id` are filled in here.
+        times: number of alternatives.
+        first: number of the first: a later plan with other numbers draws others.
+        group_id: of the rollouts; None: made of `name`.
+        timeout_s: time limit; None: the recorded rollout's.
+        tokens: refuse a call without recorded tokens, as where alternatives are compared by them.
+
+    Raises:
+        ConfigError: this can't be forked; says why.
+    """
+    if recorded.task is None:
+        raise ConfigError(f"attempt {recorded.attempt_id} has no task on record: no runner made it. Give its task.")
+    _check(recorded.record, replay, tokens=tokens)
+    whole = replace(replay, attempt_id=recorded.attempt_id)
+    place = "all" if replay.call is None else str(replay.call)
+    tail = recorded.record.rollout_id.rpartition(":")[2]
+    return [
+        Rollout(
+            rollout_id=f"{name}:{tail}-{place}-{draw}",
+            group_id=group_id or f"{name}:{tail}-{place}",
+            task=recorded.task,
+            mode=MODE,
+            max_attempts=1,
+            timeout_s=recorded.timeout_s if timeout_s is None else timeout_s,
+            replay=replace(whole, draw=draw),
+        )
+        for draw in range(first, first + times)
+    ]
+
+
+def _check(record: Record, replay: Replay, *, tokens: bool) -> None:
+    calls, number = record.calls, replay.call
+    if number is None:
+        _check_given(calls)
+        return
+    if not 0 <= number < len(calls):
+        has = "1 call, number 0" if len(calls) == 1 else f"{len(calls)} calls, numbered 0 to {len(calls) - 1}"
+        raise ConfigError(f"attempt {record.attempt_id} has {has}: there is no call {number}.")
+    fork = calls[number]
+    _check_given([call for call in calls if call is not fork and call.node.span.start_ns < fork.ended_ns])
+    if not fork.asked.lines:
+        raise ConfigError(
+            f"call {number} of attempt {record.attempt_id} can't be found again: its request is not kept."
+        )
+    if tokens and not any(choice.token_ids for choice in fork.node.answer.choices):
+        raise ConfigError(
+            f"call {number} of attempt {record.attempt_id} ({fork.agent or 'no agent'}) has no tokens on record: no"
+            " policy of a gateway answered it. It can be forked as text alone, with answers of another model or"
+            " endpoint, and not be trained on."
+        )
+    if again := side_effects_after(record, number, replay):
+        raise ConfigError(
+            f"the tool {', '.join(again)} has side effects and ran after call {number}: a fork there might run it"
+            f" again. Fork at a later call, or let it run with --run-tools {','.join(again)}."
+        )
+
+
+def _check_given(calls: Sequence[RecordedCall]) -> None:
+    for call in calls:
+        why = unanswerable(call)
+        if why is not None:
+            raise ConfigError(f"call {call.number} ({call.agent or 'no agent'}) can't be given again: {why}.")

@@ -1,0 +1,166 @@
+"""`fork()`: what would have happened, had one call of a recorded attempt gone otherwise."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.replays import Replay, ToolPolicy
+from lightning_trainer.evaluation.subjects import Subject
+from lightning_trainer.forks.planning import Recorded, plan, recorded
+from lightning_trainer.forks.results import ForkResult, result
+from lightning_trainer.gateway.replay.record import Record
+from lightning_trainer.replaying.running import Program, from_run, running
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.run.data import load_tasks
+from lightning_trainer.run.interrupts import deferred
+from lightning_trainer.run.local import opened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkConfig:
+    """Which call of which attempt is made anew, and how.
+
+    Attributes:
+        store: URL of the database that has the record; the forks are kept there too.
+        rollout: the rollout; its successful attempt is forked, else its last. None: `attempt` names it.
+        attempt: the attempt itself.
+        call: number of the call, from 0 in the order of start; None in a dry run.
+        times: number of continuations.
+        program: what runs, and what answers.
+        instead: answers the forked call alone; None: what answers the others.
+        say: text in place of its answer.
+        coupled: after the call a request equal to a recorded one gets the recorded answer.
+        tools: what becomes of tool calls, see `Replay`.
+        run_tools: names or globs of tools that are always run.
+        refuse_tools: names or globs of tools that are never run.
+        data: tasks among which the rollout's must be; None: not looked at.
+        dry_run: replay the whole record and draw nothing.
+    """
+
+    store: str
+    rollout: str | None = None
+    attempt: str | None = None
+    call: int | None = None
+    times: int = 1
+    program: Program = field(default_factory=Program)
+    instead: Subject | None = None
+    say: str | None = None
+    coupled: bool = True
+    tools: ToolPolicy = "replay"
+    run_tools: tuple[str, ...] = ()
+    refuse_tools: tuple[str, ...] = ()
+    data: Path | None = None
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A fork, and what it was of.
+
+    Attributes:
+        recorded: the attempt.
+        result: what became of the fork; of a dry run, one continuation without a draw, or how it ended.
+    """
+
+    recorded: Recorded
+    result: ForkResult
+
+
+def fork(config: ForkConfig, progress: Progress | None = None) -> Forked:
+    """Run a program again up to a call of its record, and on from there.
+
+    Args:
+        config: which call, and how.
+        progress: told what happens; by default nobody is.
+
+    Raises:
+        LightningError: it can't be forked, or an option is wrong.
+    """
+    progress = progress or Silent()
+    if (config.rollout is None) == (config.attempt is None):
+        raise ConfigError("name what is forked: --rollout ID or --attempt ID, and one of them.")
+    if config.call is None and not config.dry_run:
+        raise ConfigError("say which call is made anew: --call N, from 0, as `lightning-rl traces` lists them.")
+    if config.say is not None and config.instead is not None:
+        raise ConfigError("the forked call is answered by --with or by --say, not by both.")
+    if config.dry_run and (config.say is not None or config.instead is not None):
+        raise ConfigError("a dry run draws nothing: leave out --with and --say.")
+    program = from_run(config.program, config.store)
+    with opened(config.store) as store, deferred() as check:
+        source = recorded(store, rollout_id=config.rollout, attempt_id=config.attempt)
+        _check_data(config, source)
+        replay = Replay(
+            attempt_id=source.attempt_id,
+            call=None if config.dry_run else config.call,
+            coupled=config.coupled,
+            tools=config.tools,
+            run_tools=config.run_tools,
+            refuse_tools=config.refuse_tools,
+            say=config.say,
+        )
+        if config.dry_run and config.call is not None and config.call >= len(source.record.calls):
+            plan(source, name="check", replay=replace(replay, call=config.call), tokens=False)  # raises
+        name = f"fork-{uuid.uuid4().hex[:8]}"
+        made = plan(source, name=name, replay=replay, times=1 if config.dry_run else config.times, tokens=False)
+        _check_answers(config, program, source)
+        if config.dry_run:
+            program = replace(program, subject=None)
+        agents = policy_agents(source.record)
+        progress.phase("importing the agent")
+        with running(program, store, agents=agents, work=len(made), instead=config.instead) as (local, _, model):
+            made = [
+                replace(
+                    one,
+                    replay=replace(one.replay, model=model) if one.replay is not None else None,
+                    timeout_s=program.timeout_s or one.timeout_s,
+                )
+                for one in made
+            ]
+            outcomes = local.run(made, progress, "continuations", check=check)
+        return Forked(source, result(store, source, outcomes))
+
+
+def policy_agents(record: Record) -> tuple[str, ...]:
+    """Name the agents that a policy of a gateway answered."""
+    found = dict.fromkeys(call.agent for call in record.calls if call.node.call is not None and call.agent is not None)
+    return tuple(found)
+
+
+def _check_answers(config: ForkConfig, program: Program, source: Recorded) -> None:
+    """Refuse a fork that nobody could answer exactly.
+
+    Raises:
+        ConfigError: says what to give.
+    """
+    if config.call is None or config.dry_run:
+        return
+    call = source.record.calls[config.call]
+    who = f"call {config.call} ({call.agent or 'no agent'})"
+    gateway = call.node.call is not None and call.node.answer.prompt_token_ids is not None
+    elsewhere = config.instead is not None or config.say is not None
+    if gateway and program.subject is None and not elsewhere:
+        raise ConfigError(f"{who} was answered by a policy: say what answers it now: --model M or --endpoint URL.")
+    trained = program.agents is None or call.agent is None or _selected(program.agents, call.agent)
+    if program.subject is not None and not gateway and trained and not elsewhere and program.agents is not None:
+        raise ConfigError(
+            f"{who} has no tokens on record: its own endpoint answered it. A model's continuation of it could not be"
+            f" exact. Leave {call.agent or 'it'} out of --agents, or put an answer in its place with --with or --say."
+        )
+
+
+def _selected(patterns: Sequence[str], agent: str) -> bool:
+    from lightning_spans.schema.agents import selects
+
+    return selects(patterns, agent)
+
+
+def _check_data(config: ForkConfig, source: Recorded) -> None:
+    if config.data is not None and dict(source.task or {}) not in load_tasks(config.data):
+        raise ConfigError(
+            f"the task of attempt {source.attempt_id} is not in {config.data}: the data set has changed since. Give the"
+            " data it was recorded with, or leave --data out: the recorded task is what runs."
+        )

@@ -1,0 +1,219 @@
+"""`replay_all()`: recorded attempts against new code or another model: which still succeed, and where they part."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_spans.errors import ConfigError, DataError
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.replays import Replay
+from lightning_spans.schema.spans import Json
+from lightning_trainer.forks.planning import Recorded, plan, recorded
+from lightning_trainer.gateway.replay.sessions import why_ended
+from lightning_trainer.replaying.forking import policy_agents
+from lightning_trainer.replaying.running import Program, from_run, running
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.rl.scores import total
+from lightning_trainer.run.interrupts import deferred
+from lightning_trainer.run.local import opened
+
+if TYPE_CHECKING:
+    from lightning_spans.store import Store
+    from lightning_trainer.rl.rollouts import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """What is run again, and against what.
+
+    Attributes:
+        store: URL of the database that has the records; the replays are kept there too.
+        rollouts: ids of rollouts, attempts or traces; empty: all rollouts that succeeded.
+        file: the same, a line each: an id, or an object with ``rollout_id``, ``attempt_id`` or ``trace_id`` and,
+            where that is not on record, the ``task``.
+        program: what runs. Its subject, where there is one, answers its agents in all calls: another model is tried.
+        run_tools: names or globs of tools that are run; all others get their recorded results, or end the replay.
+        stop: end a replay at the first request that is not as recorded, in place of going on.
+        success: least reward that is a success; None: the recorded one.
+    """
+
+    store: str
+    rollouts: tuple[str, ...] = ()
+    file: Path | None = None
+    program: Program = field(default_factory=Program)
+    run_tools: tuple[str, ...] = ()
+    stop: bool = False
+    success: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A record that was run again.
+
+    Attributes:
+        name: the id that was given.
+        attempt_id: the replay; None where it could not begin.
+        recorded: the reward then.
+        reward: the reward now; None where there is none.
+        succeeds: whether it is a success.
+        parted: the first request or tool that was not as recorded; None where all were.
+        reason: why it ended early, failed or could not begin; None where it did not.
+    """
+
+    name: str
+    attempt_id: str | None = None
+    recorded: float | None = None
+    reward: float | None = None
+    succeeds: bool = False
+    parted: str | None = None
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as an object."""
+        return {
+            "rollout": self.name,
+            "attempt_id": self.attempt_id,
+            "recorded": self.recorded,
+            "reward": self.reward,
+            "succeeds": self.succeeds,
+            "parted": self.parted,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """What became of all.
+
+    Attributes:
+        replayed: one of each record, in their order.
+    """
+
+    replayed: tuple[Replayed, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `lightning-rl replay --json` prints."""
+        return {
+            "records": len(self.replayed),
+            "succeed": sum(each.succeeds for each in self.replayed),
+            "as_recorded": sum(each.parted is None and each.reason is None for each in self.replayed),
+            "replays": [each.to_json() for each in self.replayed],
+        }
+
+
+def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regression:
+    """Run recorded attempts again with their tools' recorded results.
+
+    Args:
+        config: which, and against what.
+        progress: told what happens; by default nobody is.
+
+    Raises:
+        LightningError: an option or a file is wrong.
+    """
+    progress = progress or Silent()
+    tried = config.program.subject is not None
+    program = from_run(config.program, config.store)
+    program = program if tried else replace(program, subject=None)  # the run's model is not what is tried
+    with opened(config.store) as store, deferred() as check:
+        sources: dict[str, Recorded | str] = {name: _source(store, name, task) for name, task in _wanted(config, store)}
+        good = {name: source for name, source in sources.items() if isinstance(source, Recorded)}
+        agents = tuple(dict.fromkeys(agent for source in good.values() for agent in policy_agents(source.record)))
+        agents = agents or tuple(sorted({n for s in good.values() for c in s.record.calls for n in c.agents}))
+        made: dict[str, Rollout] = {}
+        batch = f"replay-{uuid.uuid4().hex[:8]}"
+        for number, (name, source) in enumerate(good.items()):
+            asked = Replay(
+                attempt_id=source.attempt_id,
+                beyond="end" if config.stop else "sample",
+                fresh=(program.agents or agents) if tried else (),
+                run_tools=config.run_tools,
+                tools="refuse",
+            )
+            try:
+                (made[name],) = plan(source, name=f"{batch}-{number}", replay=asked, timeout_s=program.timeout_s)
+            except ConfigError as error:
+                sources[name] = str(error)
+        found: dict[str, Replayed] = {}
+        if made:
+            needs = any(source.rewards for source in good.values())
+            with running(program, store, agents=agents, work=len(made), needs_reward=needs) as (local, app, _):
+                outcomes = local.run(list(made.values()), progress, "replays", check=check)
+                parted = {a.attempt_id: app.state.replays.parted(a.attempt_id) for o in outcomes for a in o.attempts}
+            for name, outcome in zip(made, outcomes, strict=True):
+                found[name] = _replayed(store, name, good[name], outcome, parted=parted, success=config.success)
+        return Regression(
+            tuple(
+                found[name] if name in found else Replayed(name, reason=str(source)) for name, source in sources.items()
+            )
+        )
+
+
+def _replayed(
+    store: Store,
+    name: str,
+    source: Recorded,
+    outcome: Outcome,
+    *,
+    parted: Mapping[str, str | None],
+    success: float | None,
+) -> Replayed:
+    then = total(source.rewards) if source.rewards else None
+    last = outcome.attempts[-1] if outcome.attempts else None
+    if last is None:
+        return Replayed(name, recorded=then, reason=outcome.error)
+    reason = why_ended(last, store.calls(attempt_ids=[last.attempt_id]))
+    if reason is None and outcome.attempt is None:
+        reason = (last.error or last.status).rpartition("\n")[2]
+    now = total(outcome.rewards) if outcome.rewards else None
+    least = then if success is None else success
+    good = outcome.attempt is not None and reason is None and (least is None or (now is not None and now >= least))
+    return Replayed(name, last.attempt_id, then, now, good, parted.get(last.attempt_id), reason)
+
+
+def _source(store: Store, name: str, task: Mapping[str, Json] | None) -> Recorded | str:
+    try:
+        if store.rollouts(rollout_ids=[name]):
+            found = recorded(store, rollout_id=name)
+        else:
+            found = recorded(store, attempt_id=name)
+    except ConfigError as error:
+        return str(error)
+    return found if task is None else replace(found, task=task)
+
+
+def _wanted(config: ReplayConfig, store: Store) -> Sequence[tuple[str, Mapping[str, Json] | None]]:
+    """Return the ids of what is replayed, each with the task that was given for it."""
+    wanted: list[tuple[str, Mapping[str, Json] | None]] = [(name, None) for name in config.rollouts]
+    if config.file is not None:
+        try:
+            lines = config.file.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{config.file} can't be read: {error}.") from None
+        wanted += [_line(config.file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not wanted:
+        done = store.rollouts(status="succeeded")
+        wanted = [(rollout.rollout_id, None) for rollout in done if rollout.replay is None]
+    if not wanted:
+        raise ConfigError(f"{config.store} has no rollout that succeeded. Name some: --rollouts FILE or --rollout ID.")
+    return wanted
+
+
+def _line(path: Path, number: int, line: str) -> tuple[str, Mapping[str, Json] | None]:
+    text = line.strip()
+    if not text.startswith("{"):
+        return text.strip('"'), None
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: not JSON: {error}.") from None
+    name = next((values[key] for key in ("rollout_id", "attempt_id", "trace_id") if values.get(key)), None)
+    task = values.get("task")
+    if not isinstance(name, str) or not isinstance(task, dict | None):
+        raise DataError(f"{path}, line {number}: give rollout_id, attempt_id or trace_id, and task where it is needed.")
+    return name, task

@@ -1,0 +1,174 @@
+"""A program that is run again: its runner, a server on the store of its record, and what answers there."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.config import CONFIG_NAME, cores
+from lightning_trainer.evaluation.subjects import Answering, Model, Subject, answering, read_subject
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.policies import parse
+from lightning_trainer.run.local import Local, serving, unnamed
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+if TYPE_CHECKING:
+    from lightning_spans.store import Store
+    from lightning_trainer.gateway.app import App
+
+INSTEAD = "instead"  # name of the weights that answer the forked call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What is run again, and how it is answered.
+
+    Attributes:
+        target: ``module:function``; None where `command` is given, or the run of the store says it.
+        command: the agent as a command.
+        reward: ``module:function``, called as score(task, result); None: the agent gives the reward.
+        agents: names or globs of the agents that `subject` answers; None: those that a policy answered in the record.
+        subject: what answers their calls that are not in the record; None: the program's own endpoints.
+        temperature: forced on their calls; None: as asked.
+        max_tokens: most tokens of an answer that names no limit.
+        plain: whether top_p, top_k, min_p and penalties are left out, as in training.
+        seed: of the draws.
+        workers: worker processes; None: one a core, and no more than there is work for.
+        concurrency: attempts at once in each.
+        timeout_s: time limit of an attempt; None: that of its record.
+        load: further options of the backend that loads weights.
+    """
+
+    target: str | None = None
+    command: str | None = None
+    reward: str | None = None
+    agents: tuple[str, ...] | None = None
+    subject: Subject | None = None
+    temperature: float | None = None
+    max_tokens: int | None = None
+    plain: bool = False
+    seed: int = 0
+    workers: int | None = None
+    concurrency: int = 16
+    timeout_s: float | None = None
+    load: dict[str, Any] = field(default_factory=dict)
+
+
+def from_run(program: Program, store: str) -> Program:
+    """Fill in what is not given from the run that the store is of: what ran, who is trained, the newest checkpoint.
+
+    Raises:
+        ConfigError: nobody says what to run.
+    """
+    path = store.removeprefix("sqlite:///")
+    run = None if "://" in path else Path(path).expanduser().parent
+    values: dict[str, Any] = {}
+    if run is not None and (run / CONFIG_NAME).is_file():
+        values = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
+        if program.target is None and program.command is None:
+            program = replace(program, target=values.get("target"), command=values.get("command"))
+            program = replace(program, reward=program.reward or values.get("reward"))
+        if program.agents is None and values.get("agents"):
+            program = replace(program, agents=tuple(values["agents"]))
+        if program.subject is None and (run / "checkpoint").exists():
+            program = replace(
+                program,
+                subject=read_subject(str(run)),
+                plain=values.get("sampling") == "plain",
+                temperature=values.get("temperature") if program.temperature is None else program.temperature,
+                max_tokens=values.get("max_tokens") if program.max_tokens is None else program.max_tokens,
+            )
+    if (program.target is None) == (program.command is None):
+        raise ConfigError("name the agent: a TARGET module:function, or --command, and one of them.")
+    return program
+
+
+@contextmanager
+def running(
+    program: Program,
+    store: Store,
+    *,
+    agents: Sequence[str],
+    work: int,
+    instead: Subject | None = None,
+    needs_reward: bool = True,
+) -> Iterator[tuple[Local, App, str | None]]:
+    """Run the program's rollouts from a server on the store, until the block ends.
+
+    Args:
+        program: what runs, and what answers.
+        store: has the records; the caller closes it.
+        agents: whose calls the program's subject answers, where the program does not say.
+        work: number of rollouts.
+        instead: answers forked calls in the place of the subject.
+        needs_reward: whether an attempt without a reward is an error.
+
+    Yields:
+        The server with its runner, its app, and the name of the model that answers forked calls; None without one.
+
+    Raises:
+        ConfigError: a run is at work on the store.
+    """
+    _refuse_busy(store)
+    job = Job(target=program.target, command=program.command, reward=program.reward, needs_reward=needs_reward)
+    most = -(-work // program.concurrency)
+    workers = max(1, min(cores(), most)) if program.workers is None else program.workers
+    apps: list[App] = []
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-fork-")))
+        runner = Runner(job, workers=workers, concurrency=program.concurrency, logs=logs)
+        runner.start()
+        stack.callback(runner.stop)
+        main = Answering()
+        if program.subject is not None:
+            main = stack.enter_context(answering(program.subject, **program.load))
+        other = Answering()
+        if instead is not None:
+            load = {**program.load, "name": INSTEAD} if isinstance(instead, Model) else program.load
+            other = stack.enter_context(answering(instead, **load))
+            if other.policies.by_agent:
+                raise ConfigError(f"{instead.name} holds adapters of agents: name one model for the forked call.")
+        local = stack.enter_context(
+            serving(
+                store,
+                runner,
+                routing=_routing(program, main, agents),
+                engine=[*main.engines, *other.engines] or None,
+                upstreams=[*main.upstreams, *other.upstreams],
+                extend=apps.append,
+            )
+        )
+        yield local, apps[0], other.model
+
+
+def _refuse_busy(store: Store) -> None:
+    """Refuse a store with rollouts of somebody else's: either runner would take the other's."""
+    busy = len(store.rollouts(status="queued")) + len(store.rollouts(status="running"))
+    if busy:
+        what = "1 rollout of it waits or runs" if busy == 1 else f"{busy} rollouts of it wait or run"
+        raise ConfigError(
+            f"a run is at work on this store, or was ended on the way: {what}. Fork when it has ended; one that was"
+            " killed is ended by lightning-rl train --resume."
+        )
+
+
+def _routing(program: Program, main: Answering, agents: Sequence[str]) -> Routing:
+    if main.model is None:
+        return Routing(seed=program.seed, unnamed=unnamed(program.command, program.agents))
+    return Routing(
+        agents=tuple(main.policies.by_agent) or program.agents or tuple(agents),
+        model=main.model,
+        policies=main.policies if main.policies.by_agent else parse({}),
+        seed=program.seed,
+        temperature=program.temperature,
+        plain=program.plain,
+        max_tokens=program.max_tokens,
+        unnamed=unnamed(program.command, program.agents),
+    )

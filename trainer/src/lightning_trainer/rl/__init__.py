@@ -1,0 +1,1 @@
+"""Reinforcement learning as pure functions: from traces to rows, advantages and losses."""

@@ -1,0 +1,192 @@
+"""The account of a batch: what became of every model call, so that nothing is dropped in silence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from lightning_trainer.continuation_reasons import BEGINS, FORKED, JOINED, continued_share, slug
+
+if TYPE_CHECKING:
+    from lightning_spans.schema.rewards import Reward
+
+# Why a call is not trained on. The first ones are decided by whoever chooses calls, the later ones by `make_rows`.
+NOT_SELECTED: Final = "agent not selected"
+REPLAYED: Final = "answered from a record"
+ATTEMPT_FAILED: Final = "attempt failed"
+FORK_ENDED: Final = "of a fork that was not as its record"
+FORK: Final = "of a fork, which this credit does not look at"
+NO_ALTERNATIVE: Final = "no alternative to compare it with"
+GROUP_INCOMPLETE: Final = "group incomplete"
+RESAMPLED: Final = "group replaced: all its rewards were equal"
+NO_REWARD: Final = "no reward for this agent"
+CALL_FAILED: Final = "model call failed"
+NO_TOKENS: Final = "no tokens recorded"
+NO_PROMPT: Final = "empty prompt"
+NO_RESPONSE: Final = "empty response"
+BAD_LOGPROBS: Final = "log-probabilities missing or not finite"
+GREEDY: Final = "temperature 0: not a sample of the policy"
+OTHER_TEMPERATURE: Final = (
+    "log-probabilities leave the temperature out: start vLLM with --logprobs-mode processed_logprobs,"
+    " SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+)
+STEERED: Final = "not drawn from the policy alone: top_p, a grammar or another parameter shaped what was drawn"
+ALL_STEERED: Final = "every token was forced: no choice of the policy's is in it"
+TOO_LONG: Final = "longer than max_tokens"
+
+WHOLE: Final = "the attempt"  # what a reward that names no agent is for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What became of the calls of a batch. A call with n choices counts n times. It adds up, or can't be made.
+
+    Attributes:
+        seen: calls of the batch.
+        dropped: number of calls not trained on, by reason.
+        trained: calls that are in a row: ``seen`` without the dropped ones.
+        rows: training sequences; ``trained - rows`` calls were merged onto the row of an earlier one.
+        rows_without_gradient: rows whose advantages are all 0: their group's rewards were all equal.
+        tokens: trained tokens (sampled by the policy), the loss's denominator.
+        tokens_in_rows: all tokens of the rows, context included: what an update computes.
+        tokens_in_calls: the same with one row for each call: what it would compute without merging.
+        unclaimed: number of rewards that reached no call, by the agent they name: it made none in that attempt.
+        tokens_steered: tokens of trained calls that are left out of the loss, for a grammar or another parameter of
+            the request made the engine draw them from another distribution than the policy's.
+        begun: calls that begin a conversation: an agent's first one, a sub-agent's with a context of its own.
+        forked: calls that begin another row as the chat template leaves earlier reasoning out; all else that they show
+            of earlier answers has its own tokens.
+        continued: calls whose prompt holds the tokens of the earlier call that they go on from.
+        not_continued: calls that go on from an earlier one and do not, by reason.
+        joined: calls of which there are both the agent's span and the gateway's record.
+        unjoined: number of spans and records without the other, by reason.
+    """
+
+    seen: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    trained: int = 0
+    rows: int = 0
+    rows_without_gradient: int = 0
+    tokens: int = 0
+    tokens_in_rows: int = 0
+    tokens_in_calls: int = 0
+    unclaimed: Mapping[str, int] = field(default_factory=dict)
+    tokens_steered: int = 0
+    begun: int = 0
+    forked: int = 0
+    continued: int = 0
+    not_continued: Mapping[str, int] = field(default_factory=dict)
+    joined: int = 0
+    unjoined: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.seen != self.trained + sum(self.dropped.values()):
+            raise ValueError(f"account does not add up: {self.seen} seen, {self.trained} trained, {self.dropped}")
+        if not 0 <= self.rows_without_gradient <= self.rows <= self.trained:
+            raise ValueError(f"account does not add up: {self.rows} rows of {self.trained} calls")
+
+    @property
+    def merged(self) -> int:
+        """Calls that share the row of an earlier one."""
+        return self.trained - self.rows
+
+    @property
+    def continued_share(self) -> float | None:
+        """Share of the calls that go on from an earlier one whose prompt holds its tokens; None without such calls."""
+        return continued_share(self.continued, sum(self.not_continued.values()))
+
+    def __add__(self, other: Account) -> Account:
+        """Put two accounts together: of two attempts, or of two steps."""
+        return Account(
+            seen=self.seen + other.seen,
+            dropped=_sum(self.dropped, other.dropped),
+            trained=self.trained + other.trained,
+            rows=self.rows + other.rows,
+            rows_without_gradient=self.rows_without_gradient + other.rows_without_gradient,
+            tokens=self.tokens + other.tokens,
+            tokens_in_rows=self.tokens_in_rows + other.tokens_in_rows,
+            tokens_in_calls=self.tokens_in_calls + other.tokens_in_calls,
+            unclaimed=_sum(self.unclaimed, other.unclaimed),
+            tokens_steered=self.tokens_steered + other.tokens_steered,
+            begun=self.begun + other.begun,
+            forked=self.forked + other.forked,
+            continued=self.continued + other.continued,
+            not_continued=_sum(self.not_continued, other.not_continued),
+            joined=self.joined + other.joined,
+            unjoined=_sum(self.unjoined, other.unjoined),
+        )
+
+    def plus_dropped(self, reason: str, calls: int) -> Account:
+        """Count calls that were seen and left out for this reason before rows were made."""
+        return self + Account(seen=calls, dropped={reason: calls}) if calls else self
+
+    def plus_unclaimed(self, rewards: Iterable[Reward]) -> Account:
+        """Count rewards that reached no call: `lightning_trainer.rl.credit.assigners.unclaimed`."""
+        return self + Account(unclaimed=dict(Counter(reward.agent or WHOLE for reward in rewards)))
+
+    def lines(self) -> list[str]:
+        """Say it to people, one fact a line."""
+        found = [f"{self.seen} calls seen, {self.trained} trained on"]
+        found += [f"{count} left out: {reason}" for reason, count in sorted(self.dropped.items())]
+        if self.trained:
+            saved = f" ({self.tokens_in_calls / self.tokens_in_rows:.1f}x fewer tokens)" if self.merged else ""
+            found.append(f"{self.rows} rows, {self.merged} calls merged onto an earlier one's{saved}")
+            found.append(f"{self.tokens} trained tokens of {self.tokens_in_rows}")
+        if self.tokens_steered:
+            found.append(f"{self.tokens_steered} tokens left out of the loss: a grammar or the like steered them")
+        if self.begun:
+            found.append(f"{self.begun} calls begin a conversation")
+        if self.continued_share is not None:
+            going = self.continued + sum(self.not_continued.values())
+            found.append(f"{self.continued} of {going} calls that go on from an earlier one hold its own tokens")
+        if self.forked:
+            found.append(f"{self.forked} calls fork: the chat template leaves earlier reasoning out")
+        found += [f"{count} do not: {reason}" for reason, count in sorted(self.not_continued.items())]
+        if self.unjoined:
+            found.append(f"{self.joined} calls have both an agent's span and a gateway's record")
+        found += [f"{count} have not: {reason}" for reason, count in sorted(self.unjoined.items())]
+        if self.rows_without_gradient:
+            found.append(f"{self.rows_without_gradient} rows teach nothing: all rewards of their group are equal")
+        for agent, count in sorted(self.unclaimed.items()):
+            why = "which made no call in those attempts" if agent != WHOLE else "which this credit gives to nobody"
+            found.append(f"{count} rewards for {agent}, {why}")
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Return the same as numbers by name, for logs."""
+        numbers: dict[str, float] = {
+            "calls_seen": self.seen,
+            "calls_trained": self.trained,
+            "calls_merged": self.merged,
+            "rows": self.rows,
+            "rows_without_gradient": self.rows_without_gradient,
+            "tokens": self.tokens,
+            "tokens_in_rows": self.tokens_in_rows,
+            "tokens_steered": self.tokens_steered,
+            "tokens_in_calls": self.tokens_in_calls,
+            "rewards_unclaimed": sum(self.unclaimed.values()),
+            "calls_joined": self.joined,
+            "calls_unjoined": sum(self.unjoined.values()),
+        }
+        numbers |= {"calls_begun": self.begun} if self.begun else {}
+        numbers |= {"calls_forked": self.forked} if self.forked else {}
+        if self.continued_share is not None:
+            numbers |= {"calls_continued": self.continued, "continued_share": self.continued_share}
+        dropped = {f"calls_dropped/{slug(reason)}": count for reason, count in self.dropped.items()}
+        not_continued = {f"calls_not_continued/{slug(reason)}": count for reason, count in self.not_continued.items()}
+        unjoined = {f"calls_unjoined/{slug(reason)}": count for reason, count in self.unjoined.items()}
+        return {name: float(value) for name, value in {**numbers, **dropped, **not_continued, **unjoined}.items()}
+
+
+def continued(outcomes: Iterable[str | None]) -> Account:
+    """Count how prompts were made, one outcome for each call, see `continuation_reasons`; None says nothing."""
+    counts = Counter(outcome for outcome in outcomes if outcome is not None)
+    begun, forked, joined = (counts.pop(name, 0) for name in (BEGINS, FORKED, JOINED))
+    others = {str(reason): count for reason, count in counts.items()}
+    return Account(begun=begun, forked=forked, continued=joined, not_continued=others)
+
+
+def _sum(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
+    return {name: left.get(name, 0) + right.get(name, 0) for name in {**left, **right}}

@@ -1,0 +1,64 @@
+"""Weighted likelihood: what supervised learning, preference pairs and distillation come to, token by token.
+
+The loss is - sum of w A log p. With A = 1 it is the cross-entropy of what was said. With another A its gradient is that
+of the loss that A was made from, at the weights as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
+
+from lightning_spans.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
+    from lightning_trainer.rl.batch import Batch, Penalty, Traces
+    from lightning_trainer.rl.losses import PolicyLoss
+    from lightning_trainer.rl.rollouts import Outcome
+
+LIKELIHOOD: Final = "likelihood"
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """The loss of `lightning-rl sft`: `Algorithm`. It compares no rollouts, so no training run has it."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    grouped: ClassVar[bool] = False
+    critic: ClassVar[bool] = False
+    dual_clip: ClassVar[bool] = False
+    internal: ClassVar[bool] = True  # not to be offered, see `registry.offered`
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse: `Algorithm.check`."""
+        _refuse(config.algorithm)
+
+    def batch(
+        self,
+        config: TrainConfig,
+        outcomes: Sequence[Outcome],  # noqa: ARG002 - the protocol's signature
+        traces: Traces,  # noqa: ARG002
+        known_agents: Iterable[str] = (),  # noqa: ARG002
+        *,
+        penalty: Penalty | None = None,  # noqa: ARG002
+        whole: bool = True,  # noqa: ARG002
+        merge: bool = True,  # noqa: ARG002
+    ) -> Batch:
+        """Refuse: `Algorithm.batch`."""
+        _refuse(config.algorithm)
+
+    def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:  # noqa: ARG002 - nothing is compared
+        """Weigh log-probabilities: `Algorithm.policy_loss`."""
+        from lightning_trainer.rl.losses import likelihood_loss
+
+        return likelihood_loss(tokens.logprobs_T, tokens.advantages_T, tokens.weights_T)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ConfigError(f"algorithm = {name} compares no rollouts. It is what `lightning-rl sft` learns by.")
+
+
+VARIANTS: Final[Mapping[str, Likelihood]] = {LIKELIHOOD: Likelihood()}

@@ -1,0 +1,134 @@
+"""REINFORCE++ and its variant with a baseline: what a call earned is compared with the whole batch.
+
+One step, from rollouts to the update:
+
+1. Rollouts have ended. The rewards of each attempt are shared out over its model calls: credit. The divergence from the
+   starting policy is taken off it.
+2. A call's advantage is its credit less the mean of the batch, over the batch's deviation. With the baseline, the mean
+   of the rollout's group is taken off before.
+3. Calls become rows of tokens. Every sampled token of a call has the call's advantage.
+4. The update raises or lowers the log-probability of each token by its advantage, as far as the clip lets it.
+
+`Reinforce.batch` is steps 1 to 3, `Reinforce.policy_loss` is step 4.
+
+Axes: `_M` calls that are compared, `_T` trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from lightning_trainer.config import refuse
+from lightning_trainer.rl.advantages import FloatArray, transition_advantages, uncompared, whitened
+from lightning_trainer.rl.algorithms.protocol import (
+    Algorithm,
+    Clip,
+    TrainedTokens,
+    credit_of,
+    division_asked,
+    group_options_asked,
+    value_head_asked,
+)
+from lightning_trainer.rl.batch import Batch, Calls, batch_of, calls_of, compared, no_contrast, penalties_of, weighed
+from lightning_trainer.rl.rewards import source_weights
+
+if TYPE_CHECKING:
+    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.rl.batch import Penalty, Traces
+    from lightning_trainer.rl.losses import PolicyLoss
+    from lightning_trainer.rl.rollouts import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reinforce:
+    """REINFORCE with the batch as its baseline.
+
+    Attributes:
+        paper: where the algorithm is published.
+        grouped: whether the mean of the group is taken off first, so that a rollout alone in its group teaches nothing.
+        defaults: options of `TrainConfig` that the paper sets.
+    """
+
+    paper: str
+    grouped: bool
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    critic: ClassVar[bool] = False
+    dual_clip: ClassVar[bool] = True
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse options that contradict the algorithm: `Algorithm.check`."""
+        alone = f"group_size = 1 leaves nothing to compare for algorithm = {config.algorithm}. Use 2 or more."
+        refuse({alone: self.grouped and config.group_size == 1, **value_head_asked(config), **division_asked(config)})
+        refuse({} if self.grouped else group_options_asked(config))
+
+    def batch(
+        self,
+        config: TrainConfig,
+        outcomes: Sequence[Outcome],
+        traces: Traces,
+        known_agents: Iterable[str] = (),
+        *,
+        penalty: Penalty | None = None,
+        whole: bool = True,
+        merge: bool = True,
+    ) -> Batch:
+        """Turn rollouts into rows: `Algorithm.batch`."""
+        weights = source_weights(config)
+        # 1. Every attempt that counts becomes calls with credit.
+        calls = calls_of(
+            outcomes,
+            traces,
+            credit=credit_of(config),
+            failed=config.failed,
+            agents=config.agents,
+            weights=weights,
+            apart=whole,
+            known_agents=known_agents,
+            lone=not self.grouped or config.alone == "batch",
+        )
+        # 2. The group's mean is taken off where it is the baseline, never divided by its deviation; then the batch.
+        parts = compared(
+            calls,
+            transition_advantages if self.grouped else uncompared,
+            penalties_M=penalties_of(calls, penalty),
+            normalise=False,
+            eps=config.advantage_eps,
+            over_batch=self.grouped and config.alone == "batch",
+        )
+        still = no_contrast(calls, parts)
+        if whole:
+            parts = {source: over_the_batch(calls, part_M) for source, part_M in parts.items()}
+        # 3. Tokens.
+        return batch_of(calls, weighed(parts, weights), still, merge=merge)
+
+    def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
+        """Clip the ratio of each token: `Algorithm.policy_loss`."""
+        from lightning_trainer.rl.losses import policy_loss
+
+        # 4. - sum of w * min(r A, clip(r) A): a token that has moved far enough has no gradient.
+        return policy_loss(*tokens.given, clip_low=clip.low, clip_high=clip.high, clip_dual=clip.dual)
+
+
+def over_the_batch(calls: Calls, values_M: FloatArray) -> FloatArray:
+    """(M,) values compared with all of their agent's, each attempt counting once however often it called."""
+    count = Counter((call.attempt_id, call.agent) for call in calls.transitions)
+    weights_M = [1.0 / count[call.attempt_id, call.agent] for call in calls.transitions]
+    return whitened(values_M, weights_M, agent_M=[call.agent or "" for call in calls.transitions])
+
+
+VARIANTS: Final[Mapping[str, Algorithm]] = {
+    "reinforce++": Reinforce(
+        paper="arXiv 2501.03262",
+        grouped=False,
+        defaults={"normalise_std": False, "clip_high": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    ),
+    "reinforce++-baseline": Reinforce(
+        paper="arXiv 2501.03262",
+        grouped=True,
+        defaults={"normalise_std": False, "clip_high": 0.2, "kl_estimator": "k2"},
+    ),
+}

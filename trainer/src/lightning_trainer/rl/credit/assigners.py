@@ -1,0 +1,288 @@
+"""Credit: how the rewards of an attempt are shared out over its transitions.
+
+A credit assigner takes all transitions of one attempt, those of agents that are not trained among them, and its
+rewards, and gives one value for each transition. Selection comes after, so that no reward is lost with the agents left
+out. How the values of several attempts are compared is said by the answer itself: a plain list is compared over all
+calls of an agent, a `values.Credited` by places.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from lightning_spans import hooks
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import earns
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.transitions import Transition
+from lightning_trainer.rl.credit.played import AcrossAttempts
+from lightning_trainer.rl.credit.values import Credited, lost_in, places_of
+
+TRAINER = "trainer"  # the plugin that registers what the trainer itself brings
+
+# (transitions of one attempt, its rewards, keyword options) -> one value each; NaN where no reward concerns the call
+CreditAssigner: TypeAlias = Callable[..., list[float]]
+
+
+def identical(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
+    """Credit every call with the attempt's rewards, those of its agent, and its own.
+
+    A reward that was given in the middle of the attempt is for the calls that had ended by then. Calls are compared
+    with calls that had seen as many of these.
+
+    Args:
+        transitions: all of one attempt.
+        rewards: of that attempt. One that names no agent and no call in `transitions` is everybody's.
+
+    Returns:
+        One value for each transition: the sum of the rewards that concern it. NaN, never 0, where there is none for
+        the attempt, its agent, or any call of its agent: nobody said how good the call was.
+    """
+    sources = _Sources.of(transitions, rewards)
+    values = [
+        sum(arrival.value for arrival in sources.of_call(m)) + sum(own.values()) for m, own in enumerate(sources.own)
+    ]
+    return sources.credited(transitions, values)
+
+
+def discounted(transitions: Sequence[Transition], rewards: Sequence[Reward], *, gamma: float = 0.9) -> list[float]:
+    """Credit every call with what came after it, worth `gamma` times less for each turn in between.
+
+    The return of reinforcement learning, G_t = sum of gamma**(k - t) r_k over k >= t. The attempt's rewards come at its
+    last turn, or where they were given on the way at the last one that had ended; an agent's likewise at the agent's; a
+    call's own at the call, and they count for the earlier calls of the same agent too. With `gamma` 1 and no rewards of
+    single calls this is `identical`.
+
+    Args:
+        transitions: all of one attempt.
+        rewards: of that attempt, as in `identical`.
+        gamma: from 0 to 1; 0 gives each reward to the call at which it came alone.
+
+    Returns:
+        One value for each transition; NaN as in `identical`.
+
+    Raises:
+        ConfigError: `gamma` is out of range.
+    """
+    if not 0.0 <= gamma <= 1.0:
+        raise ConfigError(f"gamma is {gamma}. Discounting needs a number from 0 to 1.")
+    sources = _Sources.of(transitions, rewards)
+    values = [
+        sum(arrival.value * gamma ** (arrival.turn - transition.turn) for arrival in sources.of_call(m)) + own
+        for m, (transition, own) in enumerate(
+            zip(transitions, _own_to_go(transitions, sources.own, gamma), strict=True)
+        )
+    ]
+    return sources.credited(transitions, values)
+
+
+def last(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
+    """Credit every reward to one call: the attempt's to its last one, an agent's to the agent's last, a call's to it.
+
+    Credit is conserved: the values of the calls, each call counted once however many choices it has, sum to the rewards
+    that reach anybody. The attempt's last calls are compared with each other, the last ones of agents that did not end
+    it likewise, and earlier ones: a call that gets nothing learns nothing, rather than that it was worse than the end.
+
+    Args:
+        transitions: all of one attempt.
+        rewards: of that attempt, as in `identical`.
+
+    Returns:
+        One value for each transition; NaN as in `identical`.
+    """
+    end, end_of = _last_turns(transitions)
+    places = ["end" if t.turn == end else "last" if t.turn == end_of[t.agent] else "earlier" for t in transitions]
+    credited = discounted(transitions, rewards, gamma=0.0)
+    since = places_of(credited) or [""] * len(places)
+    return Credited(
+        credited,
+        places=[f"{place} {n}".rstrip() for place, n in zip(places, since, strict=True)],
+        lost=lost_in(credited),
+    )
+
+
+def per_agent(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[float]:
+    """Judge every agent by its own rewards, where it has any: the attempt's reward is for those that none names.
+
+    A free rider in a team that did well gets what it was given, not what the team was. Where rewards name all agents,
+    one of the attempt reaches nobody, and the account says so. Rewards of single calls (AIR) are the caller's own, and
+    no verdict on the agent: they are added to either. Where every reward names an agent, credit is conserved over
+    agents: what one call of each got sums to the rewards.
+
+    Args:
+        transitions: all of one attempt.
+        rewards: of that attempt, as in `identical`.
+
+    Returns:
+        One value for each transition; NaN as in `identical`.
+    """
+    sources = _Sources.of(transitions, rewards)
+    judged = sources.judged
+    values = [
+        sum(a.value for a in sources.of_call(m) if a.reward.agent is not None or m not in judged) + sum(own.values())
+        for m, own in enumerate(sources.own)
+    ]
+    all_judged = bool(transitions) and len(judged) == len(transitions)
+    unheard = [a.reward for a in sources.arrivals if a.reward.agent is None and a.calls] if all_judged else ()
+    return sources.credited(transitions, values, lost=unheard)
+
+
+def _last_turns(transitions: Sequence[Transition]) -> tuple[int, dict[str | None, int]]:
+    """Return the last turn of the attempt, and of each agent in it."""
+    last_of: dict[str | None, int] = {}
+    for transition in transitions:
+        last_of[transition.agent] = max(transition.turn, last_of.get(transition.agent, 0))
+    return max(last_of.values(), default=0), last_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A reward of no single call, and where it came.
+
+    Attributes:
+        reward: the reward.
+        calls: places of the calls that it is for: of its agent or of all, those that had ended when it was given.
+        turn: the last turn of these.
+    """
+
+    reward: Reward
+    calls: frozenset[int]
+    turn: int
+
+    @property
+    def value(self) -> float:
+        return self.reward.value
+
+    @classmethod
+    def of(cls, reward: Reward, transitions: Sequence[Transition]) -> _Arrival:
+        calls = [m for m, t in enumerate(transitions) if earns(reward.agent, t.path) and _had_ended(t, reward)]
+        return cls(reward, frozenset(calls), max((transitions[m].turn for m in calls), default=0))
+
+
+def _had_ended(transition: Transition, reward: Reward) -> bool:
+    """Whether a call had ended when a reward was given; one for the whole attempt comes after all of them."""
+    return reward.given_ns is None or transition.ended_ns is None or transition.ended_ns <= reward.given_ns
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The rewards of one attempt by whom they concern: all, an agent, or a single call."""
+
+    arrivals: list[_Arrival]  # those of the attempt first, then those of agents
+    own: list[dict[str, float]]  # by reward id, for each transition
+    silent: frozenset[str | None]  # paths of agents that no reward concerns
+    judged: frozenset[int]  # places of the calls whose agent is named by a reward of no single span
+
+    @classmethod
+    def of(cls, transitions: Sequence[Transition], rewards: Sequence[Reward]) -> _Sources:
+        """Sort rewards out. A reward that a transition already carries is not counted again."""
+        calls: defaultdict[str, list[int]] = defaultdict(list)
+        for m, transition in enumerate(transitions):
+            calls[transition.span_id].append(m)
+        carried = {reward.reward_id for transition in transitions for reward in transition.rewards}
+        own = [{reward.reward_id: reward.value for reward in transition.rewards} for transition in transitions]
+        heard = {transition.path for transition in transitions if transition.rewards}
+        named = {reward.agent for reward in rewards if reward.span_id is None} - {None}
+        judged = {m for m, t in enumerate(transitions) if any(earns(name, t.path) for name in named)}
+        arrivals = []
+        for reward in rewards:
+            if reward.reward_id in carried:
+                continue
+            if reward.span_id is not None and reward.span_id in calls:
+                for m in (m for m in calls[reward.span_id] if reward.choice in (None, transitions[m].choice)):
+                    own[m][reward.reward_id] = reward.value
+                    heard.add(transitions[m].path)
+            else:
+                arrivals.append(_Arrival.of(reward, transitions))
+        heard |= {transitions[m].path for arrival in arrivals for m in arrival.calls}
+        arrivals.sort(key=lambda arrival: arrival.reward.agent is not None)
+        silent = {transition.path for transition in transitions} - heard
+        return cls(arrivals, own, frozenset(silent), frozenset(judged))
+
+    def of_call(self, m: int) -> Iterator[_Arrival]:
+        """Return the rewards of no single call that are for this one among others."""
+        return (arrival for arrival in self.arrivals if m in arrival.calls)
+
+    def credited(
+        self, transitions: Sequence[Transition], values: Sequence[float], *, lost: Sequence[Reward] = ()
+    ) -> Credited:
+        """Return values with what they are compared with, and the rewards that came before any call they could be for.
+
+        A call is compared with calls that had seen as many rewards given: what is still to come is less for all of
+        them. The empty sum of calls that no reward concerns is replaced by NaN.
+        """
+        known = [
+            math.nan if transition.path in self.silent else value
+            for transition, value in zip(transitions, values, strict=True)
+        ]
+        before = [arrival.reward for arrival in self.arrivals if not arrival.calls]
+        early = [reward for reward in before if any(earns(reward.agent, t.path) for t in transitions)]
+        return Credited(known, places=self._places(transitions), lost=[*early, *lost])
+
+    def _places(self, transitions: Sequence[Transition]) -> list[str] | None:
+        """(M,) how many rewards had been given, of those that could be for a call, before it had ended."""
+        timed = [arrival for arrival in self.arrivals if arrival.reward.given_ns is not None]
+        before = [
+            sum(earns(arrival.reward.agent, transition.path) and m not in arrival.calls for arrival in timed)
+            for m, transition in enumerate(transitions)
+        ]
+        return [str(number) if number else "" for number in before] if any(before) else None
+
+
+def _own_to_go(transitions: Sequence[Transition], own: Sequence[Mapping[str, float]], gamma: float) -> list[float]:
+    """Add up, for each call, its own rewards and the discounted ones of its agent's later turns."""
+    values = [sum(mine.values()) for mine in own]
+    ahead: dict[str | None, tuple[int, float]] = {}  # by agent: the next turn, and what it and the later ones earned
+    order = sorted(range(len(transitions)), key=lambda m: transitions[m].turn, reverse=True)
+    for turn, choices in itertools.groupby(order, key=lambda m: transitions[m].turn):
+        here = list(choices)
+        agent = transitions[here[0]].agent
+        next_turn, worth = ahead.get(agent, (turn, 0.0))
+        later = worth * gamma ** (next_turn - turn)
+        # A reward of the whole call lies with each of its choices, but came once.
+        earned = dict(item for m in here for item in own[m].items())
+        for m in here:
+            values[m] += later
+        ahead[agent] = (turn, later + sum(earned.values()))
+    return values
+
+
+def unclaimed(transitions: Sequence[Transition], rewards: Sequence[Reward]) -> list[Reward]:
+    """Return the rewards that reach nobody: they name an agent that made no call in this attempt."""
+    spans = {transition.span_id for transition in transitions}
+    paths = {transition.path for transition in transitions}
+    return [
+        reward
+        for reward in rewards
+        if reward.agent is not None
+        and reward.span_id not in spans
+        and not any(earns(reward.agent, path) for path in paths)
+    ]
+
+
+def credit_by_name(name: str, **options: Any) -> CreditAssigner | AcrossAttempts:
+    """Find a registered credit assigner and set its options.
+
+    Raises:
+        ConfigError: nothing has the name, or the assigner does not have the option; the message lists what there is.
+    """
+    hooks.load(TRAINER)
+    known = hooks.registry("lightning_register_credit")
+    if name not in known:
+        raise ConfigError(f"unknown credit {name!r}. Use one of: {', '.join(sorted(known))}.")
+    across = isinstance(known[name], AcrossAttempts)
+    function = known[name].assign if across else known[name]
+    parameters = inspect.signature(function).parameters.values()
+    allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for option in options:
+        if option not in allowed:
+            raise ConfigError(f"credit {name!r} has no option {option!r}. It has: {', '.join(allowed) or 'none'}.")
+    assigner: Any = functools.partial(function, **options) if options else function
+    return AcrossAttempts(assigner) if across else assigner

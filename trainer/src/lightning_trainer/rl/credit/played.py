@@ -1,0 +1,65 @@
+"""Attempts as credit sees them that looks at several at once: a record, and the forks that left it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lightning_spans.schema.replays import FORKED
+from lightning_spans.schema.transitions import Transition
+from lightning_trainer.rl.credit.values import Credited
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where an attempt left an earlier one.
+
+    Attributes:
+        record: the earlier attempt.
+        call: number of the call that was drawn again, from 0: its `Transition.turn` in the record.
+    """
+
+    record: str
+    call: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """An attempt of a step, begun anew or forked, and what it came to.
+
+    Attributes:
+        attempt_id: its id.
+        transitions: (M,) all of it.
+        earned: all its rewards as one number: what the team got, not the agent that called.
+        group: the rollouts of its task.
+        fork: where it left the record; None for one that began anew.
+    """
+
+    attempt_id: str
+    transitions: Sequence[Transition]
+    earned: float
+    group: str = ""
+    fork: Fork | None = None
+
+    @property
+    def alternative(self) -> int | None:
+        """Return the turn of the call that was drawn again; None where there is none."""
+        return next((t.turn for t in self.transitions if FORKED in t.sampling), None)
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossAttempts:
+    """A credit assigner that looks at all attempts of a step, forks among them.
+
+    Attributes:
+        assign: attempts and keyword options -> for each attempt its values; NaN where a call is not compared.
+    """
+
+    assign: Callable[..., list[Credited]]
+
+    across: ClassVar[bool] = True  # for the configuration, a floor below
+
+    def __call__(self, attempts: Sequence[Played], **options: Any) -> list[Credited]:
+        """Credit the calls of all attempts."""
+        return self.assign(attempts, **options)

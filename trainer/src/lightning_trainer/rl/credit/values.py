@@ -1,0 +1,61 @@
+"""What a credit assigner answers: values, and what each of them is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_spans.schema.rewards import Reward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One comparison that goes into the advantage of a call.
+
+    Attributes:
+        values: (M,) what is compared, one for each transition; NaN where no reward concerns the call.
+        places: (M,) only calls of one place, and of one agent, are compared; None: all calls of the agent.
+        weight: of this comparison in the sum.
+        by_step: every call counts once; else every attempt does, and its calls of one place share that.
+    """
+
+    values: Sequence[float]
+    places: Sequence[str] | None = None
+    weight: float = 1.0
+    by_step: bool = False
+
+
+class Credited(list[float]):
+    """One value for each transition, as any assigner gives, with what they are compared with.
+
+    Attributes:
+        levels: the comparisons whose weighted sum is the advantage; the first one holds the values themselves.
+        lost: rewards that the assigner gave to nobody.
+    """
+
+    def __init__(
+        self,
+        values: Sequence[float],
+        *,
+        places: Sequence[str] | None = None,
+        more: Iterable[Level] = (),
+        lost: Iterable[Reward] = (),
+    ) -> None:
+        super().__init__(values)
+        self.levels: tuple[Level, ...] = (Level(values=tuple(values), places=places), *more)
+        self.lost = tuple(lost)
+
+
+def levels_of(values: Sequence[float]) -> tuple[Level, ...]:
+    """Return the comparisons of an assigner's answer; a plain list is one, over all calls of an agent."""
+    return values.levels if isinstance(values, Credited) else (Level(values=values),)
+
+
+def places_of(values: Sequence[float]) -> Sequence[str] | None:
+    """Return what the values themselves are compared by; None: by nothing but the agent."""
+    return levels_of(values)[0].places
+
+
+def lost_in(values: Sequence[float]) -> tuple[Reward, ...]:
+    """Return the rewards that an assigner says it gave to nobody."""
+    return values.lost if isinstance(values, Credited) else ()

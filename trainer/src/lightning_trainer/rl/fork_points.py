@@ -1,0 +1,94 @@
+"""Which calls of a step's attempts are drawn again: a budget of continuations, spent where it is said to tell most."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from lightning_spans.schema.transitions import Transition
+
+Where: TypeAlias = Literal["agents", "evenly", "entropy", "disagreement"]
+FLOOR: Final = 0.1  # of the mean: the least that a call weighs, so that what was quiet once is looked at again
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A call that can be drawn again.
+
+    Attributes:
+        record: the attempt that made it.
+        call: its number in the attempt: `Transition.turn`.
+        agent: who made it.
+        surprise: minus the log-probability of what was answered, in nats: in the mean, the entropy of the answer.
+    """
+
+    record: str
+    call: int
+    agent: str
+    surprise: float
+
+
+def candidates(attempts: Sequence[Sequence[Transition]], untrainable: Callable[[Transition], bool]) -> list[Candidate]:
+    """Return the calls of some attempts that can be drawn again and learned from.
+
+    Args:
+        attempts: all transitions of each.
+        untrainable: says whether a transition can't be learned from.
+    """
+    return [
+        Candidate(call.attempt_id, call.turn, call.agent or "", -sum(call.tokens.logprobs) if call.tokens else 0.0)
+        for transitions in attempts
+        for call in sorted(transitions, key=lambda t: (t.turn, t.choice))
+        if call.choice == 0 and not untrainable(call)
+    ]
+
+
+def choose(
+    found: Sequence[Candidate],
+    count: int,
+    where: Where,
+    numbers: random.Random,
+    *,
+    spread: Mapping[str, float] | None = None,
+) -> list[Candidate]:
+    """Choose the calls that are drawn again, none twice, those first that come first. The same numbers choose the same.
+
+    Args:
+        found: of a step.
+        count: how many; fewer where there are not so many.
+        where: ``evenly``: each call is as likely as another. ``agents``: each agent is, whoever speaks more often, and
+            so is each of its calls. ``entropy``: in the proportion of what its answer had of surprise.
+            ``disagreement``: in that of the agent's `spread`.
+        numbers: the draw.
+        spread: by agent, the deviation of what came of the alternatives of its calls before; who is not in it is as
+            likely as the mean.
+    """
+    weights = _weights(found, where, spread or {})
+    # Without replacement: the places of exponential waiting times (Efraimidis and Spirakis, 2006).
+    waits = [-math.log(1.0 - numbers.random()) / weight for weight in weights]
+    order = sorted(range(len(found)), key=lambda n: (waits[n], n))
+    return [found[n] for n in order[:count]]
+
+
+def _weights(found: Sequence[Candidate], where: Where, spread: Mapping[str, float]) -> list[float]:
+    match where:
+        case "evenly":
+            return [1.0] * len(found)
+        case "agents":
+            calls = Counter(candidate.agent for candidate in found)
+            return [1.0 / calls[candidate.agent] for candidate in found]
+        case "entropy":
+            return _floored([candidate.surprise for candidate in found])
+        case "disagreement":
+            known = [value for value in spread.values() if value > 0.0]
+            usual = sum(known) / len(known) if known else 1.0
+            return _floored([spread.get(candidate.agent, usual) for candidate in found])
+
+
+def _floored(weights: Sequence[float]) -> list[float]:
+    mean = sum(weights) / max(len(weights), 1)
+    return [max(weight, FLOOR * mean) for weight in weights] if mean > 0.0 else [1.0] * len(weights)

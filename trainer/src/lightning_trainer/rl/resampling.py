@@ -1,0 +1,69 @@
+"""Dynamic sampling: groups that teach nothing are replaced by groups of other tasks (DAPO, arXiv 2503.14476, 3.2).
+
+The paper fills the batch until it is full, whatever that takes; here a number of rounds bounds it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lightning_trainer.rl import account as reasons
+from lightning_trainer.rl.batch import Batch
+from lightning_trainer.rl.rollouts import Outcome
+
+
+def other_tasks(count: int, taken: Sequence[int], tasks: int, name: str) -> list[int]:
+    """Draw tasks that are not in the step yet, where there are enough of them; the same for the same name.
+
+    Args:
+        count: how many.
+        taken: indices of those that were drawn before in this step.
+        tasks: in the data set.
+        name: of the step and the round, with the run's seed.
+    """
+    numbers = random.Random(name)
+    fresh = sorted(set(range(tasks)) - set(taken))
+    drawn = numbers.sample(fresh, min(count, len(fresh)))
+    return drawn + numbers.choices(range(tasks), k=count - len(drawn))
+
+
+def with_contrast(
+    outcomes: Sequence[Outcome],
+    rounds: int,
+    judge: Callable[[Sequence[Outcome]], Batch],
+    roll: Callable[[int, int], Sequence[Outcome]],
+) -> tuple[Batch, list[Outcome]]:
+    """Make a batch of groups in which rewards differ, those that somebody else than an automatic rule gave.
+
+    Args:
+        outcomes: of whole groups.
+        rounds: how often groups may be replaced. Those of the last round that teach nothing are left out, unless no
+            group teaches anything.
+        judge: makes a batch of groups.
+        roll: rolls out so many groups of other tasks, in the round of that number.
+
+    Returns:
+        The batch, whose account has the calls of replaced groups too, and all outcomes, replaced ones among them.
+    """
+    batch = judge(outcomes)
+    rolled, kept = list(outcomes), _without(outcomes, batch.tied_groups)
+    seen, missing = batch.account.seen, len(batch.tied_groups)
+    for number in range(1, rounds + 1):
+        if not missing:
+            break
+        new = list(roll(missing, number))
+        judged = judge(new)
+        rolled += new
+        kept += _without(new, judged.tied_groups)
+        seen, missing = seen + judged.account.seen, len(judged.tied_groups)
+    if len(rolled) == len(outcomes) or not kept:
+        return batch, rolled
+    final = judge(kept)
+    left_out = final.account.plus_dropped(reasons.RESAMPLED, seen - final.account.seen)
+    return replace(final, account=left_out), rolled
+
+
+def _without(outcomes: Sequence[Outcome], groups: frozenset[str]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.rollout.group_id not in groups]

@@ -1,0 +1,64 @@
+"""Which model call called a tool, and what a model call was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lightning_spans.adapter.trace import Node, Trace
+from lightning_spans.chat.body import ToolCall, tool_calls
+from lightning_spans.schema.json import loads
+from lightning_spans.schema.spans import REQUEST, TOOL_CALL_ID, Json
+
+
+class Caller(NamedTuple):
+    """A model call, and the index of its answer that called; None where that is not known."""
+
+    node: Node
+    choice: int | None = None
+
+
+def tools_called(node: Node) -> list[tuple[int, ToolCall]]:
+    """Return the tools that a model call called, each with the index of the answer that called it."""
+    return [(choice.index, call) for choice in node.answer.choices for call in tool_calls(choice.message)]
+
+
+def request_of(node: Node) -> Mapping[str, Json]:
+    """Return the body of the request: as the gateway had it, else as the span has it."""
+    if node.call is not None and node.call.request:
+        return node.call.request
+    text = node.span.attributes.get(REQUEST)
+    try:
+        body = loads(text) if isinstance(text, str) else None
+    except ValueError:
+        return {}
+    return body if isinstance(body, Mapping) else {}
+
+
+def callers(trace: Trace) -> dict[Node, Caller]:
+    """Return for each tool that ran the model call that called it; a tool that none called is left out.
+
+    By the id of the tool call where both have it, else the last call of the same agent, or of any where the tool has no
+    agent, that had ended when the tool began.
+    """
+    by_id = {
+        call.call_id: Caller(node, choice)
+        for node in trace.chats
+        for choice, call in tools_called(node)
+        if call.call_id is not None
+    }
+    found: dict[Node, Caller] = {}
+    for tool in trace.tools:
+        call_id = tool.span.attributes.get(TOOL_CALL_ID)
+        caller = by_id.get(call_id) if isinstance(call_id, str) else None
+        if caller is None and (before := _before(trace, tool)) is not None:
+            caller = Caller(before)
+        if caller is not None:
+            found[tool] = caller
+    return found
+
+
+def _before(trace: Trace, tool: Node) -> Node | None:
+    agent = tool.span.agent
+    ended = [n for n in trace.chats if n.span.end_ns <= tool.span.start_ns and agent in (None, n.span.agent)]
+    return max(ended, key=lambda node: node.span.end_ns, default=None)

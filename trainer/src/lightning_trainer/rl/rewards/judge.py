@@ -1,0 +1,269 @@
+"""From a configuration's table of rules to rewards with their sources, through the hook `lightning_rewards`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from lightning_spans import hooks
+from lightning_spans.adapter.trace import Node, Trace
+from lightning_spans.errors import ConfigError
+from lightning_spans.hooks import hookimpl
+from lightning_spans.schema.agents import selects
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.transitions import Transition
+from lightning_trainer.rl.rewards.callers import Caller, callers
+from lightning_trainer.rl.rewards.potential import shaping
+from lightning_trainer.rl.rewards.rules import RULES, Finding, Rule
+
+PLUGIN: Final = "lightning-air"
+# Credit whose values are returns to go, under which differences of a potential leave the best policy where it is.
+RETURNS_TO_GO: Final = ("discounted", "turn")
+NO_STATE: Final = ("latency", "cost", "answer_format")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A rule as configured.
+
+    Attributes:
+        name: the source of its rewards.
+        rule: what judges.
+        weight: what its findings are multiplied by.
+        options: of the rule.
+        agents: names or globs of the agents that it judges; None: all.
+        average: whether a call's part is its share of all that was found of the agent; else what was found of the call.
+        gamma: gives differences of a potential under this discount; None: plain rewards.
+    """
+
+    name: str
+    rule: Rule
+    weight: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    agents: tuple[str, ...] | None = None
+    average: bool = True
+    gamma: float | None = None
+
+
+def read_rules(table: Mapping[str, Any], *, credit: str | None = None, gamma: float | None = None) -> list[Chosen]:
+    """Read the table `rewards` of a configuration.
+
+    Args:
+        table: weights, or tables of weight, agents, potential and the rule's own options, by the name of a rule of ours
+            or ``module:function`` for one of the user's.
+        credit: the run's credit; None where nothing is learned and rewards are only shown.
+        gamma: the run's discount; None: the credit's own.
+
+    Raises:
+        ConfigError: a rule is unknown, an option is missing, unknown or wrong.
+    """
+    return [_read(name, value, credit, gamma) for name, value in table.items()]
+
+
+def weights_of(table: Mapping[str, Any]) -> dict[str, float]:
+    """Return the weights of a table that `read_rules` takes, by the name of the rule.
+
+    Raises:
+        ConfigError: one is missing, or no finite number.
+    """
+    return {name: _weight(name, value) for name, value in table.items()}
+
+
+class Judge:
+    """Answers the hook `lightning_rewards` with what the rules find."""
+
+    def __init__(self, rules: Sequence[Chosen]) -> None:
+        self._rules = tuple(rules)
+
+    @hookimpl
+    def lightning_rewards(self, trace: Trace, transitions: Sequence[Transition]) -> list[Reward]:
+        """Judge an attempt. Each reward is of the model call that led to it, where there is one."""
+        if not transitions:
+            return []
+        ids = (transitions[0].rollout_id, transitions[0].attempt_id)
+        return [reward for chosen in self._rules for reward in judge(chosen, trace, *ids)]
+
+
+@contextmanager
+def installed(rules: Sequence[Chosen]) -> Iterator[None]:
+    """Judge all attempts that are adapted inside the block."""
+    if not rules:
+        yield
+        return
+    hooks.register(Judge(rules), PLUGIN)
+    try:
+        yield
+    finally:
+        hooks.unregister(PLUGIN)
+
+
+def judge(chosen: Chosen, trace: Trace, rollout_id: str, attempt_id: str) -> list[Reward]:
+    """Return the rewards of one rule for one attempt: one for each model call that it says something about.
+
+    What it says of a tool is of the call that asked for it, of its answer that did where there are several; of a tool
+    that nothing asked for, the tool's agent's; of no span, the attempt's. They add up, for each agent, to the weight
+    times the mean of what was found of it.
+    """
+    by_agent = _by_agent(chosen, trace)
+    if chosen.gamma is not None:
+        values = _differences(by_agent, trace, chosen)
+    else:
+        values = {
+            (agent, *place): chosen.weight * sum(values) / _count(values, places, average=chosen.average)
+            for agent, places in by_agent.items()
+            for place, values in places.items()
+        }
+    return [
+        Reward(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            value=value,
+            agent=agent,
+            span_id=span_id,
+            choice=choice,
+            source=chosen.name,
+            # The same when judged again.
+            reward_id=f"air/{attempt_id}/{chosen.name}/{span_id or agent or ''}"
+            + ("" if choice is None else f"/{choice}"),
+        )
+        for (agent, span_id, choice), value in values.items()
+    ]
+
+
+# the span of a call, and which of its answers, where it has several
+_Place: TypeAlias = tuple[str | None, int | None]
+# by agent, by place: what was found
+_Found: TypeAlias = dict[str | None, dict[_Place, list[float]]]
+
+
+def _by_agent(chosen: Chosen, trace: Trace) -> _Found:
+    asked, found = callers(trace), _Found()
+    for finding in chosen.rule(trace, **chosen.options):
+        if not math.isfinite(finding.value):
+            raise ValueError(f"the rule {chosen.name} found {finding.value}, which is no finite number")
+        agent, path, place = _place_of(finding, asked)
+        if chosen.agents is None or selects(chosen.agents, path):
+            found.setdefault(agent, {}).setdefault(place, []).append(float(finding.value))
+    return found
+
+
+def _place_of(finding: Finding, asked: Mapping[Node, Caller]) -> tuple[str | None, str | None, _Place]:
+    """Return whose a finding is, where that one stands, and of which of its calls."""
+    if finding.node is None:
+        return None, None, (None, None)
+    node, choice = asked.get(finding.node, Caller(finding.node, finding.choice))
+    several = len(node.answer.choices) > 1
+    return node.span.agent, node.path, (node.span.span_id, choice if several else None)
+
+
+def _count(values: Sequence[float], places: Mapping[_Place, Sequence[float]], *, average: bool) -> int:
+    """Return what a call's findings are divided by: those of all of its agent's calls, or its own."""
+    return sum(map(len, places.values())) if average else len(values)
+
+
+def _differences(found: _Found, trace: Trace, chosen: Chosen) -> dict[tuple[str | None, str | None, int | None], float]:
+    """Take the mean of what was found of an agent so far as the potential of the state in which it calls next.
+
+    So far, and not in all: what a state is worth must not depend on what is done in it.
+    """
+    calls: defaultdict[str | None, list[tuple[int, str]]] = defaultdict(list)
+    for turn, node in enumerate(trace.chats):
+        calls[node.span.agent].append((turn, node.span.span_id))
+    shaped: dict[tuple[str | None, str | None, int | None], float] = {}
+    for agent, places in found.items():
+        of_call: defaultdict[str | None, list[float]] = defaultdict(list)
+        for (span_id, _), values in places.items():
+            of_call[span_id] += values
+        so_far: list[float] = []
+        potentials = []
+        for _, span_id in calls[agent]:
+            potentials.append(chosen.weight * sum(so_far) / len(so_far) if so_far else 0.0)
+            so_far += of_call[span_id]
+        rewards = shaping(potentials, [turn for turn, _ in calls[agent]], chosen.gamma or 0.0)
+        shaped |= {(agent, span_id, None): value for (_, span_id), value in zip(calls[agent], rewards, strict=True)}
+    return shaped
+
+
+def _read(name: str, value: Any, credit: str | None, gamma: float | None) -> Chosen:
+    weight = _weight(name, value)
+    table = value if isinstance(value, Mapping) else {}
+    own = ("weight", "agents", "potential", "average")
+    options = {key: option for key, option in table.items() if key not in own}
+    if table.get("average") is False and table.get("potential"):
+        raise ConfigError(f"rewards: {name} with potential is the mean of what was found so far. Leave average out.")
+    agents: Any = table.get("agents")
+    rule = _rule(name)
+    _check_options(name, rule, options)
+    return Chosen(
+        name=name,
+        rule=rule,
+        weight=weight,
+        options=options,
+        average=table.get("average", True) is not False,
+        agents=None if agents is None else tuple([agents] if isinstance(agents, str) else agents),
+        gamma=_discount(name, credit, gamma) if table.get("potential") else None,
+    )
+
+
+def _weight(name: str, value: Any) -> float:
+    weight = value.get("weight") if isinstance(value, Mapping) else value
+    if not isinstance(weight, (int, float)) or isinstance(weight, bool):
+        raise ConfigError(f"rewards: {name} = {value!r}. Give a weight, or a table with a weight and options.")
+    if not math.isfinite(weight):
+        raise ConfigError(f"rewards: {name} has the weight {weight}. A weight must be finite.")
+    return float(weight)
+
+
+def _rule(name: str) -> Rule:
+    if name in RULES:
+        return RULES[name]
+    if ":" not in name:
+        known = ", ".join(sorted(RULES))
+        raise ConfigError(f"rewards: unknown rule {name!r}. Use one of: {known}, or module:function for your own.")
+    from lightning_trainer.runner.target import load_function
+
+    rule: Rule = load_function(name, option="rewards", parameters=("trace",))
+    return rule
+
+
+def _check_options(name: str, rule: Rule, options: Mapping[str, Any]) -> None:
+    """Refuse options that the rule does not have, lacks, or can't use, before anything runs."""
+    parameters = inspect.signature(rule).parameters.values()
+    own = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for option in options:
+            if option not in {p.name for p in own}:
+                has = ", ".join(["weight", "agents", "potential", "average", *(p.name for p in own)])
+                raise ConfigError(f"rewards: {name} has no option {option!r}. It has: {has}.")
+    for parameter in own:
+        if parameter.default is parameter.empty and parameter.name not in options:
+            raise ConfigError(f"rewards: {name} needs the option {parameter.name}.")
+    if name in RULES:
+        try:
+            list(rule(Trace.build([]), **options))
+        except ConfigError as error:
+            raise ConfigError(f"rewards: {error}") from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"rewards: {name} can't use its options {dict(options)}: {error}") from None
+
+
+def _discount(name: str, credit: str | None, gamma: float | None) -> float:
+    if name in NO_STATE:
+        raise ConfigError(f"rewards: {name} is known only at the end, so it has no potential on the way. Leave it out.")
+    if credit is not None and credit not in RETURNS_TO_GO:
+        raise ConfigError(
+            f"rewards: {name} with potential needs a credit that counts what comes after a call: set credit to"
+            f" {' or '.join(RETURNS_TO_GO)}, not {credit}."
+        )
+    if gamma is not None:
+        return gamma
+    from lightning_spans.hooks import registry
+
+    assigner = registry("lightning_register_credit")[credit or "turn"]
+    default: float = inspect.signature(assigner).parameters["gamma"].default
+    return default

@@ -1,0 +1,239 @@
+"""The rules: each looks at one attempt and says what it found at which span, as numbers from -1 to 1.
+
+What a rule found of one agent in one attempt is averaged, so that an agent gets no more for doing more, and multiplied
+by the weight from the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from lightning_spans.adapter.trace import Node, Trace
+from lightning_spans.chat.body import ToolCall, tool_calls, tool_schemas
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.spans import TOOL_RESULT, Json
+from lightning_trainer.rl.rewards.callers import request_of, tools_called
+from lightning_trainer.rl.usage import tokens_of
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a rule found.
+
+    Attributes:
+        value: from -1, bad, to 1, good, before the rule's weight.
+        node: the span that it is about, a model call or a tool; None for the whole attempt.
+        choice: index of the answer that it is about, of a model call with several; None: all of them.
+    """
+
+    value: float
+    node: Node | None = None
+    choice: int | None = None
+
+
+# (trace, options by name) -> findings
+Rule: TypeAlias = Callable[..., Iterable[Finding]]
+
+
+def tool_status(trace: Trace) -> list[Finding]:
+    """1 for a tool that worked, -1 for one that failed."""
+    return [Finding(-1.0 if node.error is not None else 1.0, node) for node in trace.tools]
+
+
+def tool_arguments(trace: Trace) -> list[Finding]:
+    """1 for a tool call whose arguments fit the schema that the model was given, else -1.
+
+    Arguments that are no JSON, and tools that were not offered, do not fit.
+    """
+    return [Finding(1.0 if _fits(node, call) else -1.0, node, choice) for node, choice, call in _calls(trace)]
+
+
+def repeated_calls(trace: Trace) -> Iterator[Finding]:
+    """-1 for a tool call that its agent made before in this attempt with the same arguments, else 0.
+
+    Several answers of one call do not know of each other: what one of them asked for, another does not repeat.
+    """
+    seen: set[tuple[str | None, str]] = set()
+    for node in trace.chats:
+        of_node: set[tuple[str | None, str]] = set()
+        for choice in node.answer.choices:
+            of_choice: set[tuple[str | None, str]] = set()
+            for call in tool_calls(choice.message):
+                key = (node.span.agent, call.signature)
+                yield Finding(-1.0 if key in seen | of_choice else 0.0, node, choice.index)
+                of_choice.add(key)
+            of_node |= of_choice
+        seen |= of_node
+
+
+def empty_results(trace: Trace) -> list[Finding]:
+    """-1 for a tool that worked and gave nothing, as no text, null, or an empty list or object, else 0."""
+    return [Finding(-1.0 if _is_empty(node) else 0.0, node) for node in trace.tools]
+
+
+def answer_format(
+    trace: Trace, *, pattern: str | None = None, schema: Mapping[str, Json] | None = None
+) -> list[Finding]:
+    """1 for an agent whose last answer has the format, else -1; of several answers, each by itself.
+
+    Args:
+        trace: the attempt.
+        pattern: a regular expression that must be found in the text; ``(?s)^...$`` for the whole of it.
+        schema: a JSON schema that the text, read as JSON, must fit; {} takes any JSON.
+    """
+    if (pattern is None) == (schema is None):
+        raise ConfigError("answer_format needs either a pattern or a schema.")
+    expression = _compiled(pattern) if pattern is not None else None
+
+    def has_format(text: str) -> bool:
+        return expression.search(text) is not None if expression is not None else _reads_as(text, schema)
+
+    last = {node.span.agent: node for node in trace.chats}
+    return [
+        Finding(1.0 if has_format(text) else -1.0, node, choice)
+        for node in last.values()
+        for choice, text in _texts(node)
+    ]
+
+
+def latency(trace: Trace, *, budget_s: float) -> list[Finding]:
+    """How far an attempt went over its time, as a share of the budget: 0 within it, -1 at twice that or more.
+
+    Args:
+        trace: the attempt.
+        budget_s: seconds from the start of its first span to the end of its last.
+    """
+    _check_budget(budget_s, "budget_s")
+    if not trace.nodes:
+        return []
+    spans = [node.span for node in trace.nodes]
+    seconds = (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
+    return [Finding(_over(seconds, budget_s))]
+
+
+def cost(trace: Trace, *, budget: float, prompt: float = 1.0, response: float = 1.0) -> list[Finding]:
+    """How far an attempt went over its cost, as a share of the budget: 0 within it, -1 at twice that or more.
+
+    Args:
+        trace: the attempt.
+        budget: in the currency of the prices; tokens with prices of 1.
+        prompt: price of a token of a prompt.
+        response: price of a token of an answer.
+    """
+    _check_budget(budget, "budget")
+    if not trace.chats:
+        return []
+    counted = [tokens_of(node) for node in trace.chats]
+    spent = prompt * sum(given for given, _ in counted) + response * sum(drawn for _, drawn in counted)
+    return [Finding(_over(spent, budget))]
+
+
+def overlong(trace: Trace, *, max_tokens: int, buffer: int) -> list[Finding]:
+    """The soft punishment of answers that grow too long (DAPO, arXiv 2503.14476, equation 13).
+
+    0 up to max_tokens - buffer, falling to -1 at max_tokens, -1 beyond.
+
+    Args:
+        trace: the attempt.
+        max_tokens: most tokens of an answer.
+        buffer: how long before that the punishment begins.
+    """
+    if not 0 < buffer <= max_tokens:
+        raise ConfigError(f"overlong: buffer = {buffer} must be above 0 and at most max_tokens = {max_tokens}.")
+    excess = [(tokens_of(node)[1] - (max_tokens - buffer)) / buffer for node in trace.chats]
+    return [Finding(-min(max(share, 0.0), 1.0), node) for share, node in zip(excess, trace.chats, strict=True)]
+
+
+RULES: Final[Mapping[str, Rule]] = {
+    "tool_status": tool_status,
+    "tool_arguments": tool_arguments,
+    "repeated_calls": repeated_calls,
+    "empty_results": empty_results,
+    "answer_format": answer_format,
+    "latency": latency,
+    "cost": cost,
+    "overlong": overlong,
+}
+
+
+def text_of(node: Node) -> str:
+    """Return the text of a model call's first answer; empty where it said nothing."""
+    return _texts(node)[0][1]
+
+
+def _texts(node: Node) -> list[tuple[int | None, str]]:
+    """Return the index and the text of each answer of a model call."""
+    return [(choice.index, _text(choice.message)) for choice in node.answer.choices] or [(None, "")]
+
+
+def _text(message: Mapping[str, Json]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    for item in message.get("output") or []:
+        parts = [*parts, *(item.get("content") or [])] if isinstance(item, Mapping) else parts
+    return "".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"answer_format: pattern {pattern!r} is no regular expression: {error}.") from None
+
+
+def _calls(trace: Trace) -> list[tuple[Node, int, ToolCall]]:
+    return [(node, choice, call) for node in trace.chats for choice, call in tools_called(node)]
+
+
+def _fits(node: Node, call: ToolCall) -> bool:
+    schemas = tool_schemas(request_of(node))
+    if call.name not in schemas:
+        return False
+    try:
+        return _valid(call.parsed, schemas[call.name])
+    except ValueError:
+        return False
+
+
+def _reads_as(text: str, schema: Mapping[str, Json] | None) -> bool:
+    try:
+        return _valid(json.loads(text), schema or {})
+    except ValueError:
+        return False
+
+
+def _valid(value: Json, schema: Json) -> bool:
+    """Whether a value fits a JSON schema; one that is no schema is fitted by nothing."""
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
+
+    chosen = validator_for(schema, default=Draft202012Validator)
+    try:
+        chosen.check_schema(schema)
+    except SchemaError:
+        return False
+    return bool(chosen(schema).is_valid(value))
+
+
+def _is_empty(node: Node) -> bool:
+    if node.error is not None:
+        return False
+    result = node.span.attributes.get(TOOL_RESULT)
+    if result is None:
+        return False  # the source does not record results: nothing is known
+    return str(result).strip().lower() in ("", "null", "none", "[]", "{}", '""', "''")
+
+
+def _check_budget(budget: float, option: str) -> None:
+    if not isinstance(budget, (int, float)) or not budget > 0:
+        raise ConfigError(f"{option} = {budget!r} must be a number above 0.")
+
+
+def _over(spent: float, budget: float) -> float:
+    return -min(max(spent / budget - 1.0, 0.0), 1.0)

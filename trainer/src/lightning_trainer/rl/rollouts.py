@@ -1,0 +1,252 @@
+"""Rollouts of a batch of tasks: queued in groups, waited for with a bound, and what became of each."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias
+
+from lightning_spans.errors import LightningError, RewardError
+from lightning_spans.record.stalls import Wait, begin
+from lightning_spans.schema.attempts import AttemptRecord, Rollout, RolloutStatus
+from lightning_spans.schema.replays import ENDED
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.store import Store
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.rl.failures import is_policys
+
+POLL_S: Final = 0.25
+SLACK_S: Final = 60.0  # a runner notices a time-out, ends the attempt and tells the store well within this
+Failed: TypeAlias = Literal["exclude", "lowest"] | float
+"""What a failure of the policy's counts as: left out, the lowest reward of the batch or 0 if that is less, a reward."""
+REWARD_ERROR: Final = "RewardError: "  # how the worker begins the error of an attempt without a usable reward
+
+
+class StalledError(LightningError):
+    """Nothing has moved for longer than any attempt may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one rollout.
+
+    Attributes:
+        rollout: as it ended.
+        attempt: its successful attempt, the last one if there are several; None when none succeeded.
+        attempts: all of its attempts in order.
+        rewards: of `attempt`; empty without one.
+        crash: its first attempt that failed by the policy's own doing, see `failures`; None where none did. Where
+            failures count, it counts, and no retry makes it good: else a policy that crashes would draw until it wins.
+        unjudged: why the judge gave it no reward; None where it did, or there is no judge. It is left out then.
+    """
+
+    rollout: Rollout
+    attempt: AttemptRecord | None
+    attempts: tuple[AttemptRecord, ...]
+    rewards: tuple[Reward, ...] = field(default=())
+    crash: AttemptRecord | None = None
+    unjudged: str | None = None
+
+    def counts(self, failed: Failed) -> AttemptRecord | None:
+        """Return the attempt that counts: the crash, where failures count; None where the rollout is left out."""
+        if self.unjudged is not None:
+            return None
+        return self.attempt if failed == "exclude" or self.crash is None else self.crash
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed; None where it succeeded at once."""
+        if self.unjudged is not None:
+            return self.unjudged
+        if self.crash is not None:
+            return self.crash.error
+        if self.attempt is not None:
+            return None
+        errors = [attempt.error for attempt in self.attempts if attempt.error]
+        return errors[-1] if errors else f"it was {self.rollout.status} before an attempt began"
+
+
+def plan(
+    tasks: Sequence[Mapping[str, Any]], *, name: str, size: int, mode: str, max_attempts: int, timeout_s: float | None
+) -> list[Rollout]:
+    """Make the rollouts of a batch: `size` of each task, in groups.
+
+    Args:
+        tasks: a task may stand in a batch twice; each place is a group.
+        name: of the batch, unique in the store. Ids follow from it, and sampling seeds follow from the part of an id
+            after the colon.
+        size: rollouts in a group.
+        mode: ``train`` or ``val``.
+        max_attempts: tries of each.
+        timeout_s: time limit of each try.
+    """
+    return [
+        Rollout(
+            rollout_id=f"{name}-{place}-{member}",
+            group_id=f"{name}-{place}",
+            task=task,
+            mode=mode,
+            max_attempts=max_attempts,
+            timeout_s=timeout_s,
+        )
+        for place, task in enumerate(tasks)
+        for member in range(size)
+    ]
+
+
+def wait(
+    store: Store,
+    rollouts: Sequence[Rollout],
+    *,
+    check: Callable[[], None],
+    describe: Callable[[], str],
+    on_progress: Callable[[int], None],
+    poll_s: float = POLL_S,
+) -> None:
+    """Wait until all these rollouts have ended.
+
+    Args:
+        store: where they were queued.
+        rollouts: all of a batch.
+        check: raises when nothing will run them any more.
+        describe: says what the workers do.
+        on_progress: told how many have ended, whenever that has changed.
+        poll_s: seconds between looks.
+
+    Raises:
+        RewardError: an attempt gave no usable reward: no retry will.
+        StalledError: nothing has begun or ended for longer than an attempt may take.
+    """
+    ids = [rollout.rollout_id for rollout in rollouts]
+    limit_s = max((rollout.timeout_s or 0.0 for rollout in rollouts), default=0.0) + SLACK_S
+    untimed = any(rollout.timeout_s is None for rollout in rollouts)
+    seen: object = None
+    since = time.monotonic()
+    with _Stalls(describe) as stalls:
+        while True:
+            check()
+            now = store.rollouts(rollout_ids=ids)
+            standing: Counter[RolloutStatus] = Counter(rollout.status for rollout in now)
+            attempts = store.attempts(rollout_ids=ids)
+            _refuse_missing_rewards(attempts)
+            moved = (standing, Counter(attempt.status for attempt in attempts))
+            if moved != seen:
+                seen, since = moved, time.monotonic()
+                on_progress(len(ids) - standing["queued"] - standing["running"])
+            if not standing["queued"] and not standing["running"]:
+                return
+            stalls.look(now, attempts, moved)
+            if time.monotonic() - since > limit_s and not untimed:
+                raise StalledError(_stalled(attempts, standing, limit_s, describe()))
+            time.sleep(poll_s)
+
+
+def outcomes(store: Store, rollouts: Sequence[Rollout]) -> list[Outcome]:
+    """Say what became of rollouts that have ended, in their order."""
+    ids = [rollout.rollout_id for rollout in rollouts]
+    ended = {rollout.rollout_id: rollout for rollout in store.rollouts(rollout_ids=ids)}
+    attempts: dict[str, list[AttemptRecord]] = defaultdict(list)
+    for attempt in store.attempts(rollout_ids=ids):
+        attempts[attempt.rollout.rollout_id].append(attempt)
+    rewards: dict[str, list[Reward]] = defaultdict(list)
+    for reward in store.rewards(rollout_ids=ids):
+        rewards[reward.attempt_id].append(reward)
+    crashed = _crashed(store, [attempt for its in attempts.values() for attempt in its])
+    return [_outcome(ended[i], sorted(attempts[i], key=lambda a: a.number), rewards, crashed) for i in ids]
+
+
+def _crashed(store: Store, attempts: Sequence[AttemptRecord]) -> frozenset[str]:
+    """Name the attempts that failed by the policy's own doing."""
+    failed = (attempt for attempt in attempts if attempt.status == "failed" and not ended_early(attempt))
+    status = {attempt.attempt_id: attempt.status for attempt in failed}
+    traces = traces_of(store, attempt_ids=sorted(status)) if status else []
+    return frozenset(t.attempt_id for t in traces if t.attempt_id in status and is_policys(status[t.attempt_id], t))
+
+
+def ended_early(attempt: AttemptRecord) -> bool:
+    """Whether an attempt was to replay another and was not as that one: nobody's failure, and nothing to learn from."""
+    return attempt.rollout.replay is not None and ENDED in (attempt.error or "")
+
+
+def _outcome(
+    rollout: Rollout, attempts: list[AttemptRecord], rewards: Mapping[str, list[Reward]], crashed: frozenset[str]
+) -> Outcome:
+    good = [attempt for attempt in attempts if attempt.status == "succeeded"]
+    attempt = good[-1] if good else None
+    earned = tuple(rewards.get(attempt.attempt_id, ())) if attempt is not None else ()
+    crash = next((attempt for attempt in attempts if attempt.attempt_id in crashed), None)
+    return Outcome(rollout=rollout, attempt=attempt, attempts=tuple(attempts), rewards=earned, crash=crash)
+
+
+def _refuse_missing_rewards(attempts: Sequence[AttemptRecord]) -> None:
+    for attempt in attempts:
+        if attempt.status == "failed" and (attempt.error or "").startswith(REWARD_ERROR):
+            problem = (attempt.error or "").removeprefix(REWARD_ERROR)
+            raise RewardError(f"{problem}\nIt came from the task {str(dict(attempt.rollout.task))[:300]}.")
+
+
+def _stalled(
+    attempts: Sequence[AttemptRecord], standing: Mapping[RolloutStatus, int], limit_s: float, workers: str
+) -> str:
+    running = [attempt for attempt in attempts if attempt.status == "running"]
+    oldest = min(running, key=lambda a: a.started_ns, default=None)
+    what = f"{standing['queued']} rollouts wait and {standing['running']} run"
+    which = f" The oldest is attempt {oldest.attempt_id}, claimed by {oldest.worker}." if oldest else ""
+    return (
+        f"nothing has begun or ended for {limit_s:.0f} s, longer than an attempt may take: {what}.{which}\n"
+        f"{workers}\nLook into the workers' logs; is the agent waiting for something that never comes?"
+    )
+
+
+class _Stalls:
+    """Names what a batch waits for while nothing moves: a claim, a runner that has gone, the last of its groups."""
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+        self._waits: dict[str, Wait] = {}
+        self._seen: object = None
+
+    def __enter__(self) -> _Stalls:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for wait in self._waits.values():
+            wait.end()
+
+    def look(self, rollouts: Sequence[Rollout], attempts: Sequence[AttemptRecord], moved: object) -> None:
+        """Note how the batch stands now."""
+        if moved != self._seen:
+            self._seen = moved
+            for wait in self._waits.values():
+                wait.moved()
+        told = self._describe
+        queued = {rollout.rollout_id for rollout in rollouts if rollout.status == "queued"}
+        idle = bool(queued) and not any(attempt.status == "running" for attempt in attempts)
+        gone = [a for a in attempts if a.status == "lost" and a.rollout.rollout_id in queued]
+        last = _last_of_groups(rollouts)
+        self._note("queue", idle and not gone, lambda: f"a runner to claim {len(queued)} rollouts\n{told()}")
+        self._note("lease", idle and bool(gone), lambda: f"another runner to take over {_named(gone)}")
+        self._note("group", bool(last), lambda: f"the last of their groups: {', '.join(last[:4])}\n{told()}")
+
+    def _note(self, part: str, stands: bool, what: Callable[[], str]) -> None:
+        if not stands:
+            if (wait := self._waits.pop(part, None)) is not None:
+                wait.end()
+        elif part not in self._waits:
+            self._waits[part] = begin(part, what)
+
+
+def _named(gone: Sequence[AttemptRecord]) -> str:
+    return f"{len(gone)} attempts, such as {gone[0].attempt_id}, claimed by {gone[0].worker}"
+
+
+def _last_of_groups(rollouts: Sequence[Rollout]) -> list[str]:
+    """Name the rollouts that have not ended, where they are a quarter of each group or fewer."""
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.group_id].append(rollout)
+    left = [[r.rollout_id for r in group if r.status in {"queued", "running"}] for group in groups.values()]
+    few = all(len(some) <= max(1, len(group) // 4) for some, group in zip(left, groups.values(), strict=True))
+    return [rollout for some in left for rollout in some] if few else []

@@ -1,0 +1,82 @@
+"""What each automatic rule gave to the credit of a call, so that it is compared by itself and weighed after.
+
+Added up before the comparison, a rule's weight is void: where the final rewards of a group tie, all that differs is
+what the rule found, and the division by the deviation makes weight 0.001 as loud as 0.5. So each source is compared and
+normalised on its own, and then weighed: group reward-decoupled normalisation, GDPO, arXiv 2601.05242.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.transitions import Transition
+from lightning_trainer.rl.advantages import FloatArray
+from lightning_trainer.rl.credit.assigners import CreditAssigner
+from lightning_trainer.rl.credit.values import levels_of
+
+_ROUNDING: Final = 1e-9  # of sums of a few rewards, in shares of the largest
+
+Parts: TypeAlias = tuple[tuple[float, ...], ...]  # for each comparison of the credit, (M,) a part of the values
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The credit of an attempt, taken apart.
+
+    Attributes:
+        rest: what all others gave: the final reward, and what programs and evaluators emit.
+        by_source: what each automatic rule gave.
+    """
+
+    rest: Parts
+    by_source: Mapping[str, Parts] = field(default_factory=dict)
+
+
+def take_apart(
+    credit: CreditAssigner, transitions: Sequence[Transition], rewards: Sequence[Reward], sources: Collection[str]
+) -> Shares:
+    """Say what each of these sources adds to the credit of an attempt.
+
+    A source's part is the credit of its rewards alone. An assigner for which these parts do not add up, such as
+    `per_agent`, which asks who has rewards of his own, is asked with and without the source instead.
+
+    Args:
+        credit: shares rewards out.
+        transitions: (M,) all of one attempt.
+        rewards: of that attempt.
+        sources: names of the automatic rules.
+
+    Returns:
+        Parts that add up to the credit; 0, and not NaN, where a source says nothing of a call.
+    """
+
+    def of(wanted: Callable[[str], bool]) -> Parts:
+        its = [replace(t, rewards=tuple(r for r in t.rewards if wanted(r.source))) for t in transitions]
+        levels = levels_of(credit(its, [reward for reward in rewards if wanted(reward.source)]))
+        return tuple(tuple(0.0 if math.isnan(value) else value for value in level.values) for level in levels)
+
+    given = {reward.source for reward in (*rewards, *(reward for t in transitions for reward in t.rewards))}
+    found = sorted(given & set(sources))
+    rest = of(lambda source: source not in found)
+    if not found:
+        return Shares(rest)
+    alone = {name: of(lambda source, name=name: source == name) for name in found}  # type: ignore[misc]
+    whole = np.array(of(lambda _: True))
+    parts = [np.array(part) for part in (rest, *alone.values())]
+    largest = max(float(abs(part).max(initial=0.0)) for part in parts)
+    if np.allclose(sum(parts), whole, rtol=_ROUNDING, atol=_ROUNDING * largest):
+        return Shares(rest, alone)
+    left, by_source = whole, {}
+    for number, name in enumerate(found, 1):
+        gone = frozenset(found[:number])
+        less: Parts = of(lambda source, gone=gone: source not in gone)  # type: ignore[misc]
+        without: FloatArray = np.array([list(values) for values in less], dtype=np.float64)
+        by_source[name] = tuple(map(tuple, (left - without).tolist()))
+        left = without
+    return Shares(rest, by_source)
