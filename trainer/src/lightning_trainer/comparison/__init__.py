@@ -1,0 +1,1 @@
+"""Several ways to better agents, on the same tasks with the same budget, measured on the same held-out tasks."""

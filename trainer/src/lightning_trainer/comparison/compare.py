@@ -1,0 +1,252 @@
+"""`compare()`: measures the model as it is, lets each way spend its budget, and measures what each made."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans import hooks
+from lightning_spans.errors import ConfigError, LightningError, NothingToLearnError, UnknownAgentError
+from lightning_spans.schema.agents import selects
+from lightning_trainer.comparison.config import ASKED_NAME, CompareConfig
+from lightning_trainer.comparison.methods import Made, learn, spent
+from lightning_trainer.evaluation import folder as files
+from lightning_trainer.evaluation.evaluate import EvalConfig, evaluate, resumed
+from lightning_trainer.evaluation.statistics import Estimate
+from lightning_trainer.evaluation.summary import Summary, difference
+from lightning_trainer.report.metrics import write_atomically
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.run.data import digest, load_tasks
+from lightning_trainer.run.folders import held
+from lightning_trainer.run.interrupts import Interrupted
+
+COMPARISONS: Final = Path("comparisons")  # where comparisons without a folder of their own go
+BASE: Final = "base"
+RESULT_NAME: Final = "comparison.json"  # in the folder: what it came to
+_LOADING: Final = ("chat_template", "device", "dtype", "max_model_len", "tool_format")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One way, and what came of it.
+
+    Attributes:
+        made: by it, and what that took.
+        summary: of the held-out tasks; None where it found nothing to learn.
+        better: difference to the model as it is, task by task; None likewise.
+    """
+
+    made: Made
+    summary: Summary | None = None
+    better: Estimate | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What a comparison came to.
+
+    Attributes:
+        base: the held-out tasks with the model as it is.
+        sides: the ways, in the order in which they were named.
+        budget: rollouts that each might spend.
+        folder: where it lies.
+    """
+
+    base: Summary
+    budget: int
+    folder: Path
+    sides: Mapping[str, Side] = field(default_factory=dict)
+
+    @property
+    def best(self) -> str | None:
+        """The way with the highest held-out reward, of those that are surely better than the model as it is."""
+        sure = [
+            (side.summary.reward.mean, name)
+            for name, side in self.sides.items()
+            if side.summary is not None and side.better is not None and (side.better.low or 0.0) > 0
+        ]
+        known = [(mean, name) for mean, name in sure if mean is not None]
+        return max(known, key=lambda one: one[0])[1] if known else None
+
+    def best_of(self, agent: str) -> str:
+        """Return the way after which an agent earned most, `base` where that is the model as it is."""
+        summaries: dict[str, Summary] = {BASE: self.base}
+        summaries |= {name: side.summary for name, side in self.sides.items() if side.summary is not None}
+        means = [(each.by_agent[agent].reward.mean, name) for name, each in summaries.items() if agent in each.by_agent]
+        known = [(mean, name) for mean, name in means if mean is not None]
+        return max(known, key=lambda one: one[0], default=(0.0, BASE))[1]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `lightning-rl compare --json` prints."""
+        methods = {}
+        for name, side in self.sides.items():
+            told = {**side.made.to_json(), "seconds": round(side.made.seconds, 1)}
+            if side.summary is not None and side.better is not None:
+                told |= {**side.summary.to_json(), "difference": side.better.mean}
+                told |= {"difference_low": side.better.low, "difference_high": side.better.high}
+                told["seconds"] = round(side.made.seconds, 1)
+            methods[name] = told
+        agents = {name: self.best_of(name) for name in self.base.by_agent if name}
+        both = {"base": self.base.to_json(), "methods": methods, "best": self.best, "best_by_agent": agents}
+        return {**both, "budget": self.budget, "folder": str(self.folder)}
+
+
+def compare(
+    config: CompareConfig, progress: Progress | None = None, *, out: Path | None = None, resume: Path | None = None
+) -> Comparison:
+    """Compare.
+
+    A way that is done is kept, and one that was cut goes on where it can, when the comparison goes on.
+
+    Args:
+        config: what, on what, and how much; of one that goes on, what `config.read` returned.
+        progress: told what happens; by default nobody is.
+        out: folder; None: comparisons/DATE.
+        resume: folder of a comparison to go on with.
+
+    Raises:
+        LightningError: an option, a file or the agent is wrong.
+        Interrupted: somebody asked to stop.
+    """
+    progress = progress or Silent()
+    hooks.load_all()
+    config.check()
+    marks = {"data": digest(load_tasks(config.train.data)), "val": digest(load_tasks(_val(config)))}
+    with _folder(out, resume) as folder:
+        _asked(folder, config, marks, resume)
+        try:
+            return _all(config, folder, progress)
+        except Interrupted:
+            raise Interrupted(f"stopped. Go on with: lightning-rl compare --resume {folder}") from None
+
+
+def _all(config: CompareConfig, folder: Path, progress: Progress) -> Comparison:
+    progress.note("the held-out tasks with the model as it is")
+    base = _measured(config, folder / BASE, config.train.model, None, progress)
+    chosen = config.train.agents or ("*",)
+    names = [name for name in base.by_agent if name and selects(chosen, name)]
+    if not names:
+        seen = ", ".join(filter(None, base.by_agent)) or "none that has a name"
+        raise UnknownAgentError(f"no agent is called {', '.join(chosen)}. Agents seen: {seen}.")
+    sides: dict[str, Side] = {}
+    for method in config.methods:
+        made = _made(method, config, folder, names, progress)
+        if made.nothing is not None:
+            sides[method] = Side(made=made)
+            continue
+        progress.note(f"{method}: the held-out tasks with what it made")
+        model, prompts = made.model or config.train.model, None if made.prompts is None else Path(made.prompts)
+        summary = _measured(config, folder / f"{method}-held-out", model, prompts, progress)
+        sides[method] = Side(made=made, summary=summary, better=difference(summary, base)[0])
+    found = Comparison(base=base, sides=sides, budget=config.budget, folder=folder)
+    write_atomically(folder / RESULT_NAME, (json.dumps(found.to_json(), indent=2) + "\n").encode())
+    return found
+
+
+def _made(method: str, config: CompareConfig, folder: Path, names: list[str], progress: Progress) -> Made:
+    """Let a way spend its budget, unless it has."""
+    kept = folder / f"{method}.json"
+    if kept.exists():
+        return Made(**json.loads(kept.read_text(encoding="utf-8")))
+    progress.note(f"{method}: at most {config.budget} rollouts on the training tasks")
+    began = time.monotonic()
+    try:
+        made = learn(method, config, folder / method, names, progress)
+    except NothingToLearnError as error:
+        made = spent(folder / method, time.monotonic() - began, str(error))
+        progress.note(f"{method}: {str(error).splitlines()[0]}")
+    write_atomically(kept, (json.dumps(made.to_json(), indent=2) + "\n").encode())
+    return made
+
+
+def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | None, progress: Progress) -> Summary:
+    """Run the held-out tasks, sampled as in training, with the same seeds for each side."""
+    if files.is_evaluation(place):
+        return evaluate(resumed(place), progress, resume=place).summary
+    train = config.train
+    load = {name: value for name in _LOADING if (value := getattr(train, name)) not in (None, "auto")}
+    asked = EvalConfig(
+        data=_val(config),
+        target=train.target,
+        command=train.command,
+        reward=train.reward,
+        judge=train.judge,
+        model=model,
+        prompts=prompts,
+        agents=train.agents,
+        samples=config.samples,
+        temperature=train.temperature,
+        max_tokens=train.max_tokens,
+        sampling=train.sampling,
+        seed=train.seed,
+        timeout_s=train.timeout_s,
+        max_attempts=train.max_attempts,
+        workers=train.workers,
+        concurrency=train.concurrency,
+        out=place,
+        load=load,
+    )
+    return evaluate(asked, progress).summary
+
+
+def _val(config: CompareConfig) -> Path:
+    return config.train.val or config.train.data  # there is one: `CompareConfig.check`
+
+
+def _asked(folder: Path, config: CompareConfig, marks: Mapping[str, str], resume: Path | None) -> None:
+    """Keep what was asked; of a comparison that goes on make sure that the tasks are the same."""
+    path = folder / ASKED_NAME
+    if resume is None:
+        text = json.dumps({**config.to_json(), "tasks": marks}, indent=2, default=str) + "\n"
+        write_atomically(path, text.encode())
+        return
+    if json.loads(path.read_text(encoding="utf-8"))["tasks"] != marks:
+        raise ConfigError(f"the tasks have changed since {folder} began. Compare anew, into another folder.")
+
+
+@contextmanager
+def _folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
+    if resume is not None:
+        with held(resume):
+            yield resume
+        return
+    existed = out is not None and out.exists()
+    folder = _new(out)
+    try:
+        with held(folder):
+            yield folder
+    except LightningError:  # before anything was measured: nothing is left that could be gone on with
+        if not (folder / BASE / files.SUMMARY_NAME).exists():
+            shutil.rmtree(folder)
+            if existed:
+                folder.mkdir()
+        raise
+
+
+def _new(out: Path | None) -> Path:
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the folder {out} can't be made: {error.strerror}. Choose --out.") from None
+        if any(out.iterdir()):
+            raise ConfigError(f"{out} is not empty. Choose another --out, or go on with --resume {out}.")
+        return out
+    day = dt.datetime.now().astimezone().date().isoformat()
+    COMPARISONS.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        folder = COMPARISONS / (day if number == 1 else f"{day}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError  # there is always a next number

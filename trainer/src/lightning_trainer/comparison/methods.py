@@ -1,0 +1,181 @@
+"""The ways: each learns from training tasks within its budget, and says what it made and what that took."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.comparison.config import CompareConfig
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.report.progress import Progress
+from lightning_trainer.rl.usage import tokens_of
+from lightning_trainer.run.data import Task, batch_at, load_tasks
+from lightning_trainer.run.folders import STORE_NAME, read_config
+from lightning_trainer.run.local import opened
+from lightning_trainer.run.state import NEWEST
+
+_AT_ONCE: Final = 64  # traces in memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a way made of its budget.
+
+    Attributes:
+        rollouts: executions on training tasks; None where a way left nothing that says so.
+        tokens: of all their model calls, prompts and answers; of prompts, those of the model that proposes, too; None
+            likewise.
+        seconds: by the clock.
+        model: checkpoint with the weights; None where they stayed.
+        prompts: file with prompts; None where they stayed.
+        nothing: why there was nothing to learn; None where there was.
+    """
+
+    rollouts: int | None
+    tokens: int | None
+    seconds: float
+    model: str | None = None
+    prompts: str | None = None
+    nothing: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as kept in the comparison's folder."""
+        return asdict(self)
+
+
+def learn(method: str, config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:
+    """Spend the budget in one way. What an earlier life of the comparison left in the folder is gone on with.
+
+    Args:
+        method: which way.
+        config: of the comparison.
+        folder: of this way.
+        names: of the agents that are bettered, as they were seen.
+        progress: told what happens.
+
+    Raises:
+        LightningError: see `train`, `rejection_sampling` and `optimise`.
+    """
+    ways: Mapping[str, Callable[..., Made]] = {"rl": _rl, "sft": _sft, "prompts": _prompts}
+    return ways[method](config, folder, names, progress)
+
+
+def spent(folder: Path, seconds: float, nothing: str) -> Made:
+    """Return what a way came to that found nothing to learn."""
+    rollouts, tokens = _counted(folder / STORE_NAME)
+    return Made(rollouts=rollouts, tokens=tokens, seconds=seconds, nothing=nothing)
+
+
+def _rl(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:  # noqa: ARG001
+    from lightning_trainer.run.train import train
+
+    if (folder / NEWEST).exists():
+        asked = TrainConfig(**{**read_config(folder), "resume": folder})
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        steps = max(1, config.budget // config.step)
+        own = {"val": None, "val_every": None, "epochs": None, "steps": steps, "out": folder, "resume": None}
+        given = {**config.train.model_dump(), **own, "store": None, "checkpoint": "newest", "keep": 1}
+        asked = TrainConfig(**{name: value for name, value in given.items() if value is not None})
+    result = train(asked, progress)
+    rollouts, tokens = _counted(folder / STORE_NAME)
+    return Made(rollouts=rollouts, tokens=tokens, seconds=result.seconds, model=str(folder))
+
+
+def _sft(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:  # noqa: ARG001
+    from lightning_trainer.sft.config import RoundsConfig
+    from lightning_trainer.sft.rounds import STATE_NAME, rejection_sampling, resumed
+
+    began = time.monotonic()
+    if (folder / STATE_NAME).exists():
+        asked, resume = resumed(folder), folder
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        tasks, resume = load_tasks(config.train.data), None
+        size = config.train.group_size
+        of_a_round = max(1, config.budget // (config.rounds * size))
+        rounds = config.rounds if of_a_round <= len(tasks) else max(1, config.budget // (len(tasks) * size))
+        file = _some(tasks, of_a_round, config.train.seed, folder.with_name(f"{folder.name}-tasks.jsonl"))
+        asked = RoundsConfig(**{**_shared(config.train), "tasks": file, "rounds": rounds, "out": folder, **config.sft})
+    done = rejection_sampling(asked, progress, resume=resume)
+    rollouts, tokens = _counted(folder / STORE_NAME)
+    seconds = time.monotonic() - began
+    return Made(rollouts=rollouts, tokens=tokens, seconds=seconds, model=str(done.checkpoint))
+
+
+def _shared(train: TrainConfig) -> dict[str, Any]:
+    """Return the options that rounds take from a run: who runs, what is trained, how it samples."""
+    same = (
+        "target", "command", "reward", "judge", "agents", "policies", "model", "backend_options", "chat_template",
+        "dtype", "device", "seed", "workers", "concurrency", "timeout_s", "max_attempts", "temperature",
+    )  # fmt: skip
+    lora = ("lora_rank", "lora_alpha") if train.lora_rank else ()
+    found = {name: getattr(train, name) for name in (*same, *lora)}
+    found |= {"samples": train.group_size, "answer_tokens": train.max_tokens}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:
+    from lightning_trainer.evaluation.subjects import read_subject
+    from lightning_trainer.prompts.optimise import PromptsConfig, optimise
+
+    began, train = time.monotonic(), config.train
+    folder.mkdir(exist_ok=True)
+    out = folder / "prompts.json"
+    search = out.with_name(f"{out.name}.search")
+    if not (search / "gepa_state.bin").exists():
+        shutil.rmtree(search, ignore_errors=True)
+        out.unlink(missing_ok=True)
+    tasks = load_tasks(train.data)
+    if config.reflect is None:
+        raise ConfigError("prompts needs a model that proposes them: --reflect [MODEL=]URL.")
+    found = optimise(
+        PromptsConfig(
+            data=_some(tasks, max(4, config.budget // 6), train.seed, folder / "tasks.jsonl"),
+            agents=tuple(names),
+            reflect=config.reflect,
+            budget=config.budget,
+            out=out,
+            target=train.target,
+            command=train.command,
+            reward=train.reward,
+            subject=read_subject(train.model),
+            seed=train.seed,
+            concurrency=train.concurrency,
+            timeout_s=train.timeout_s,
+        ),
+        progress,
+        resume=search.exists(),
+    )
+    nothing = None if found.diff else "no proposal was better than the agents' own prompts"
+    seconds = time.monotonic() - began
+    return Made(rollouts=found.rollouts, tokens=found.tokens, seconds=seconds, prompts=str(out), nothing=nothing)
+
+
+def _some(tasks: Sequence[Task], count: int, seed: int, file: Path) -> Path:
+    """Write so many of the tasks, drawn as a run draws its first batch, and return the file."""
+    places = batch_at(0, len(tasks), min(count, len(tasks)), seed)
+    lines = (json.dumps(tasks[place], ensure_ascii=False) + "\n" for place in places)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(lines), encoding="utf-8")
+    return file
+
+
+def _counted(store: Path) -> tuple[int, int] | tuple[None, None]:
+    """Count the rollouts of a way, and the tokens of their model calls; None where there is no store."""
+    if not store.exists():
+        return None, None
+    with opened(str(store)) as kept:
+        ids = [rollout.rollout_id for rollout in kept.rollouts()]
+        tokens = 0
+        for first in range(0, len(ids), _AT_ONCE):
+            for trace in traces_of(kept, rollout_ids=ids[first : first + _AT_ONCE]):
+                tokens += sum(sum(tokens_of(node)) for node in trace.chats)
+    return len(ids), tokens

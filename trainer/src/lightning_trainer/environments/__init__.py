@@ -1,0 +1,113 @@
+"""Environments that exist as task sources: a `verifiers` environment or an OpenEnv server becomes tasks and a target.
+
+An environment has its tasks, its own loop and its own reward. `open_environment` writes its tasks to a file and names
+the function that runs the loop on one of them, with every model call at the attempt's gateway; so training, evaluating
+and all else go on as with any program and any task file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias, cast
+
+from lightning_spans.errors import ConfigError, DataError
+from lightning_trainer.models import cache_folder
+
+__all__ = ["Opened", "open_environment"]
+
+Row: TypeAlias = dict[str, Any]
+
+DEFAULT_TASKS: Final = 200
+_KINDS: Final = {"verifiers": "from_verifiers", "openenv": "from_openenv"}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a run needs of an environment.
+
+    Attributes:
+        target: ``module:function`` that runs the environment's loop on one task and returns its reward.
+        data: file of its tasks.
+        val: file of held-out tasks; None where none were wanted.
+    """
+
+    target: str
+    data: Path
+    val: Path | None
+
+
+class _Source(Protocol):
+    """What a module of a kind of environments offers, beside its ``run(row)``."""
+
+    def tasks(
+        self, name: str, options: Mapping[str, Any], count: int, held_out: int
+    ) -> tuple[Sequence[Row], Sequence[Row]]:
+        """Return tasks to learn from and held-out ones, as JSON."""
+        ...
+
+
+def open_environment(
+    name: str, options: Mapping[str, Any] | None = None, *, tasks: int = DEFAULT_TASKS, held_out: int = 0
+) -> Opened:
+    """Write an environment's tasks to files, and say what runs them.
+
+    Args:
+        name: ``verifiers:NAME`` or NAME, an installed environment of verifiers; ``openenv:URL`` or URL, an OpenEnv
+            server that runs.
+        options: of the environment; see its kind.
+        tasks: at most so many to learn from.
+        held_out: so many others, for ``val``.
+
+    Raises:
+        ConfigError: the package or the environment is not there, or it refuses the options.
+        DataError: it has too few tasks, or one that is no JSON.
+    """
+    kind, rest = _kind(name)
+    module = f"{__name__}.{_KINDS[kind]}"
+    source = cast(_Source, importlib.import_module(module))
+    own = dict(options or {})
+    learned, held = source.tasks(rest, own, tasks, held_out)
+    if not learned or len(held) < held_out:
+        raise DataError(
+            f"environment {name} has {len(learned) + len(held)} tasks, and at least one to learn from and {held_out}"
+            " held out are wanted. Ask for fewer held out."
+        )
+    place = cache_folder() / "environments"
+    data = _written(place, rest, [{"environment": rest, "options": own, "task": task} for task in learned])
+    val = _written(place, rest, [{"environment": rest, "options": own, "task": task} for task in held])
+    return Opened(target=f"{module}:run", data=data, val=val if held else None)
+
+
+def _kind(name: str) -> tuple[str, str]:
+    kind, colon, rest = name.partition(":")
+    if name.startswith(("http://", "https://", "ws://", "wss://")):
+        return "openenv", name
+    if not colon:
+        return "verifiers", name
+    if kind not in _KINDS or not rest:
+        raise ConfigError(
+            f"environment {name!r}: write verifiers:NAME, openenv:URL, the bare name of an environment of verifiers, or"
+            " the bare URL of an OpenEnv server."
+        )
+    return kind, rest
+
+
+def _written(folder: Path, name: str, rows: Sequence[Row]) -> Path:
+    """Write tasks under a name that follows from them, so that a run that goes on finds its own."""
+    try:
+        text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"environment {name} has a task that can't be kept as JSON: {error}.") from None
+    plain = "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")[-60:]
+    path = folder / f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    if rows and not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    return path

@@ -1,0 +1,159 @@
+"""One line a sample: what one execution on one task came to, as it is kept beside the store."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from lightning_spans.schema.agents import label
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.rl.scores import agents_totals, total
+from lightning_trainer.rl.usage import tokens_of
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
+    from lightning_spans.schema.attempts import AttemptRecord
+    from lightning_spans.store import Store
+
+Status: TypeAlias = Literal["succeeded", "crashed", "failed"]
+_AT_ONCE: Final = 64  # traces in memory
+_NS: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What an agent did in one sample.
+
+    Attributes:
+        calls: model calls, failed ones among them.
+        failed_calls: model calls that failed.
+        elsewhere: model calls that another model than the one that is measured answered.
+        prompt_tokens: as the engine or the model server counted them.
+        response_tokens: likewise.
+        tool_calls: tools that ran.
+        tool_errors: tools that failed.
+    """
+
+    calls: int = 0
+    failed_calls: int = 0
+    elsewhere: int = 0
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+
+    def __add__(self, other: Usage) -> Usage:
+        """Add up."""
+        mine, its = asdict(self), asdict(other)
+        return Usage(**{name: mine[name] + its[name] for name in mine})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One execution on one task.
+
+    Attributes:
+        task: the task's place in the data, from 0.
+        sample: its place among the samples of the task, from 0.
+        rollout_id: in the store.
+        attempt_id: the attempt that counts; None where none began.
+        status: ``succeeded``; ``crashed``: failed after a model had answered, by what it said; ``failed``: anything
+            else, such as a time-out or a model server that does not answer.
+        reward: of the whole attempt; None unless it succeeded.
+        rewards: by agent, where rewards were given by agent.
+        usage: by agent; the key "" holds calls and tools that nothing names.
+        seconds: of the attempt.
+        error: why it failed; None where it succeeded at once.
+    """
+
+    task: int
+    sample: int
+    rollout_id: str
+    attempt_id: str | None
+    status: Status
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    usage: Mapping[str, Usage] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line of the file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Sample:
+        """Read a line of the file."""
+        usage = {name: Usage(**counts) for name, counts in line["usage"].items()}
+        return cls(**{**line, "usage": usage})
+
+
+def read_samples(
+    store: Store,
+    places: Mapping[str, tuple[int, int]],
+    outcomes: Sequence[Outcome],
+    agents: Sequence[str] | None = None,
+) -> list[Sample]:
+    """Return what became of rollouts, a sample each.
+
+    Args:
+        store: has their traces.
+        places: task and sample of each rollout, by its id.
+        outcomes: of the rollouts.
+        agents: names and globs that are selected: agents selected by their path are called by it.
+    """
+    usage = dict(_usages(store, [a.attempt_id for a in map(_counted, outcomes) if a is not None], agents))
+    return [_sample(outcome, places[outcome.rollout.rollout_id], usage) for outcome in outcomes]
+
+
+def _counted(outcome: Outcome) -> AttemptRecord | None:
+    """Return the attempt that counts: the first crash, else the success, else the last."""
+    return outcome.crash or outcome.attempt or (outcome.attempts[-1] if outcome.attempts else None)
+
+
+def _sample(outcome: Outcome, place: tuple[int, int], usage: Mapping[str, Mapping[str, Usage]]) -> Sample:
+    attempt = _counted(outcome)
+    good = outcome.attempt is not None and outcome.crash is None and outcome.unjudged is None
+    status: Status = "crashed" if outcome.crash is not None else "succeeded" if good else "failed"
+    ended_ns = None if attempt is None else attempt.ended_ns
+    return Sample(
+        task=place[0],
+        sample=place[1],
+        rollout_id=outcome.rollout.rollout_id,
+        attempt_id=None if attempt is None else attempt.attempt_id,
+        status=status,
+        reward=total(outcome.rewards) if good else None,
+        rewards=agents_totals(outcome.rewards) if good else {},
+        usage={} if attempt is None else usage.get(attempt.attempt_id, {}),
+        seconds=round((ended_ns - attempt.started_ns) / _NS, 3) if attempt and ended_ns else 0.0,
+        error=outcome.error,
+    )
+
+
+def _usages(
+    store: Store, attempt_ids: Sequence[str], agents: Sequence[str] | None
+) -> Iterator[tuple[str, dict[str, Usage]]]:
+    for first in range(0, len(attempt_ids), _AT_ONCE):
+        for trace in traces_of(store, attempt_ids=attempt_ids[first : first + _AT_ONCE]):
+            if trace.attempt_id is not None:
+                yield trace.attempt_id, usage_of(trace, agents)
+
+
+def usage_of(trace: Trace, agents: Sequence[str] | None = None) -> dict[str, Usage]:
+    """Count what each agent did in an attempt; those selected by their path are called by it."""
+    found: defaultdict[str, Usage] = defaultdict(Usage)
+    for node in trace.chats:
+        prompt, response = tokens_of(node)
+        found[label(node.path or "", agents)] += Usage(
+            calls=1,
+            failed_calls=int(node.error is not None),
+            elsewhere=int(node.call is None),
+            prompt_tokens=prompt,
+            response_tokens=response,
+        )
+    for node in trace.tools:
+        found[label(node.path or "", agents)] += Usage(tool_calls=1, tool_errors=int(node.span.status == "error"))
+    return dict(found)

@@ -1,0 +1,214 @@
+"""What is evaluated: a model that is loaded here, an endpoint, or the program as it is, at its own endpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.config import CONFIG_NAME
+from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
+from lightning_trainer.models import look
+from lightning_trainer.policies import ADAPTERS_NAME, Policies, parse
+from lightning_trainer.run.state import NEWEST
+
+if TYPE_CHECKING:
+    from lightning_trainer.gateway.engine import Engine
+
+_PROBE_S: Final = 10.0
+_POLICY: Final = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class AsItIs:
+    """The program as it is: every call goes where it always goes."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return "the program's own endpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An OpenAI-compatible server.
+
+    Attributes:
+        url: its base URL.
+        model: what it is asked for; None: its only one.
+        key: what it wants as bearer key.
+    """
+
+    url: str
+    model: str | None = None
+    key: str | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"{self.model} at {self.url}" if self.model else self.url
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights that are loaded here.
+
+    Attributes:
+        model: a folder, a hub id, or a name that the backend knows.
+        run: the run that they come from, which says whose adapter is whose; None where they are of no run.
+    """
+
+    model: str
+    run: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return self.model
+
+
+Subject: TypeAlias = AsItIs | Endpoint | Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """What answers the calls of agents.
+
+    Attributes:
+        model: the name that they ask for; None: they go where they always go.
+        engines: loaded here.
+        upstreams: servers elsewhere.
+        policies: policy by agent, for agents that have their own.
+    """
+
+    model: str | None = None
+    engines: Sequence[Engine] = ()
+    upstreams: Sequence[Upstream] = ()
+    policies: Policies = field(default_factory=Policies)
+
+
+def read_subject(text: str, *, key: str | None = None) -> Subject:
+    """Read what somebody names: a URL, ``MODEL=URL``, a run, a checkpoint, a model folder, or a model's name.
+
+    Raises:
+        ConfigError: there is no such model, or a run has nothing to evaluate.
+    """
+    _, equals, url = text.partition("=")
+    if text.startswith(("http://", "https://")):
+        return endpoint(text, key=key)
+    if equals and url.startswith(("http://", "https://")):
+        return endpoint(url, model=text.partition("=")[0], key=key)
+    return _weights(text)
+
+
+def endpoint(url: str, *, model: str | None = None, key: str | None = None) -> Endpoint:
+    """Read the address of a server; one without a path gets ``/v1``.
+
+    Raises:
+        ConfigError: it is no URL.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"endpoint {url!r}: give a URL, such as http://127.0.0.1:8000/v1.")
+    return Endpoint(parse_upstream(f"{model or 'model'}={url}").url, model, key)
+
+
+def chosen_agents(subject: Subject) -> tuple[str, ...] | None:
+    """Return the agents that a run trained; None where the subject is of no run, or all were."""
+    config = _config(subject.run) if isinstance(subject, Model) and subject.run is not None else {}
+    agents = config.get("agents")
+    return tuple(agents) if agents else None
+
+
+@contextmanager
+def answering(subject: Subject, **options: Any) -> Iterator[Answering]:
+    """Open what answers.
+
+    Args:
+        subject: what is evaluated.
+        options: of the torch backend, for weights that are loaded here.
+
+    Raises:
+        ConfigError: it can't be loaded or reached.
+    """
+    if isinstance(subject, AsItIs):
+        yield Answering()
+    elif isinstance(subject, Endpoint):
+        model = subject.model or only_model(subject)
+        yield Answering(model=model, upstreams=(Upstream(model, subject.url, subject.key),))
+    else:
+        with _loaded(subject, options) as found:
+            yield found
+
+
+@contextmanager
+def _loaded(subject: Model, options: dict[str, Any]) -> Iterator[Answering]:
+    from lightning_trainer.backends.torch.backend import open_torch
+
+    adapters = (Path(subject.model) / ADAPTERS_NAME).is_file()
+    policies = parse(_config(subject.run).get("policies") or {}) if adapters and subject.run else Policies()
+    if adapters and not policies.by_agent:
+        raise ConfigError(f"{subject.model} holds adapters of agents, and not whose they are. Give the run's folder.")
+    name = None if adapters else _POLICY
+    with closing(open_torch(subject.model, **{"name": name, **options})) as learner:
+        unknown = "policy"  # refused by the gateway where agents have policies of their own
+        model = unknown if adapters else learner.engine.model
+        yield Answering(model=model, engines=learner.engines, policies=policies)
+
+
+def _weights(text: str) -> Model:
+    """Find the weights of a run, a checkpoint or a model.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    found = look(text)
+    if found.folder is None:
+        return Model(text)
+    run = _run_of(found.folder.resolve(), steps=found.kind == "checkpoint")
+    return Model(text) if run is None and found.kind != "checkpoint" else Model(str(found.folder), run)
+
+
+def _run_of(folder: Path, *, steps: bool) -> Path | None:
+    """Return the run that weights come from: `train` keeps them by step, `sft` one below its folder."""
+    places = [folder.parent] if folder.name == NEWEST else [folder.parent.parent] if steps else []
+    return next((place for place in places if (place / CONFIG_NAME).is_file()), None)
+
+
+def _config(run: Path | None) -> dict[str, Any]:
+    if run is None:
+        return {}
+    try:
+        values: dict[str, Any] = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run / CONFIG_NAME} can't be read: {error}. Give a run's folder, or a model.") from None
+    return values
+
+
+def only_model(subject: Endpoint) -> str:
+    """Ask a server for its only model.
+
+    Raises:
+        ConfigError: it can't be reached, does not say, or has several.
+    """
+    import httpx
+
+    headers = {"authorization": f"Bearer {subject.key}"} if subject.key else {}
+    try:
+        answer = httpx.get(f"{subject.url}/models", headers=headers, timeout=_PROBE_S)
+        answer.raise_for_status()
+        names = [str(model["id"]) for model in answer.json()["data"]]
+    except httpx.TransportError as error:
+        raise ConfigError(f"endpoint {subject.url} can't be reached: {error}. Is it running?") from None
+    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"endpoint {subject.url} does not say which models it has ({str(error).splitlines()[0]}). Name one with"
+            " --model, and give its key in LIGHTNING_UPSTREAM_KEY or --endpoint-key where it wants one."
+        ) from None
+    if len(names) != 1:
+        listed = ", ".join(names[:20]) or "none"
+        raise ConfigError(f"endpoint {subject.url} has {len(names)} models: {listed}. Name one with --model.")
+    return names[0]

@@ -1,0 +1,196 @@
+"""What the samples of an evaluation come to: mean reward, pass@k, agents, and the difference to another evaluation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from lightning_trainer.evaluation.samples import Sample, Usage
+from lightning_trainer.evaluation.statistics import METHOD, Estimate, estimate, pass_all, pass_at
+from lightning_trainer.rl.rollouts import Failed
+
+_MOST_EACH: Final = 64  # values of k that are printed one by one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counting:
+    """How samples count.
+
+    Attributes:
+        failed: the reward of a sample whose program failed by what the model said; ``exclude`` leaves it out, and
+            ``lowest`` takes 0, or the lowest reward of the evaluation where that is less.
+        success: the least reward that is a success.
+    """
+
+    failed: Failed = "lowest"
+    success: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSummary:
+    """What one agent came to.
+
+    Attributes:
+        reward: mean over tasks of what it earned: its own rewards where the program gives rewards by agent, else the
+            attempt's, of the samples in which it spoke.
+        usage: what it did, in all samples.
+    """
+
+    reward: Estimate
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What an evaluation came to.
+
+    Attributes:
+        reward: mean over tasks of the mean of each task's samples.
+        tasks: tasks of which at least one sample counts.
+        samples: samples that were drawn of each task.
+        counted: samples that count.
+        crashed: samples whose program failed by what the model said.
+        left_out: samples that failed otherwise, and do not count.
+        pass_at: chance that at least one of k samples succeeds, by k.
+        pass_all: chance that k samples all succeed, by k.
+        by_agent: by the agent's name; calls that nothing names are under "".
+        sample_seconds: mean time of a sample.
+        failed_reward: what a crash counted as; None where it was left out.
+        by_task: mean of each task's samples, by the task's place.
+    """
+
+    reward: Estimate
+    tasks: int
+    samples: int
+    counted: int
+    crashed: int
+    left_out: int
+    pass_at: Mapping[int, float]
+    pass_all: Mapping[int, float]
+    by_agent: Mapping[str, AgentSummary]
+    sample_seconds: float
+    failed_reward: float | None
+    by_task: Mapping[int, float]
+
+    @property
+    def usage(self) -> Usage:
+        """What all agents did together."""
+        return sum((agent.usage for agent in self.by_agent.values()), Usage())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `lightning-rl eval --json` prints of it."""
+        return {
+            **self.reward.to_json(),
+            "interval": METHOD,
+            "tasks": self.tasks,
+            "samples": self.samples,
+            "pass_at": self.pass_at.get(self.samples),
+            "pass_all": self.pass_all.get(self.samples),
+            "pass_at_each": {str(k): value for k, value in self.pass_at.items()},
+            "pass_all_each": {str(k): value for k, value in self.pass_all.items()},
+            "by_agent": {
+                name: {**agent.reward.to_json(), **asdict(agent.usage)} for name, agent in self.by_agent.items()
+            },
+            **asdict(self.usage),
+            "counted": self.counted,
+            "failed": self.crashed + self.left_out,
+            "crashed": self.crashed,
+            "left_out": self.left_out,
+            "failed_reward": self.failed_reward,
+            "sample_seconds": round(self.sample_seconds, 3),
+        }
+
+
+def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
+    """Put the samples of an evaluation together."""
+    crash = _crash_reward(samples, counting)
+    by_task: defaultdict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if (value := counted(sample, crash)) is not None:
+            by_task[sample.task].append(value)
+    drawn = max((sample.sample for sample in samples), default=-1) + 1
+    crashed = sum(sample.status == "crashed" for sample in samples)
+    good = {task: sum(value >= counting.success for value in values) for task, values in by_task.items()}
+    each = {
+        k: [(len(values), good[task]) for task, values in by_task.items() if len(values) >= k] for k in _places(drawn)
+    }
+    means = {task: sum(values) / len(values) for task, values in sorted(by_task.items())}
+    return Summary(
+        reward=estimate(list(means.values())),
+        tasks=len(means),
+        samples=drawn,
+        counted=sum(map(len, by_task.values())),
+        crashed=crashed,
+        left_out=len(samples) - sum(map(len, by_task.values())) - (crashed if crash is None else 0),
+        pass_at={k: _mean([pass_at(n, c, k) for n, c in its]) for k, its in each.items() if its},
+        pass_all={k: _mean([pass_all(n, c, k) for n, c in its]) for k, its in each.items() if its},
+        by_agent=_by_agent(samples, crash),
+        sample_seconds=_mean([sample.seconds for sample in samples]) if samples else 0.0,
+        failed_reward=crash,
+        by_task=means,
+    )
+
+
+def difference(this: Summary, other: Summary) -> tuple[Estimate, int]:
+    """Return how much more reward this evaluation has than another of the same tasks, and on how many tasks.
+
+    Paired: the difference of the two means of each task, whose mean and interval are taken over the tasks that count
+    in both.
+    """
+    both = [task for task in this.by_task if task in other.by_task]
+    return estimate([this.by_task[task] - other.by_task[task] for task in both]), len(both)
+
+
+def counted(sample: Sample, crash: float | None) -> float | None:
+    """Return the reward with which a sample counts; None where it is left out."""
+    return crash if sample.status == "crashed" else sample.reward
+
+
+def _crash_reward(samples: Sequence[Sample], counting: Counting) -> float | None:
+    if counting.failed == "exclude":
+        return None
+    if counting.failed == "lowest":
+        return min([0.0, *(sample.reward for sample in samples if sample.reward is not None)])
+    return float(counting.failed)
+
+
+def _places(drawn: int) -> list[int]:
+    """Return the values of k to tell: all, or powers of two and the last where they are many."""
+    if drawn <= _MOST_EACH:
+        return list(range(1, drawn + 1))
+    return sorted({*(2**power for power in range(drawn.bit_length())), drawn})
+
+
+def _by_agent(samples: Sequence[Sample], crash: float | None) -> dict[str, AgentSummary]:
+    own = {name for sample in samples for name in sample.rewards}
+    names = {*own, *(name for sample in samples for name in sample.usage)}
+    earned: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    usage: defaultdict[str, Usage] = defaultdict(Usage)
+    for sample in samples:
+        for name, its in sample.usage.items():
+            usage[name] += its
+        for name in names:
+            if name and (value := _earned(sample, name, name in own, crash)) is not None:
+                earned[name][sample.task].append(value)
+    return {
+        name: AgentSummary(
+            reward=estimate([_mean(values) for _, values in sorted(earned[name].items())]), usage=usage[name]
+        )
+        for name in sorted(names)
+    }
+
+
+def _earned(sample: Sample, name: str, own: bool, crash: float | None) -> float | None:
+    """Return what an agent earned in a sample; None where it earned nothing there, or the sample does not count."""
+    spoke = name in sample.usage
+    if sample.status == "crashed":
+        return crash if spoke else None
+    if own:
+        return sample.rewards.get(name)
+    return sample.reward if spoke else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

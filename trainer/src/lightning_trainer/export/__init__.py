@@ -1,0 +1,1 @@
+"""Traces of a store as data sets for other trainers: conversations, preference pairs, exact tokens, spans."""

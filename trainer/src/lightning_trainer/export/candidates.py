@@ -1,0 +1,161 @@
+"""Lines that may be written: each with what decides whether it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_spans.schema.agents import label, selects
+from lightning_spans.schema.json import dumps
+from lightning_spans.schema.transitions import Transition
+from lightning_trainer.export.branches import Branch, Said, answers_in, branches, tokens_of
+from lightning_trainer.export.chat import UnreadableError, exchange, spoken
+from lightning_trainer.export.episodes import Episode, digest
+from lightning_trainer.export.files import Line
+from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.rl.account import CALL_FAILED, NO_TOKENS, NOT_SELECTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What is known of a line while the store is read.
+
+    Attributes:
+        place: of the line in the spool.
+        calls: model calls in it.
+        agent: who made them.
+        reward: what the agent earned in the attempt.
+        group: attempts that are compared.
+        attempt: the attempt, or the trace.
+        task: digest of the task; None where nobody named one.
+        opening: digest of what the attempt's first call was asked.
+        validation: whether it was run to validate.
+        prompt: digest of what the line's answer was asked.
+        content: digest of all that is learned from.
+    """
+
+    place: int
+    calls: int
+    agent: str | None
+    reward: float | None
+    group: str
+    attempt: str
+    task: str | None
+    opening: str | None
+    validation: bool
+    prompt: str
+    content: str
+
+
+def lines_of(episode: Episode, wanted: Wanted, left_out: Counter[str]) -> Iterator[tuple[Line, dict[str, Any]]]:
+    """Make the lines of an attempt, each with the fields of `Candidate` that say what it holds.
+
+    Args:
+        episode: the attempt.
+        wanted: the format among it.
+        left_out: counts the calls that are in none, by reason.
+    """
+    said = list(_said(episode, wanted, left_out))
+    parts = [[each] for each in said] if wanted.format == "dpo" else branches(said)
+    rewards = {path: episode.reward_of(path, wanted.sources) for path in {each.call.path for each in said}}
+    for branch in parts:
+        path = branch[0].call.path
+        reward, agent = rewards[path], None if path is None else label(path, wanted.agents)
+        line = _line(branch, wanted) | _provenance(branch, episode, reward, agent)
+        asked, learned = _digests(branch)
+        yield (
+            line,
+            {
+                "calls": len(branch),
+                "agent": agent,
+                "reward": reward,
+                "group": episode.group,
+                "attempt": branch[0].call.attempt_id,
+                "task": episode.task,
+                "opening": episode.opening,
+                "validation": episode.validation,
+                "prompt": asked,
+                "content": learned,
+            },
+        )
+
+
+def _said(episode: Episode, wanted: Wanted, left_out: Counter[str]) -> Iterator[Said]:
+    for call in episode.calls:
+        reason, said = episode.problem, None
+        if wanted.agents is not None and not selects(wanted.agents, call.path):
+            reason = NOT_SELECTED
+        elif reason is None:
+            reason, said = _read(call, wanted)
+        if said is None:
+            left_out[reason or CALL_FAILED] += 1
+        else:
+            yield said
+
+
+def _read(call: Transition, wanted: Wanted) -> tuple[str | None, Said | None]:
+    if call.error is not None:
+        return CALL_FAILED, None
+    if wanted.format == "tokens":
+        return (NO_TOKENS, None) if call.tokens is None else (None, Said(call))
+    try:
+        return None, Said(call, exchange(call))
+    except UnreadableError as error:
+        return str(error), None
+
+
+def _line(branch: Branch, wanted: Wanted) -> Line:
+    """Return what is learned from; `dpo` puts two of them together later."""
+    tokens = tokens_of(branch) if wanted.ids or wanted.format == "tokens" else None
+    exact = {} if tokens is None else dict(zip(("input_ids", "labels"), tokens, strict=True))
+    last = branch[-1].exchange
+    if last is None:
+        return exact
+    tools = dumps(list(last.tools)).decode() if last.tools else None
+    if wanted.format == "dpo":
+        recorded = branch[-1].call.tokens
+        known = wanted.ids and recorded is not None
+        ids = {"prompt_ids": list(recorded.prompt), "answer_ids": list(recorded.response)} if known and recorded else {}
+        return {"prompt": list(last.messages), "answer": [last.answer], "tools": tools, **ids}
+    return {"messages": last.whole, "tools": tools, "answers": answers_in(branch), **exact}
+
+
+def _provenance(branch: Branch, episode: Episode, reward: float | None, agent: str | None) -> Line:
+    call = branch[-1].call
+    return {
+        "agent": agent,
+        **({} if call.path in {None, call.agent} else {"agent_path": call.path}),
+        "reward": reward,
+        "rollout_id": call.rollout_id,
+        "attempt_id": call.attempt_id,
+        "group_id": episode.group,
+        "span_ids": [said.call.span_id for said in branch],
+        "policy": call.policy,
+        "policy_version": call.policy_version,
+        "origin": episode.origin,
+    }
+
+
+def _digests(branch: Branch) -> tuple[str, str]:
+    """Digest what the first answer of a line was asked, and all of the line that is learned from."""
+    first, last = branch[0], branch[-1]
+    if last.exchange is None or first.exchange is None:
+        tokens = last.call.tokens
+        asked: Mapping[str, Any] = {"ids": first.call.tokens.prompt if first.call.tokens else ()}
+        learned: Any = tokens and [tokens.prompt, tokens.response, _labelled(branch)]
+    else:
+        asked = {"asked": _texts(first, whole=False), "tools": first.exchange.tools}
+        learned = [_texts(last, whole=True), last.exchange.tools, answers_in(branch)]
+    agent = last.call.agent
+    return digest([agent, asked]), digest([agent, learned])
+
+
+def _texts(said: Said, *, whole: bool) -> list[str]:
+    found = said.exchange
+    return [] if found is None else [part.decode() for part in spoken(found.whole if whole else found.messages)]
+
+
+def _labelled(branch: Branch) -> list[int]:
+    return [len(said.call.tokens.prompt) for said in branch if said.call.tokens is not None]

@@ -1,0 +1,133 @@
+"""What a store knows of each attempt, as calls with what their agents earned, or with the reason to leave them out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_spans import hooks
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.schema.agents import earns
+from lightning_spans.schema.attempts import AttemptRecord
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.transitions import Transition
+from lightning_spans.store import Store
+from lightning_spans.store.protocol import Where, each
+from lightning_spans.store.traces import each_trace
+from lightning_trainer.export.chat import UnreadableError, exchange, spoken
+from lightning_trainer.export.wanted import NOT_ENDED, OTHER_ATTEMPT, Wanted
+from lightning_trainer.rl.account import ATTEMPT_FAILED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """An attempt, or a trace that belongs to none.
+
+    Attributes:
+        trace: all of it.
+        attempt: the attempt's record; None where no queue knows it.
+        calls: its model calls.
+        task: digest of the task; None where nobody named one.
+        opening: digest of what its first model call was asked; None where that can't be read.
+        group: its rollouts are compared.
+        problem: why none of it is exported; None where it is.
+    """
+
+    trace: Trace
+    attempt: AttemptRecord | None
+    calls: tuple[Transition, ...]
+    task: str | None
+    opening: str | None
+    group: str
+    problem: str | None
+
+    @property
+    def validation(self) -> bool:
+        """Whether it was run to validate: its task is held out from training."""
+        return self.attempt is not None and self.attempt.rollout.mode == "val"
+
+    @property
+    def origin(self) -> str:
+        """What it was recorded for."""
+        return self.trace.nodes[0].span.origin if self.trace.nodes else ""
+
+    def reward_of(self, path: str | None, sources: tuple[str, ...] | None) -> float | None:
+        """Add up what the agent of a path earned: the attempt's rewards, its own, and those of its calls.
+
+        Returns:
+            None where nobody said how well it did.
+        """
+        callers = {span_id: node.path for node in self.trace.chats for span_id in (node.span.span_id, *node.merged)}
+        earned = [
+            reward.value
+            for reward in self.trace.rewards
+            if (sources is None or reward.source in sources) and _concerns(reward, path, callers)
+        ]
+        return sum(earned) if earned else None
+
+
+def _concerns(reward: Reward, path: str | None, callers: Mapping[str, str | None]) -> bool:
+    if reward.span_id is not None and reward.span_id in callers:
+        return callers[reward.span_id] == path
+    return earns(reward.agent, path)
+
+
+def episodes(store: Store, wanted: Wanted) -> Iterator[Episode]:
+    """Read every trace of a store that is wanted, in the order of their start."""
+    where = Where(origin=wanted.origin, rollout_ids=wanted.rollout_ids)
+    attempts = {each_.attempt_id: each_ for each_ in each(store, AttemptRecord, where)}
+    newest = _newest(attempts)
+    for trace in each_trace(store, origin=wanted.origin, rollout_ids=wanted.rollout_ids):
+        attempt = attempts.get(trace.attempt_id or "")
+        calls = tuple(hooks.manager().hook.lightning_adapt(trace=trace) or ())
+        opening = _opening(calls)
+        task = None if attempt is None else digest(_named(attempt.rollout.task, wanted.task_fields))
+        yield Episode(
+            trace=trace,
+            attempt=attempt,
+            calls=calls,
+            task=task,
+            opening=opening,
+            group=attempt.rollout.group_id if attempt is not None else opening or trace.attempt_id or "",
+            problem=_problem(attempt, newest),
+        )
+
+
+def digest(value: Any) -> str:
+    """Return text that is the same for the same JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _newest(attempts: Mapping[str, AttemptRecord]) -> dict[str, str]:
+    """Return the attempt that counts of each rollout: the last that succeeded."""
+    good = [attempt for attempt in attempts.values() if attempt.status == "succeeded"]
+    return {one.rollout.rollout_id: one.attempt_id for one in sorted(good, key=lambda attempt: attempt.number)}
+
+
+def _problem(attempt: AttemptRecord | None, newest: Mapping[str, str]) -> str | None:
+    if attempt is None:
+        return None
+    if attempt.status == "running":
+        return NOT_ENDED
+    if attempt.status != "succeeded":
+        return ATTEMPT_FAILED
+    return None if newest[attempt.rollout.rollout_id] == attempt.attempt_id else OTHER_ATTEMPT
+
+
+def _named(task: Mapping[str, Any], fields: tuple[str, ...] | None) -> Mapping[str, Any]:
+    """Return what says which task it is; the whole task where it has none of the fields."""
+    found = {name: task[name] for name in fields or () if name in task}
+    return found or task
+
+
+def _opening(calls: tuple[Transition, ...]) -> str | None:
+    for call in calls:
+        try:
+            asked = exchange(replace(call, finish_reason="stop", message={"role": "assistant", "content": "-"}))
+        except UnreadableError:
+            continue
+        return digest([part.decode() for part in spoken(asked.messages)])
+    return None

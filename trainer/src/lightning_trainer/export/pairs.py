@@ -1,0 +1,82 @@
+"""Preference pairs: two answers to one prompt in one group, of which one earned more."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from lightning_trainer.export import wanted as reasons
+from lightning_trainer.export.candidates import Candidate
+from lightning_trainer.export.files import Line, Spool
+from lightning_trainer.export.wanted import Wanted
+
+Pair = tuple[Candidate, Candidate]  # the better, the worse
+_FROM = ("reward", "rollout_id", "attempt_id", "span_ids", "policy", "policy_version")
+
+
+def pairs(candidates: Sequence[Candidate], wanted: Wanted, left_out: Counter[str]) -> list[Pair]:
+    """Make pairs of the calls of an agent that were asked the same in one group. Calls in no pair are counted.
+
+    Only these can be compared: of two attempts that asked different things, nobody knows which answer made the
+    difference. A pair that stands there already, from another group, is left out.
+    """
+    asked: defaultdict[tuple[str, str | None, str], list[Candidate]] = defaultdict(list)
+    for each in candidates:
+        if each.reward is None:
+            left_out[reasons.NO_REWARD] += each.calls
+        else:
+            asked[each.group, each.agent, each.prompt].append(each)
+    found: dict[tuple[str, str], Pair] = {}
+    for own in asked.values():
+        made, reason = _pairs(own, wanted)
+        used = {each.place for pair in made for each in pair}
+        if unused := sum(each.place not in used for each in own):
+            left_out[reason] += unused
+        for pair in made:
+            if found.setdefault((pair[0].content, pair[1].content), pair) is not pair:
+                left_out[reasons.TWICE] += 1
+    return list(found.values())
+
+
+def _pairs(own: list[Candidate], wanted: Wanted) -> tuple[list[Pair], str]:
+    """Pair answers to one prompt; gives the reason for which others are in no pair, too."""
+    if len(own) == 1:
+        return [], reasons.ALONE
+    ranked = sorted(own, key=lambda each: -(each.reward or 0.0))
+    best, worst = ranked[0].reward or 0.0, ranked[-1].reward or 0.0
+    if best == worst or best - worst < wanted.margin:
+        return [], reasons.TIED
+    if wanted.min_reward is not None and best < wanted.min_reward:
+        return [], reasons.LOW_REWARD
+    possible = [(a, b) for a in ranked for b in reversed(ranked) if _is_pair(a, b, wanted)]
+    if not possible:
+        return [], reasons.SAME_ANSWER
+    return (possible, reasons.TIED) if wanted.all_pairs else (possible[:1], reasons.NOT_PAIRED)
+
+
+def _is_pair(better: Candidate, worse: Candidate, wanted: Wanted) -> bool:
+    high, low = better.reward or 0.0, worse.reward or 0.0
+    enough = wanted.min_reward is None or high >= wanted.min_reward
+    return enough and high > low and high - low >= wanted.margin and better.content != worse.content
+
+
+def lines_of(found: Sequence[Pair], spool: Spool) -> Iterator[Line]:
+    """Write pairs as lines: prompt, chosen and rejected as messages, and their tokens where both were recorded."""
+    for better, worse in found:
+        chosen, rejected = spool.get(better.place), spool.get(worse.place)
+        line = {
+            "prompt": chosen["prompt"],
+            "chosen": chosen["answer"],
+            "rejected": rejected["answer"],
+            "tools": chosen["tools"],
+            "agent": chosen["agent"],
+            "rewards": [chosen["reward"], rejected["reward"]],
+            "group_id": chosen["group_id"],
+            "origin": chosen["origin"],
+            "chosen_from": {name: chosen[name] for name in _FROM},
+            "rejected_from": {name: rejected[name] for name in _FROM},
+        }
+        if chosen.get("prompt_ids") and chosen["prompt_ids"] == rejected.get("prompt_ids"):
+            ids = {"chosen_ids": chosen["answer_ids"], "rejected_ids": rejected["answer_ids"]}
+            line |= {"prompt_ids": chosen["prompt_ids"], **ids}
+        yield line

@@ -1,0 +1,68 @@
+"""Spans with OpenInference's attributes, a line each, in the shape in which Phoenix lists and takes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from openinference.semconv.trace import SpanAttributes
+
+from lightning_spans.record.delivery.openinference import shown
+from lightning_spans.schema.agents import selects
+from lightning_trainer.export import wanted as reasons
+from lightning_trainer.export.episodes import Episode
+from lightning_trainer.export.files import Line
+from lightning_trainer.export.wanted import Wanted
+
+_STATUS = {"ok": "OK", "error": "ERROR"}
+
+
+def spans_of(episode: Episode, wanted: Wanted, left_out: Counter[str]) -> Iterator[Line]:
+    """Return the spans of an attempt whole, or count them all with the reason."""
+    reason = _why_not(episode, wanted)
+    if reason is not None:
+        left_out[reason] += len(episode.trace)
+        return
+    for node in episode.trace:
+        span = shown(node.span)
+        own = [reward for reward in episode.trace.rewards if reward.span_id in (span.span_id, *node.merged)]
+        whole = [reward for reward in episode.trace.rewards if reward.span_id is None] if node.parent is None else []
+        rewards = [{"source": r.source, "agent": r.agent, "value": r.value} for r in (*whole, *own)]
+        attributes: dict[str, Any] = dict(span.attributes)
+        yield {
+            "name": span.name,
+            "span_kind": attributes[SpanAttributes.OPENINFERENCE_SPAN_KIND],
+            "context": {"trace_id": span.trace_id, "span_id": span.span_id},
+            "parent_id": span.parent_id,
+            "start_time": _time(span.start_ns),
+            "end_time": _time(span.end_ns),
+            "status_code": _STATUS.get(span.status, "UNSET"),
+            "status_message": span.status_message,
+            "attributes": attributes,
+            "agent": span.agent,
+            "rollout_id": span.rollout_id,
+            "attempt_id": span.attempt_id,
+            "policy_version": node.policy_version,
+            "origin": span.origin,
+            "rewards": rewards,
+        }
+
+
+def _why_not(episode: Episode, wanted: Wanted) -> str | None:
+    """Say why no span of an attempt is exported. What failed is shown, too: viewers are for that."""
+    names = episode.trace.agent_paths
+    if wanted.agents is not None and not any(selects(wanted.agents, name) for name in names):
+        return reasons.NOT_CHOSEN
+    if wanted.min_reward is None:
+        return None
+    earned = [episode.reward_of(name, wanted.sources) for name in names or (None,)]
+    known = [reward for reward in earned if reward is not None]
+    if not known:
+        return reasons.NO_REWARD
+    return reasons.LOW_REWARD if max(known) < wanted.min_reward else None
+
+
+def _time(ns: int) -> str:
+    return datetime.fromtimestamp(ns / 1e9, UTC).isoformat()

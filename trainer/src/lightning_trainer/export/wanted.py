@@ -1,0 +1,86 @@
+"""What is to be exported, and the reasons for which a call is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from lightning_spans.errors import ConfigError
+
+Format: TypeAlias = Literal["sft", "dpo", "tokens", "openinference"]
+FORMATS: Final[tuple[Format, ...]] = ("sft", "dpo", "tokens", "openinference")
+
+# Why a call is in no line. Those of `lightning_trainer.rl.account` are used where they say the same.
+NOT_ENDED: Final = "attempt has not ended"
+OTHER_ATTEMPT: Final = "a later attempt of its rollout counts"
+VALIDATION: Final = "of a validation: --validation takes these, too"
+NO_REWARD: Final = "no reward"
+LOW_REWARD: Final = "reward below --min-reward"
+NOT_BEST: Final = "not among the best of its group"
+NO_MESSAGES: Final = "its request holds no chat messages"
+NOT_TEXT: Final = "a message holds more than text"
+NO_ANSWER: Final = "no answer recorded"
+CUT: Final = "answer cut at its longest"
+TWICE: Final = "the same line stands there already"
+SEEN_IN_TRAINING: Final = "held out, but its prompt is in the training part"
+ALONE: Final = "nothing else was said to its prompt in its group"
+TIED: Final = "no answer to its prompt earned another reward"
+SAME_ANSWER: Final = "the better and the worse answer are the same"
+NOT_PAIRED: Final = "between the best and the worst of its prompt"
+NO_MODEL_CALL: Final = "trace without a model call"
+NOT_CHOSEN: Final = "none of the agents named is in it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be exported.
+
+    Attributes:
+        format: of the lines.
+        agents: names or globs; None: all, also calls that nothing names.
+        min_reward: least reward of an agent in an attempt; None: any, also none.
+        best: attempts of each group and agent that are kept, by reward; None: all.
+        sources: only rewards that these gave count; None: all.
+        origin: only what was recorded for this: ``training``, ``live``, or a label.
+        rollout_ids: only these rollouts; None: all, and traces of none.
+        validation: whether rollouts of validations are taken where nothing is held out.
+        held_out: share of the tasks whose lines go into a file of their own.
+        task_fields: fields of a task that say which task it is; None: all.
+        all_pairs: whether each better answer makes a pair with each worse one, and not only the best with the worst.
+        margin: least difference in reward of a pair.
+        ids: whether lines of `sft` and `dpo` hold the tokens, where they were recorded.
+
+    Raises:
+        ConfigError: a value is out of range, or has no effect with this format.
+    """
+
+    format: Format
+    agents: tuple[str, ...] | None = None
+    min_reward: float | None = None
+    best: int | None = None
+    sources: tuple[str, ...] | None = None
+    origin: str | None = None
+    rollout_ids: tuple[str, ...] | None = None
+    validation: bool = False
+    held_out: float = 0.0
+    task_fields: tuple[str, ...] | None = None
+    all_pairs: bool = False
+    margin: float = 0.0
+    ids: bool = True
+
+    def __post_init__(self) -> None:
+        pairs, spans = self.format == "dpo", self.format == "openinference"
+        checks = {
+            f"format must be one of {', '.join(FORMATS)}": self.format in FORMATS,
+            "agents is empty: name some, or leave it out": self.agents != (),
+            "best must be at least 1": self.best is None or self.best >= 1,
+            "split must lie between 0 and 1": 0 <= self.held_out < 1,
+            "margin must be 0 or more": self.margin >= 0,
+            "pairs and margin are for --format dpo": pairs or not (self.all_pairs or self.margin),
+            "best and the worst make the pairs of --format dpo: leave --best out": not pairs or self.best is None,
+            "split is for lines to learn from, not for --format openinference": not spans or not self.held_out,
+            "best is for lines to learn from, not for --format openinference": not spans or self.best is None,
+        }
+        for message, fine in checks.items():
+            if not fine:
+                raise ConfigError(f"export: {message}.")

@@ -1,0 +1,215 @@
+"""Judges the groups of a batch: each in an order of its own, equal rollouts once, what was judged before never."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import LightningError
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import REQUEST, RESPONSE, Span
+from lightning_spans.store import Store
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.judging import JUDGE
+from lightning_trainer.judging.asking import Answer, Score, ask, key_of
+from lightning_trainer.judging.options import JudgeOptions
+from lightning_trainer.judging.transcript import Entries, entries_of
+from lightning_trainer.rl.rollouts import Outcome
+
+CACHE_NAME: Final = "judge.jsonl"
+EVALUATE: Final = "evaluate"  # the operation of its spans
+# Of OpenTelemetry's conventions for evaluations.
+_NAME: Final = "gen_ai.evaluation.name"
+_SCORE: Final = "gen_ai.evaluation.score.value"
+_EXPLANATION: Final = "gen_ai.evaluation.explanation"
+
+
+class GroupJudge:
+    """Gives rewards to rollouts by comparing those of a group.
+
+    Args:
+        options: how it judges.
+        store: has the rollouts' traces; keeps the judge's spans and rewards.
+        seed: of the orders in which rollouts are told.
+        cache: file with verdicts by what was asked; None: they are kept in memory alone.
+        send: asks a judge; to be replaced in tests.
+    """
+
+    def __init__(
+        self,
+        options: JudgeOptions,
+        store: Store,
+        *,
+        seed: int = 0,
+        cache: Path | None = None,
+        send: Callable[[JudgeOptions, Sequence[Entries]], Answer] | None = None,
+    ) -> None:
+        import httpx
+
+        key = key_of(options)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=options.timeout_s)
+        self._send = send or (lambda options, attempts: ask(self._client, options, attempts))
+        self._options = options
+        self._store = store
+        self._seed = seed
+        self._path = cache
+        self._lock = threading.Lock()
+        self._known = _read(cache)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def judge(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return the outcomes with the judge's rewards, which are in the store too.
+
+        Rollouts that did not succeed are not judged. Where the judge gives no verdict, a group's rollouts are left
+        out, each with the reason: no verdict is no 0.
+
+        Raises:
+            LightningError: it gave no verdict on any group.
+        """
+        groups: defaultdict[str, list[Outcome]] = defaultdict(list)
+        for outcome in outcomes:
+            if outcome.attempt is not None and outcome.crash is None:
+                groups[outcome.rollout.group_id].append(outcome)
+        with ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="judge") as threads:
+            found = {o.rollout.rollout_id: o for some in threads.map(self._group, groups.values()) for o in some}
+        judged = list(found.values())
+        if judged and all(outcome.unjudged is not None for outcome in judged):
+            raise LightningError(f"the judge gave no verdict on any of {len(groups)} groups: {judged[-1].unjudged}")
+        return [found.get(outcome.rollout.rollout_id, outcome) for outcome in outcomes]
+
+    def _group(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        ids = [o.attempt.attempt_id for o in outcomes if o.attempt is not None]
+        traces = {trace.attempt_id: trace for trace in traces_of(self._store, attempt_ids=ids)}
+        told = [entries_of(traces[attempt_id]) for attempt_id in ids]
+        different = list(dict.fromkeys(told))
+        passes = [
+            self._verdict(different, f"{outcomes[0].rollout.group_id.rpartition(':')[2]}/{number}", ids)
+            for number in range(self._options.passes)
+        ]
+        if problem := next((found for found in passes if isinstance(found, str)), None):
+            return [replace(outcome, unjudged=f"the judge gave no verdict: {problem}") for outcome in outcomes]
+        verdicts = [found for found in passes if not isinstance(found, str)]
+        rewarded = []
+        for outcome, attempt_id, entries in zip(outcomes, ids, told, strict=True):
+            scores = [verdict[entries] for verdict in verdicts]
+            rewarded.append((outcome, self._reward(outcome, attempt_id, scores), scores))
+        self._store.add_spans([self._span(reward, scores) for _, reward, scores in rewarded])
+        self._store.add_rewards([reward for _, reward, _ in rewarded])
+        return [replace(outcome, rewards=(*outcome.rewards, reward)) for outcome, reward, _ in rewarded]
+
+    def _verdict(self, told: Sequence[Entries], name: str, attempt_ids: Sequence[str]) -> dict[Entries, Score] | str:
+        """Return the score of each rollout that is told, or why there is none."""
+        order = list(told)
+        random.Random(f"{self._seed}/{name}").shuffle(order)
+        key = self._key(told, name.rpartition("/")[2])
+        with self._lock:
+            known = self._known.get(key)
+        if known is not None:
+            return {entries: known[_digest(entries)] for entries in told}
+        answer = self._send(self._options, order)
+        self._store.add_spans([self._asked(answer, attempt_ids)])
+        if answer.scores is None:
+            return answer.error or "it said nothing"
+        verdict = dict(zip(order, answer.scores, strict=True))
+        self._keep(key, {_digest(entries): score for entries, score in verdict.items()})
+        return verdict
+
+    def _key(self, told: Sequence[Entries], number: str) -> str:
+        """Name what is judged, in whatever order it comes."""
+        o = self._options
+        facts = [o.endpoint, o.model, o.rubric, o.temperature, o.max_tokens, o.max_chars, number]
+        return _hash([*facts, sorted(map(_digest, told))])
+
+    def _keep(self, key: str, verdict: dict[str, Score]) -> None:
+        line = {"key": key, "scores": {name: [score.score, score.explanation] for name, score in verdict.items()}}
+        with self._lock:
+            self._known[key] = verdict
+            if self._path is not None:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+    def _reward(self, outcome: Outcome, attempt_id: str, scores: Sequence[Score]) -> Reward:
+        return Reward(
+            rollout_id=outcome.rollout.rollout_id,
+            attempt_id=attempt_id,
+            value=self._options.weight * statistics.fmean(score.score for score in scores),
+            source=JUDGE,
+            reward_id=f"{JUDGE}/{attempt_id}",  # the same when judged again
+        )
+
+    def _span(self, reward: Reward, scores: Sequence[Score]) -> Span:
+        """Return the verdict on an attempt."""
+        now = time.time_ns()
+        return Span(
+            operation=EVALUATE,
+            name=f"{JUDGE} {self._options.model}",
+            trace_id=os.urandom(16).hex(),
+            span_id=os.urandom(8).hex(),
+            parent_id=None,
+            rollout_id=reward.rollout_id,
+            attempt_id=reward.attempt_id,
+            start_ns=now,
+            end_ns=now,
+            status="ok",
+            attributes={
+                _NAME: JUDGE,
+                _SCORE: statistics.fmean(score.score for score in scores),
+                _EXPLANATION: "\n".join(score.explanation for score in scores),
+            },
+        )
+
+    def _asked(self, answer: Answer, attempt_ids: Sequence[str]) -> Span:
+        """Return what the judge was asked about a group, and said: of no attempt, for it is of several."""
+        return Span(
+            operation=EVALUATE,
+            name=f"{JUDGE} {self._options.model}",
+            trace_id=os.urandom(16).hex(),
+            span_id=os.urandom(8).hex(),
+            parent_id=None,
+            start_ns=answer.start_ns,
+            end_ns=answer.end_ns,
+            status="ok" if answer.scores is not None else "error",
+            status_message=answer.error or "",
+            attributes={
+                _NAME: JUDGE,
+                REQUEST: json.dumps(answer.request, ensure_ascii=False),
+                RESPONSE: answer.response,
+                "lightning.judge.attempts": list(attempt_ids),
+            },
+        )
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, ensure_ascii=True).encode()).hexdigest()
+
+
+def _digest(entries: Entries) -> str:
+    return _hash(list(entries))
+
+
+def _read(path: Path | None) -> dict[str, dict[str, Score]]:
+    """Read the verdicts of a file; a line that was cut off while it was written is left out."""
+    found: dict[str, dict[str, Score]] = {}
+    if path is None or not path.exists():
+        return found
+    for text in path.read_text(encoding="utf-8").split("\n"):
+        with suppress(ValueError, KeyError, TypeError):
+            line = json.loads(text)
+            found[line["key"]] = {name: Score(*score) for name, score in line["scores"].items()}
+    return found

@@ -1,0 +1,119 @@
+"""The table `judge` of a configuration, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, get_type_hints
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.judging import JUDGE
+
+RUBRIC: Final = (
+    "Judge by the result first: an attempt that reaches the goal is better than one that does not. Among those that do"
+    " not, the one that came further is better. Among those that do, the one that wasted less is better. Small"
+    " differences in wording count for nothing."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeOptions:
+    """How a judge judges.
+
+    Attributes:
+        endpoint: base URL of its OpenAI-compatible server.
+        model: what the server is asked for.
+        rubric: what is better than what; a text, or the path of a file with one.
+        weight: its scores are multiplied by this.
+        key_file: file with the server's key; None: LIGHTNING_JUDGE_KEY.
+        temperature: of its answers; None: the server's own.
+        max_tokens: most tokens of its answer.
+        passes: times that each group is judged, each in another order; the mean counts.
+        retries: further tries where it fails or answers nonsense.
+        timeout_s: most seconds of an answer.
+        concurrency: groups at once.
+        max_chars: characters of a rollout that it reads; of longer ones the middle is left out.
+        schema: send a JSON schema of the answer, for servers that take one.
+    """
+
+    endpoint: str
+    model: str
+    rubric: str = RUBRIC
+    weight: float = 1.0
+    key_file: Path | None = None
+    temperature: float | None = None
+    max_tokens: int = 2048
+    passes: int = 1
+    retries: int = 2
+    timeout_s: float = 120.0
+    concurrency: int = 8
+    max_chars: int = 20_000
+    schema: bool = True
+
+
+def read_judge(reward: str | None, table: Mapping[str, Any]) -> JudgeOptions | None:
+    """Read what a configuration says of a judge; None where there is none.
+
+    Args:
+        reward: the option `reward`.
+        table: the option `judge`.
+
+    Raises:
+        ConfigError: an option is missing, unknown or wrong.
+    """
+    if not table and reward != JUDGE:
+        return None
+    hints = get_type_hints(JudgeOptions)
+    known = {field.name for field in fields(JudgeOptions)}
+    for name, value in table.items():
+        if name not in known:
+            raise ConfigError(f"judge: there is no option {name!r}. There are: {', '.join(sorted(known))}.")
+        _check_type(name, value, hints[name])
+    for name in ("endpoint", "model"):
+        if name not in table:
+            raise ConfigError(
+                f"the judge's {name} is missing. Give --judge {name}=..., or {name} in the table [judge]."
+            )
+    given = {**table, "key_file": Path(table["key_file"]) if table.get("key_file") else None}
+    options = JudgeOptions(**{**given, "rubric": _rubric(str(table.get("rubric", RUBRIC)))})
+    _check(options)
+    return options
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    text = kind in {str, Path | None}
+    fine = isinstance(value, bool) if kind is bool else isinstance(value, str) if text else _is_number(value, kind)
+    if not fine:
+        raise ConfigError(f"judge: {name} = {value!r} can't be used. It is {JudgeOptions.__annotations__[name]}.")
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return whole if kind is int else whole or (isinstance(value, float) and math.isfinite(value))
+
+
+def _check(options: JudgeOptions) -> None:
+    if not options.endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"judge: endpoint {options.endpoint!r} is no URL. Give one, such as http://127.0.0.1:8000/v1."
+        )
+    for name, least in (("max_tokens", 1), ("passes", 1), ("retries", 0), ("concurrency", 1), ("max_chars", 200)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"judge: {name} must be at least {least}.")
+    if options.timeout_s <= 0 or options.weight == 0:
+        raise ConfigError("judge: timeout_s must be more than 0, and weight not 0.")
+
+
+def _rubric(text: str) -> str:
+    """Take a text, or that of a file whose path it is."""
+    if not text.strip():
+        raise ConfigError("judge: the rubric is empty. Say what is better than what, or leave it out.")
+    path = Path(text)
+    if "\n" not in text and path.suffix in {".txt", ".md"}:
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"judge: the rubric {text} can't be read: {error}") from None
+    return text

@@ -1,0 +1,82 @@
+"""What a judge reads of a rollout: who was told what, what models answered, what tools gave. Each thing once."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from lightning_spans.chat.body import messages_of, tool_calls
+from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_CALL_ID, TOOL_RESULT
+from lightning_trainer.rl.rewards.callers import request_of
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Node, Trace
+
+Entries: TypeAlias = tuple[str, ...]  # what happened, in order, each as a line that says who
+_CUT: Final = "\n[... {count} characters left out ...]\n"
+
+
+def entries_of(trace: Trace) -> Entries:
+    """Return what happened in an attempt, in order. What an agent was told before is not told again."""
+    told: defaultdict[str, list[str]] = defaultdict(list)
+    by_tool = {node.span.attributes.get(TOOL_CALL_ID) for node in trace.tools} - {None}
+    found: list[str] = []
+    for node in trace:
+        who = node.span.agent or "agent"
+        if node.span.operation == CHAT:
+            found += _call(node, who, told[who], by_tool)
+        elif node.span.operation == EXECUTE_TOOL:
+            found.append(_tool(node, who))
+    return tuple(found)
+
+
+def tell_apart(group: Sequence[Entries]) -> tuple[Entries, list[Entries]]:
+    """Split the rollouts of a group into what all begin with and what each goes on with."""
+    shared = group[0][: min(_alike(group[0], entries) for entries in group)] if len(group) > 1 else ()
+    return shared, [entries[len(shared) :] for entries in group]
+
+
+def shortened(text: str, most: int) -> str:
+    """Leave the middle out of a text that is too long."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return text[:half] + _CUT.format(count=len(text) - 2 * half) + text[-half:]
+
+
+def _call(node: Node, who: str, told: list[str], by_tool: set[Any]) -> list[str]:
+    asked = [_message(who, m) for m in messages_of(request_of(node)) or () if not _known_result(m, by_tool)]
+    answers = [_message(who, {"role": "assistant", **choice.message}) for choice in node.answer.choices]
+    if node.error is not None:
+        answers.append(f"[{who}] model call failed: {node.error}")
+    before = _alike(told, asked)
+    told[:] = [*asked, *answers]
+    return [*asked[before:], *answers]
+
+
+def _known_result(message: Any, by_tool: set[Any]) -> bool:
+    """Whether a message says what a tool's own span says already."""
+    return isinstance(message, Mapping) and message.get("role") == "tool" and message.get("tool_call_id") in by_tool
+
+
+def _message(who: str, message: Any) -> str:
+    if not isinstance(message, Mapping):
+        return f"[{who}] {message}"
+    content = message.get("content")
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
+    calls = "".join(f" calls {call.name}({call.arguments})" for call in tool_calls(message))
+    return f"[{who}] {message.get('role', '')}: {text}{calls}"
+
+
+def _tool(node: Node, who: str) -> str:
+    attributes = node.span.attributes
+    result = f"failed: {node.error}" if node.error is not None else f"gave {attributes.get(TOOL_RESULT, '')}"
+    return f"[{who}] tool {node.span.name}({attributes.get(TOOL_ARGUMENTS, '')}) {result}"
+
+
+def _alike(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return how many entries two lists begin with that are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))

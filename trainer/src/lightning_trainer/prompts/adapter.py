@@ -1,0 +1,135 @@
+"""Between GEPA and the store: a candidate is a prompt for each agent, its score the reward, its feedback the spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_spans.chat.body import messages_of, tool_calls
+from lightning_spans.errors import LightningError
+from lightning_spans.record.prompts import system_text
+from lightning_spans.schema.agents import selects
+from lightning_spans.schema.spans import TOOL_ARGUMENTS, TOOL_RESULT
+from lightning_trainer.prompts.session import Ran, Session
+from lightning_trainer.rl.rewards.callers import request_of
+from lightning_trainer.rl.scores import agents_totals, total
+from lightning_trainer.rl.usage import tokens_of
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Node
+
+_MOST: Final = 2000  # characters of a message that the reflecting model reads
+
+
+class SpansAdapter:
+    """GEPA's adapter (`gepa.core.adapter.GEPAAdapter`).
+
+    Args:
+        session: runs the program.
+        before: the agents' own prompts.
+        check: called with the number of tokens so far, before each batch.
+    """
+
+    propose_new_texts = None  # GEPA's own way of asking
+
+    def __init__(self, session: Session, before: Mapping[str, str], check: Callable[[], None]) -> None:
+        self._session = session
+        self._before = before
+        self._check = check
+        self.tokens = 0
+
+    def evaluate(self, batch: Sequence[dict[str, Any]], candidate: dict[str, str], capture_traces: bool = False) -> Any:
+        """Run tasks under a candidate.
+
+        Raises:
+            LightningError: the candidate did not reach the agents, or every rollout failed.
+        """
+        from gepa import EvaluationBatch
+
+        self._check()
+        prompts = {
+            agent: {"before": old, "after": candidate[agent]}
+            for agent, old in self._before.items()
+            if candidate[agent] != old
+        }
+        ran = self._session.run(batch, prompts)
+        for one in ran:
+            _check_reached(one, prompts)
+        self.tokens += sum(sum(tokens_of(node)) for one in ran if one.trace for node in one.trace.chats)
+        scores = [score_of(one) for one in ran]
+        return EvaluationBatch(outputs=list(scores), scores=scores, trajectories=ran if capture_traces else None)
+
+    def make_reflective_dataset(
+        self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Return what each agent was asked, what it said, and how that went."""
+        del candidate
+        ran: Sequence[Ran] = eval_batch.trajectories or ()
+        return {agent: [record for one in ran for record in _records(one, agent)] for agent in components_to_update}
+
+
+def score_of(ran: Ran) -> float:
+    """Return the reward of a rollout; one that failed, by whosever fault, has 0, for GEPA knows no other way."""
+    outcome = ran.outcome
+    return total(outcome.rewards) if outcome.attempt is not None and outcome.crash is None else 0.0
+
+
+def _check_reached(ran: Ran, prompts: Mapping[str, Mapping[str, str]]) -> None:
+    for node in ran.trace.chats if ran.trace else ():
+        meant = max((name for name in prompts if selects((name,), node.path)), key=len, default="")
+        prompt = prompts.get(meant)
+        if prompt is not None and prompt["after"] not in (system_text(request_of(node)) or ""):
+            raise LightningError(
+                f"the candidate did not reach agent {meant!r}: its calls still hold its own prompt. Prompts"
+                " are replaced in calls of the openai client, in a program that calls attach()."
+            )
+
+
+def _records(ran: Ran, agent: str) -> list[dict[str, Any]]:
+    if ran.trace is None:
+        return []
+    feedback = _feedback(ran, agent)
+    return [
+        {"Inputs": _asked(node), "Generated Outputs": _said(node), "Feedback": feedback}
+        for node in ran.trace.chats
+        if selects((agent,), node.path)
+    ]
+
+
+def _asked(node: Node) -> str:
+    messages = messages_of(request_of(node)) or ()
+    told = [m for m in messages if isinstance(m, Mapping) and m.get("role") not in {"system", "developer"}]
+    return _short("\n".join(f"{m.get('role')}: {m.get('content')}" for m in told))
+
+
+def _said(node: Node) -> str:
+    if node.error is not None:
+        return f"(the call failed: {node.error})"
+    parts = []
+    for choice in node.answer.choices:
+        calls = "".join(f" calls {call.name}({call.arguments})" for call in tool_calls(choice.message))
+        parts.append(f"{choice.message.get('content') or ''}{calls}")
+    return _short("\n".join(parts))
+
+
+def _feedback(ran: Ran, agent: str) -> str:
+    outcome = ran.outcome
+    lines = []
+    if outcome.error is not None:
+        lines.append(f"The program failed: {outcome.error[-_MOST:]}")
+    else:
+        lines.append(f"Reward of the whole run: {total(outcome.rewards):g}.")
+        own = agents_totals(outcome.rewards)
+        if agent in own:
+            lines.append(f"Reward of this agent: {own[agent]:g}.")
+        lines += [f"Reward of agent {name}: {value:g}." for name, value in own.items() if name != agent]
+    for node in ran.trace.tools if ran.trace else ():
+        if node.path is None or selects((agent,), node.path):
+            given = node.span.attributes
+            how = f"failed: {node.error}" if node.error is not None else f"gave {given.get(TOOL_RESULT, '')}"
+            lines.append(_short(f"Tool {node.span.name}({given.get(TOOL_ARGUMENTS, '')}) {how}"))
+    return "\n".join(lines)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST else f"{text[: _MOST // 2]}\n[...]\n{text[-_MOST // 2 :]}"

@@ -1,0 +1,76 @@
+"""The model that proposes prompts, at an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError, LightningError
+from lightning_trainer.evaluation.subjects import Endpoint, endpoint, only_model
+
+TIMEOUT_S: Final = 300.0
+_TRIES: Final = 3
+
+
+def read_reflection(text: str, key_file: Path | None) -> Endpoint:
+    """Read ``URL`` or ``MODEL=URL``; a server that has but one model is asked for that one.
+
+    Raises:
+        ConfigError: it is neither, or can't be reached.
+    """
+    if key_file is not None:
+        try:
+            key: str | None = key_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"key file {key_file} can't be read: {error}.") from None
+    else:
+        key = os.environ.get("LIGHTNING_REFLECT_KEY")
+    model, equals, url = text.partition("=")
+    named = bool(equals) and url.startswith(("http://", "https://")) and "/" not in model
+    found = endpoint(url, model=model, key=key) if named else endpoint(text, key=key)
+    return found if found.model else Endpoint(found.url, only_model(found), key)
+
+
+@dataclass
+class Reflection:
+    """Called with a prompt, gives the model's text; counts its tokens.
+
+    Attributes:
+        at: where the model is.
+        tokens: of all prompts and answers so far, as the server counted them.
+    """
+
+    at: Endpoint
+    tokens: int = field(default=0)
+
+    def __call__(self, prompt: str | list[dict[str, Any]]) -> str:
+        """Ask.
+
+        Raises:
+            LightningError: the server can't be reached, or answers no text.
+        """
+        import httpx
+
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        headers = {"authorization": f"Bearer {self.at.key}"} if self.at.key else {}
+        body = {"model": self.at.model, "messages": messages}
+        problem = ""
+        for _ in range(_TRIES):
+            try:
+                answer = httpx.post(f"{self.at.url}/chat/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+                if answer.status_code == 200:
+                    found = answer.json()
+                    self.tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
+                    text = found["choices"][0]["message"]["content"]
+                    if isinstance(text, str) and text.strip():
+                        return text
+                    problem = "it answered no text"
+                else:
+                    problem = f"it answered {answer.status_code}: {answer.text[:300]}"
+                    if 400 <= answer.status_code < 500 and answer.status_code != 429:
+                        break
+            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+        raise LightningError(f"the model that reflects, at {self.at.url}, gave no proposal: {problem}")

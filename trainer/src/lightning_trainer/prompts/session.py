@@ -1,0 +1,131 @@
+"""Runs the program under candidates: each rollout carries its own, and the program stays as it is."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_spans.errors import LightningError
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.config import cores
+from lightning_trainer.evaluation.subjects import Subject, answering
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.run.local import Local, opened, serving, unnamed
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
+    from lightning_trainer.gateway.app import App
+    from lightning_trainer.report.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One execution under a candidate.
+
+    Attributes:
+        outcome: how it ended.
+        trace: what happened in the attempt that counts; None where nothing is known of any.
+    """
+
+    outcome: Outcome
+    trace: Trace | None
+
+
+@dataclass
+class Session:
+    """A program that is ready to run.
+
+    Attributes:
+        local: its server and its runner.
+        app: of that server: its routing takes the candidates to their rollouts.
+        progress: told what happens.
+        check: raises when somebody asked the program to stop.
+        timeout_s: of an attempt.
+        rollouts: that were run so far.
+    """
+
+    local: Local
+    app: App
+    progress: Progress
+    check: Callable[[], None]
+    timeout_s: float = 300.0
+    rollouts: int = 0
+    _name: str = field(default_factory=lambda: uuid.uuid4().hex[:10])
+
+    def run(self, tasks: Sequence[Mapping[str, Any]], prompts: Mapping[str, Mapping[str, str]]) -> list[Ran]:
+        """Run each task once, with these prompts in the place of the agents' own.
+
+        Raises:
+            LightningError: not one of them ended well, or by what a model said.
+        """
+        name = f"prompts-{self._name}.{self.rollouts}:p"
+        rollouts = plan(tasks, name=name, size=1, mode="prompts", max_attempts=2, timeout_s=self.timeout_s)
+        routing: Routing = self.app.state.routing
+        carried = {rollout.rollout_id: prompts for rollout in rollouts} if prompts else {}
+        self.app.state.routing = replace(routing, prompts=carried)
+        found = self.local.run(rollouts, self.progress, "tasks under a candidate", check=self.check)
+        self.rollouts += len(rollouts)
+        if all(outcome.attempt is None and outcome.crash is None for outcome in found):
+            raise LightningError(
+                f"all {len(found)} rollouts failed. The last error:\n{(found[-1].error or '')[-1500:]}\n"
+                "Run the agent by itself on one task."
+            )
+        counted = [outcome.crash or outcome.attempt for outcome in found]
+        ids = [attempt.attempt_id for attempt in counted if attempt is not None]
+        traces = {trace.attempt_id: trace for trace in traces_of(self.local.store, attempt_ids=ids)}
+        return [Ran(o, None if a is None else traces.get(a.attempt_id)) for o, a in zip(found, counted, strict=True)]
+
+
+@contextmanager
+def session(
+    job: Job,
+    subject: Subject,
+    agents: Sequence[str],
+    *,
+    store: str,
+    progress: Progress,
+    check: Callable[[], None],
+    concurrency: int,
+    timeout_s: float,
+) -> Iterator[Session]:
+    """Start the program's workers and the server that they claim from.
+
+    Args:
+        job: the program.
+        subject: what answers the calls of its agents.
+        agents: whose prompts are tried.
+        store: URL of a database.
+        progress: told what happens.
+        check: raises when somebody asked the program to stop.
+        concurrency: rollouts at once in each worker.
+        timeout_s: of an attempt.
+    """
+    apps: list[App] = []
+    with tempfile.TemporaryDirectory(prefix="lightning-logs-") as logs, ExitStack() as stack:
+        runner = Runner(job, workers=min(cores(), 2), concurrency=concurrency, logs=Path(logs))
+        progress.phase("importing the agent")
+        stack.callback(runner.stop)
+        runner.start()
+        with opened(store) as kept, answering(subject) as answers:
+            routing = Routing()
+            if answers.model is not None:
+                own = answers.policies
+                routing = Routing(
+                    agents=tuple(own.by_agent) or ("*",),
+                    model=answers.model,
+                    policies=own,
+                    unnamed=unnamed(job.command, agents),
+                )
+            engines = list(answers.engines) or None
+            with serving(
+                kept, runner, routing=routing, engine=engines, upstreams=answers.upstreams, extend=apps.append
+            ) as local:
+                yield Session(local, apps[0], progress, check, timeout_s)

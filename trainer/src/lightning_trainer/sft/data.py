@@ -1,0 +1,289 @@
+"""Conversations of files and stores, in whatever of the usual shapes they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError, DataError
+from lightning_spans.schema.agents import path_of
+from lightning_spans.schema.json import loads
+from lightning_trainer.export.chat import Message, UnreadableError, plain
+
+_ROLES: Final = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+    "function_response": "tool", "developer": "system",
+}  # fmt: skip
+WANTED: Final = (
+    "messages (role, content), conversations (from, value), prompt and completion, instruction and output, or input_ids"
+    " and labels"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Something to learn from.
+
+    Attributes:
+        messages: what was said; empty where only tokens are known.
+        answers: places of the messages to learn.
+        tools: those that were offered.
+        ids: (T,) recorded tokens; None where there are none.
+        labels: (T,) the same, and below 0 what is not learned.
+        agent: whose words these are; None where the data says nothing.
+        agent_path: where that one stands, outermost first; None where that is its name alone.
+        reward: what they earned; None where nobody said.
+        group: what was drawn for one task; None where nobody said.
+        source: file and line.
+    """
+
+    messages: tuple[Message, ...]
+    answers: tuple[int, ...]
+    tools: tuple[Any, ...] = ()
+    ids: tuple[int, ...] | None = None
+    labels: tuple[int, ...] | None = None
+    agent: str | None = None
+    agent_path: str | None = None
+    reward: float | None = None
+    group: str | None = None
+    source: str = ""
+
+    @property
+    def path(self) -> str | None:
+        """Where its agent stands, as names and globs are compared with; None where the data names none."""
+        return None if self.agent is None else path_of(self.agent, self.agent_path)
+
+
+def is_store(name: str) -> bool:
+    """Whether this names a store, and no file of data."""
+    return "://" in name or Path(name).suffix in (".db", ".sqlite", ".sqlite3")
+
+
+def read_file(path: Path) -> list[Conversation]:
+    """Read a file; its name's ending tells the kind.
+
+    Raises:
+        DataError: it is missing, empty, of another kind, or a line of it is none of the shapes that are known.
+    """
+    found = [conversation(line, f"{path}, line {number}") for number, line in read_lines(path)]
+    if not found:
+        raise DataError(f"data file {path} is empty. It must hold at least one conversation.")
+    return found
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read the objects of a file, with the number of each line.
+
+    Raises:
+        DataError: it is missing, of another kind, or no object stands in a line.
+    """
+    if path.is_dir():
+        raise DataError(f"data {path} is a folder. Name a .jsonl, .json or .parquet file, or a store.")
+    readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"data file {path}: unknown kind {path.suffix!r}. Give .jsonl, .json or .parquet, or a store.")
+    try:
+        for number, line in reader(path):
+            if not isinstance(line, dict):
+                raise DataError(f"data file {path}, line {number}: not an object.")
+            yield number, line
+    except FileNotFoundError:
+        raise DataError(f"data file {path} does not exist. Check the path; it is relative to {Path.cwd()}.") from None
+    except OSError as error:
+        raise DataError(f"data file {path} can't be read: {error.strerror or error}.") from None
+    except UnicodeDecodeError:
+        raise DataError(f"data file {path}: not UTF-8 text. Save the file as UTF-8.") from None
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield number, _parsed(path, number, text)
+
+
+def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
+    value = _parsed(path, 1, path.read_text(encoding="utf-8-sig"))
+    if not isinstance(value, list):
+        raise DataError(f"data file {path}: a .json file must hold a list of objects.")
+    yield from enumerate(value, 1)
+
+
+def _parsed(path: Path, number: int, text: str) -> Any:
+    try:
+        return loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"data file {path}, line {number}: not JSON: {error}.") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise ConfigError('Parquet needs pyarrow: pip install "lightning-trainer[parquet]"') from None
+    number = 0
+    try:
+        with path.open("rb") as file:
+            for batch in ParquetFile(file).iter_batches(batch_size=512):
+                for line in batch.to_pylist():
+                    number += 1
+                    yield number, {name: value for name, value in line.items() if value is not None}
+    except ArrowException as error:
+        raise DataError(f"data file {path} is no Parquet: {str(error).splitlines()[0]}") from None
+
+
+def conversation(line: Mapping[str, Any], source: str) -> Conversation:
+    """Read one line.
+
+    Raises:
+        DataError: it has none of the fields that are known, or they hold something else.
+    """
+    try:
+        messages, answers = _said(line)
+        ids, labels = _tokens(line)
+        if ids is None and not answers:
+            raise DataError(f"{source}: the assistant says nothing in it: {_fields(line)}. Wanted: {WANTED}.")
+        return Conversation(
+            messages=tuple(messages),
+            answers=tuple(answers),
+            tools=_tools(line.get("tools")),
+            ids=ids,
+            labels=labels,
+            agent=line.get("agent") if isinstance(line.get("agent"), str) else None,
+            agent_path=line.get("agent_path"),
+            reward=line.get("reward") if isinstance(line.get("reward"), (int, float)) else None,
+            group=next((line[name] for name in ("group_id", "rollout_id") if isinstance(line.get(name), str)), None),
+            source=source,
+        )
+    except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{source}: {error}. It has {_fields(line)}. Wanted: {WANTED}.") from None
+
+
+def _fields(line: Mapping[str, Any]) -> str:
+    return f"the fields {', '.join(sorted(map(str, line)))}" if line else "no fields"
+
+
+def _said(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
+    """Return the messages of a line, and the places of those to learn."""
+    if line.get("messages"):
+        messages = [plain(_known(message)) for message in line["messages"]]
+        given = line.get("answers")
+        return messages, _answers(messages) if given is None else [int(place) for place in given]
+    if line.get("conversations"):
+        messages = [plain(_turn(turn)) for turn in line["conversations"]]
+        return messages, _answers(messages)
+    if line.get("prompt") and line.get("completion"):
+        asked = _messages(line["prompt"], "user")
+        messages = [*asked, *_messages(line["completion"], "assistant")]
+        return messages, [place for place in _answers(messages) if place >= len(asked)]
+    if line.get("output") and (line.get("instruction") or line.get("input")):
+        asked_text = "\n\n".join(str(line[name]) for name in ("instruction", "input") if line.get(name))
+        system = _messages(line["system"], "system") if line.get("system") else []
+        messages = [*system, *_messages(asked_text, "user"), *_messages(line["output"], "assistant")]
+        return messages, [len(messages) - 1]
+    if line.get("input_ids") is not None and line.get("labels") is not None:
+        return [], []
+    raise ValueError("nothing here is known")
+
+
+def _known(message: Any) -> Any:
+    """Leave out what Parquet fills in: arguments that another line's tool has are None in this one's."""
+    if isinstance(message, Mapping):
+        return {name: _known(value) for name, value in message.items() if value is not None}
+    return [_known(value) for value in message] if isinstance(message, list) else message
+
+
+def _turn(turn: Mapping[str, Any]) -> Message:
+    """Return a turn of ShareGPT's shape; one of the other shape is taken, too."""
+    if "role" in turn:
+        return dict(_known(turn))
+    role = _ROLES.get(str(turn["from"]).lower())
+    if role is None:
+        raise ValueError(f"a turn is from {turn['from']!r}, which is nobody known")
+    return {"role": role, "content": turn["value"]}
+
+
+def _messages(value: Any, role: str) -> list[Message]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return [plain(_known(message)) for message in value]
+
+
+def _answers(messages: Sequence[Message]) -> list[int]:
+    return [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _tools(value: Any) -> tuple[Any, ...]:
+    tools = json.loads(value) if isinstance(value, str) and value else value
+    return tuple(_known(tools)) if tools else ()
+
+
+def _tokens(line: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    ids, labels = line.get("input_ids"), line.get("labels")
+    if ids is None or labels is None:
+        return None, None
+    if len(ids) != len(labels):
+        raise ValueError(f"{len(ids)} input_ids, but {len(labels)} labels")
+    return tuple(int(each) for each in ids), tuple(int(each) for each in labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Preferred:
+    """Two answers to one prompt."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+def read_pairs(path: Path) -> list[Preferred]:
+    """Read a file of preference pairs.
+
+    Raises:
+        DataError: it is missing, empty, of another kind, or a line of it is no pair.
+    """
+    found = [preferred(line, f"{path}, line {number}") for number, line in read_lines(path)]
+    if not found:
+        raise DataError(f"data file {path} is empty. It must hold at least one pair.")
+    return found
+
+
+def preferred(line: Mapping[str, Any], source: str) -> Preferred:
+    """Read one pair: ``prompt``, ``chosen`` and ``rejected``, or two conversations that begin alike.
+
+    Raises:
+        DataError: the fields are not there, or hold something else.
+    """
+    try:
+        asked = _messages(line["prompt"], "user") if line.get("prompt") else []
+        sides = [[*asked, *_messages(line[name], "assistant")] for name in ("chosen", "rejected")]
+        common = next((place for place, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
+        first = len(asked) or common
+        made = []
+        for name, messages in zip(("chosen", "rejected"), sides, strict=True):
+            own = {key: line[key] for key in ("agent", "agent_path", "group_id", "tools") if key in line}
+            answers = [place for place in _answers(messages) if place >= first]
+            own |= {"messages": messages, "answers": answers}
+            if line.get("rewards"):
+                own["reward"] = line["rewards"][name == "rejected"]
+            if line.get("prompt_ids") and line.get(f"{name}_ids"):
+                prompt, answer = list(line["prompt_ids"]), list(line[f"{name}_ids"])
+                own |= {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
+            if not answers:
+                raise ValueError(f"{name} holds no answer of its own")
+            made.append(conversation(own, source))
+        return Preferred(*made)
+    except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
+        said = f"there is no {error}" if isinstance(error, KeyError) else error
+        wanted = "prompt, chosen and rejected, as text or messages"
+        raise DataError(f"{source}: {said}. It has {_fields(line)}. Wanted: {wanted}.") from None
+
+
+def read_lines_of_store(lines: Iterable[Mapping[str, Any]], name: str) -> list[Conversation]:
+    """Read what `lightning_trainer.export` chose of a store."""
+    return [conversation(line, f"{name}, line {number}") for number, line in enumerate(lines, 1)]

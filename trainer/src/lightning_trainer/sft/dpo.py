@@ -1,0 +1,110 @@
+"""Direct preference optimisation (DPO, arXiv 2305.18290): of two answers to one prompt, the better more than the worse.
+
+The loss of a pair is - log sigmoid(beta (margin)), the margin being how much more the better answer has gained over the
+starting model than the worse one has, in log-probability. Its gradient is that of the two answers' log-probabilities,
+each times beta sigmoid(- beta margin): so it goes through the learner's own update, by `likelihood`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from lightning_spans.errors import DataError
+from lightning_trainer.backends.protocol import Learner
+from lightning_trainer.rl.rows import Row
+from lightning_trainer.sft.batches import Rows
+
+BETA: Final = 0.1
+ONE_LEFT_OUT: Final = "the other answer of the pair is left out"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two rows, and how likely the starting model finds them."""
+
+    chosen: Row
+    rejected: Row
+    before: tuple[float, float]
+
+
+class Dpo:
+    """Learns from pairs.
+
+    Args:
+        learner: takes the steps. Its weights as they are now are the starting model.
+        rows: pairs, as two rows each.
+        beta: how much the policy is held to the starting model.
+    """
+
+    def __init__(self, learner: Learner, rows: Sequence[tuple[Row, Row]], beta: float) -> None:
+        self._learner, self._beta = learner, beta
+        flat = [row for pair in rows for row in pair]
+        likely = [float(each.sum(dtype="f8")) for each in learner.logprobs(flat)]
+        self._pairs: Mapping[str, Pair] = {
+            chosen.attempt_id: Pair(chosen, rejected, (likely[2 * n], likely[2 * n + 1]))
+            for n, (chosen, rejected) in enumerate(rows)
+        }
+
+    def update(self, batch: Sequence[Row]) -> dict[str, float]:
+        """Take a step on the pairs of these better answers."""
+        pairs = [self._pairs[row.attempt_id] for row in batch]
+        margins = self._margins(pairs)
+        rows = []
+        for pair, margin in zip(pairs, margins, strict=True):
+            pull = 2 * self._beta * _sigmoid(-self._beta * margin)  # a row weighs half as much as a pair
+            rows += [_weighed(pair.chosen, pull), _weighed(pair.rejected, -pull)]
+        metrics = self._learner.update(rows)
+        return {**metrics, **self._seen(margins)}
+
+    def loss(self, batch: Sequence[Row]) -> float:
+        """Return the mean loss of the pairs of these better answers."""
+        return self._seen(self._margins([self._pairs[row.attempt_id] for row in batch]))["loss"]
+
+    def _margins(self, pairs: Sequence[Pair]) -> list[float]:
+        likely = self._learner.logprobs([row for pair in pairs for row in (pair.chosen, pair.rejected)])
+        now = [float(each.sum(dtype="f8")) for each in likely]
+        return [(now[2 * n] - pair.before[0]) - (now[2 * n + 1] - pair.before[1]) for n, pair in enumerate(pairs)]
+
+    def _seen(self, margins: Sequence[float]) -> dict[str, float]:
+        losses = [math.log1p(math.exp(-abs(x))) + max(0.0, -x) for x in (self._beta * m for m in margins)]
+        return {
+            "loss": sum(losses) / len(losses),
+            "margin": sum(margins) / len(margins),
+            "accuracy": sum(margin > 0 for margin in margins) / len(margins),
+        }
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _weighed(row: Row, advantage: float) -> Row:
+    return replace(row, advantages=np.where(row.mask, advantage, 0.0))
+
+
+def matched(chosen: Rows, rejected: Rows) -> tuple[list[tuple[Row, Row]], Counter[str]]:
+    """Put the rows of pairs together again; a pair of which one answer is left out is left out whole.
+
+    Raises:
+        DataError: no pair is left.
+    """
+    sides = [_single(rows) for rows in (chosen, rejected)]
+    both = sides[0].keys() & sides[1].keys()
+    left_out = chosen.left_out + rejected.left_out
+    alone = sum(len(side.keys() - both) for side in sides)
+    left_out += Counter({ONE_LEFT_OUT: alone} if alone else {})
+    if not both:
+        raise DataError(f"no pair is left to learn from: {dict(left_out)}.")
+    return [(sides[0][name], sides[1][name]) for name in sorted(both, key=int)], left_out
+
+
+def _single(rows: Rows) -> dict[str, Row]:
+    """Return the rows of conversations that are one row each."""
+    count = Counter(row.attempt_id for row in rows.rows)
+    return {row.attempt_id: row for row in rows.rows if count[row.attempt_id] == 1}

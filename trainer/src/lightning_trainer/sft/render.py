@@ -1,0 +1,118 @@
+"""Conversations as tokens: the recorded ones where they are this tokenizer's, else what its chat template writes.
+
+Only what the agent said is learned, its end-of-turn token included. What follows that token until the next turn is
+written by the template, never by the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.prompt.template import ChatFormat
+from lightning_trainer.sft.data import Conversation
+
+OTHER_TOKENIZER: Final = "tokens of another tokenizer, and no messages to write anew"
+REFUSED: Final = "the model's chat template refuses it"
+NO_ANSWER: Final = "nothing of it would be learned"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Tokens to learn from.
+
+    Attributes:
+        ids: (T,) token ids.
+        learned: (T,) True where the token is learned; never the first.
+        recorded: whether they are those that an engine recorded.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+    recorded: bool = False
+
+
+class UnrenderableError(Exception):
+    """A conversation can't be written for this model; the text is the reason."""
+
+
+class Renderer:
+    """Writes conversations for one tokenizer.
+
+    Args:
+        tokenizer: with its chat template.
+        end_tokens: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
+        self._format = ChatFormat(tokenizer)
+        self._size = len(tokenizer)
+        self._end_texts = [self._format.decode([token]) for token in end_tokens]
+        self._close = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(end_tokens)
+
+    def render(self, said: Conversation) -> list[Rendered]:
+        """Return the tokens of a conversation: of several, where its template writes earlier turns in another way.
+
+        Raises:
+            UnrenderableError: says why not.
+        """
+        if said.ids is not None and said.labels is not None and self._is_ours(said):
+            learned = [label >= 0 for label in said.labels]
+            if not any(learned[1:]):
+                raise UnrenderableError(NO_ANSWER)
+            return [Rendered(list(said.ids), [False, *learned[1:]], recorded=True)]
+        if not said.messages:
+            raise UnrenderableError(OTHER_TOKENIZER)
+        try:
+            return list(self._written(said))
+        except Refusal as error:
+            raise UnrenderableError(f"{REFUSED}: {error}") from None
+
+    def _is_ours(self, said: Conversation) -> bool:
+        """Whether recorded tokens are this tokenizer's: it writes the text of the prompt with just these.
+
+        Prompts are encoded from text; what a model says need not be. Where the messages are known, the prompt's text
+        holds what the first of them says.
+        """
+        ids, labels = said.ids or (), said.labels or ()
+        if not ids or min(ids) < 0 or max(ids) >= self._size:
+            return False
+        first = next((place for place, label in enumerate(labels) if label >= 0), len(ids))
+        prompt = list(ids[:first])
+        text = self._format.decode(prompt)
+        asked = next((m["content"].strip() for m in said.messages if m["content"].strip()), "")
+        return self._format.encode(text) == prompt and asked in text
+
+    def _written(self, said: Conversation) -> Iterator[Rendered]:
+        """Write answer by answer. One that goes on from the text before shares its tokens, as in the gateway."""
+        text, ids, learned = "", list[int](), list[bool]()
+        for place in said.answers:
+            prompt, answer = self._turn(said.messages[: place + 1], said.tools)
+            if ids and not prompt.startswith(text):
+                yield Rendered(ids, learned)
+                text, ids, learned = "", [], []
+            between = self._format.encode(prompt[len(text) :])
+            words, own = self._answer(answer)
+            ids = [*ids, *between, *own]
+            learned = [*learned, *[False] * len(between), *[True] * len(own)]
+            text = prompt + words
+        yield Rendered(ids, learned)
+
+    def _answer(self, text: str) -> tuple[str, list[int]]:
+        """Return an answer up to its end-of-turn token, as text and as tokens; a template without one gets one."""
+        ends = [text.find(end) + len(end) for end in self._end_texts if end in text]
+        words = text[: min(ends)] if ends else text
+        own = self._format.encode(words)
+        return words, own if ends else [*own, self._close]
+
+    def _turn(self, messages: Sequence[Any], tools: Sequence[Any]) -> tuple[str, str]:
+        """Return what stands before the last message's words, and them with what follows."""
+        before = self._format.render(messages[:-1], tools)
+        whole = self._format.render(messages, tools, prompt=False)
+        common = next(
+            (place for place, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b),
+            min(len(before), len(whole)),
+        )
+        return whole[:common], whole[common:]

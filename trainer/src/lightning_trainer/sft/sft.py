@@ -1,0 +1,269 @@
+"""`sft()`: reads the data, opens the learner, learns, leaves a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lightning_spans import hooks
+from lightning_spans.errors import ConfigError, DataError
+from lightning_spans.store import open_store
+from lightning_trainer import registry
+from lightning_trainer.backends.protocol import Backend, Learner
+from lightning_trainer.config import CONFIG_NAME
+from lightning_trainer.export.export import selected
+from lightning_trainer.export.files import Line
+from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.models import look
+from lightning_trainer.policies import parse
+from lightning_trainer.report.metrics import MetricLog, write_atomically
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.rl.algorithms.likelihood import LIKELIHOOD
+from lightning_trainer.rl.rows import Row
+from lightning_trainer.run.folders import new_folder
+from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.sft.batches import Rows, held_out, make_rows
+from lightning_trainer.sft.config import SftConfig
+from lightning_trainer.sft.data import (
+    Conversation,
+    Preferred,
+    is_store,
+    preferred,
+    read_file,
+    read_lines_of_store,
+    read_pairs,
+)
+from lightning_trainer.sft.dpo import BETA, Dpo, matched
+from lightning_trainer.sft.fit import CHECKPOINT, Fit, Fitted, schedule
+from lightning_trainer.sft.render import Renderer
+
+_EPOCHS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What came of it.
+
+    Attributes:
+        fitted: losses and steps.
+        folder: the run's.
+        checkpoint: a model folder; `train --model` and `serve` take it.
+        rows: learned from.
+        held_out: rows to tell when to stop.
+        recorded: rows, of both, with the tokens that an engine recorded.
+        left_out: conversations in none, by reason.
+    """
+
+    fitted: Fitted
+    folder: Path
+    checkpoint: Path
+    rows: int
+    held_out: int
+    recorded: int
+    left_out: dict[str, int] = field(default_factory=dict)
+
+
+def sft(config: SftConfig, progress: Progress | None = None) -> Learned:
+    """Learn from conversations.
+
+    Raises:
+        LightningError: an option or a file is wrong, or there is nothing to learn. No folder is left then.
+        Interrupted: somebody asked to stop; what was learned is saved.
+    """
+    progress = progress or Silent()
+    hooks.load_all()
+    backend: Backend = registry.by_name("backend", config.backend)
+    look(config.model)  # or refuse
+    data = read(config)
+    with ExitStack() as stack:
+        check = stack.enter_context(deferred())
+        folder = stack.enter_context(new_folder(config.out))
+        progress.phase(f"loading {config.model}")
+        learner = stack.enter_context(closing(backend.learner(config.model, options_of(config))))
+        progress.phase(f"writing {len(data.training)} conversations as tokens")
+        task = _task(config, learner, data)
+        steps = steps_of(config, task.rows)
+        learner.schedule(*schedule(steps))
+        log = stack.enter_context(closing(MetricLog(folder)))
+        write_atomically(folder / CONFIG_NAME, (config.model_dump_json(indent=2) + "\n").encode())
+        _tell(progress, task)
+        fit = Fit(
+            learner=learner, rows=task.rows, held_out=task.held_out, folder=folder, log=log, progress=progress,
+            check=check, batch_size=config.batch_size, steps=steps, eval_every=config.eval_every,
+            patience=config.patience, seed=config.seed, update=task.update, loss=task.loss,
+        )  # fmt: skip
+        try:
+            fitted = fit.run()
+        except Interrupted:
+            saved = (folder / CHECKPOINT).exists()
+            what = f"what was learned is in {folder / CHECKPOINT}" if saved else "before anything was learned"
+            raise Interrupted(f"stopped: {what}") from None
+        return Learned(
+            fitted=fitted, folder=folder, checkpoint=folder / CHECKPOINT, rows=len(task.rows),
+            held_out=len(task.held_out), recorded=task.recorded, left_out=dict(task.left_out),
+        )  # fmt: skip
+
+
+def options_of(config: SftConfig) -> dict[str, object]:
+    """Return the learner's options: those that were given, and the loss."""
+    weights = "token-mean" if config.loss == "likelihood" else "sequence-sum"
+    return {"loss_aggregation": weights, "algorithm": LIKELIHOOD, **config.learner_options()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """What was read.
+
+    Attributes:
+        training: to learn from; of pairs the better answers.
+        held_out: to look at.
+        left_out: what stores left out, by reason.
+        worse: of pairs, the worse answers of `training` and of `held_out`.
+    """
+
+    training: list[Conversation]
+    held_out: list[Conversation]
+    left_out: Counter[str]
+    worse: tuple[list[Conversation], list[Conversation]] | None = None
+
+
+def read(config: SftConfig) -> Data:
+    """Read what is to be learned and what is held out.
+
+    Raises:
+        LightningError: a file or a store is missing or wrong, or holds nothing.
+    """
+    if not config.data:
+        raise ConfigError("name what to learn from: files of conversations, or stores.")
+    left_out: Counter[str] = Counter()
+    if config.loss == "dpo":
+        return _read_pairs(config, left_out)
+    found: list[Conversation] = []
+    for name in config.data:
+        if is_store(name):
+            found += read_lines_of_store(_from_store(name, config, left_out), name)
+        else:
+            found += read_file(Path(name))
+    if config.val is not None:
+        return Data(training=found, held_out=read_file(config.val), left_out=left_out)
+    training, looked_at = held_out(found, config.held_out)
+    return Data(training=training or found, held_out=looked_at if training else [], left_out=left_out)
+
+
+def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
+    found: list[Preferred] = []
+    for name in config.data:
+        if is_store(name):
+            lines = _from_store(name, config, left_out)
+            found += [preferred(line, f"{name}, pair {number}") for number, line in enumerate(lines, 1)]
+        else:
+            found += read_pairs(Path(name))
+    if config.val is not None:
+        training, looked_at = found, read_pairs(config.val)
+    else:
+        worse = {id(pair.chosen): pair for pair in found}
+        parts = held_out([pair.chosen for pair in found], config.held_out)
+        training, looked_at = ([worse[id(each)] for each in part] for part in parts)
+    training, looked_at = (training, looked_at) if training else (found, [])
+    return Data(
+        training=[pair.chosen for pair in training],
+        held_out=[pair.chosen for pair in looked_at],
+        left_out=left_out,
+        worse=([pair.rejected for pair in training], [pair.rejected for pair in looked_at]),
+    )
+
+
+def _from_store(name: str, config: SftConfig, left_out: Counter[str]) -> list[Line]:
+    path = Path(name.removeprefix("sqlite:///"))
+    if not name.startswith(("http://", "https://", "postgresql")) and not path.is_file():
+        raise ConfigError(f"there is no store {path}. Give a file of conversations, or the store of a run.")
+    wanted = Wanted(
+        format="dpo" if config.loss == "dpo" else "sft", agents=config.agents, min_reward=config.min_reward,
+        best=config.best, origin=config.origin,
+    )  # fmt: skip
+    with closing(open_store(name)) as store, selected(store, wanted) as chosen:
+        left_out += chosen.left_out
+        found = list(chosen.training())
+    if not found:
+        why = "\n".join(f"  {count}: {reason}" for reason, count in left_out.most_common())
+        what = "pair" if config.loss == "dpo" else "conversation"
+        raise DataError(f"the store {name} holds no {what} to learn from.\n{why}".rstrip())
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What the loop gets."""
+
+    rows: list[Row]
+    held_out: list[Row]
+    recorded: int
+    left_out: Counter[str]
+    update: Callable[[list[Row]], dict[str, float]] | None = None
+    loss: Callable[[Sequence[Row]], float] | None = None
+
+
+def _task(config: SftConfig, learner: Learner, data: Data) -> _Task:
+    rows, looked_at = _rows(config, learner, data.training), _held_out_rows(config, learner, data.held_out)
+    if data.worse is None:
+        left_out = data.left_out + rows.left_out + looked_at.left_out
+        recorded = rows.recorded + looked_at.recorded
+        return _Task(rows=rows.rows, held_out=looked_at.rows, recorded=recorded, left_out=left_out)
+    anything = config.model_copy(update={"min_reward": None})  # of the worse answers
+    pairs, left_out = matched(rows, _rows(anything, learner, data.worse[0]))
+    held: list[tuple[Row, Row]] = []
+    if looked_at.rows:
+        held, more = matched(looked_at, _held_out_rows(anything, learner, data.worse[1]))
+        left_out += more
+        held = [(_renamed(chosen), _renamed(rejected)) for chosen, rejected in held]
+    dpo = Dpo(learner, [*pairs, *held], config.beta or BETA)
+    return _Task(
+        rows=[chosen for chosen, _ in pairs], held_out=[chosen for chosen, _ in held], update=dpo.update, loss=dpo.loss,
+        recorded=rows.recorded + looked_at.recorded, left_out=data.left_out + left_out,
+    )  # fmt: skip
+
+
+def _rows(config: SftConfig, learner: Learner, data: Sequence[Conversation]) -> Rows:
+    limit = learner.engine.max_model_len
+    return make_rows(
+        data,
+        Renderer(learner.engine.tokenizer, learner.end_tokens),
+        agents=config.agents,
+        policies=parse(config.policies),
+        max_tokens=min(config.max_tokens or limit, limit),
+        min_reward=config.min_reward,
+    )
+
+
+def _held_out_rows(config: SftConfig, learner: Learner, data: Sequence[Conversation]) -> Rows:
+    """Write what is held out; where all of it is left out, nothing is looked at, unless a file was named for it."""
+    try:
+        return _rows(config, learner, data) if data else Rows(rows=[], left_out=Counter(), recorded=0)
+    except DataError:
+        if config.val is not None:
+            raise
+        return Rows(rows=[], left_out=Counter(), recorded=0)
+
+
+def steps_of(config: SftConfig, rows: Sequence[Row]) -> int:
+    """Return the steps of all epochs."""
+    return config.steps or max(1, math.ceil((config.epochs or _EPOCHS) * len(rows) / config.batch_size))
+
+
+def _renamed(row: Row) -> Row:
+    """Give a held-out row a name that no row of training has."""
+    return replace(row, attempt_id=f"held out {row.attempt_id}")
+
+
+def _tell(progress: Progress, task: _Task) -> None:
+    tokens = sum(int(row.mask.sum()) for row in task.rows)
+    progress.note(
+        f"{len(task.rows)} rows to learn from ({tokens} tokens of answers), {len(task.held_out)} held out; "
+        f"{task.recorded} with recorded tokens"
+    )
+    for reason, count in task.left_out.most_common():
+        progress.note(f"{count} left out: {reason}")

@@ -1,0 +1,138 @@
+"""A teacher behind vLLM's server, which gives the log-probabilities of a prompt's own tokens."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_spans.errors import ConfigError, LightningError
+from lightning_trainer.gateway.http.masking import remember
+from lightning_trainer.gateway.prompt.template import ChatFormat
+from lightning_trainer.gateway.upstream.upstream import parse_upstream
+
+if TYPE_CHECKING:
+    import httpx
+
+    from lightning_trainer.rl.rows import Row
+
+KEY: Final = "LIGHTNING_TEACHER_KEY"
+_AT_ONCE: Final = 16
+_TRIES: Final = 3
+_PAUSE_S: Final = 0.5
+_SILENCE_S: Final = 600.0
+_SHOWN: Final = 512  # tokens of the student's, from all over its vocabulary, that a teacher is asked to write
+_TEXT: Final = 'def f(x):\n\treturn {"a": [1, 2.5]}  # Grüße, été, 你好, здравствуй 🙂\n\n    <tool_call> the end.'
+
+
+class TeacherError(LightningError):
+    """The teacher gave no log-probabilities."""
+
+
+class Endpoint:
+    """`Teacher` behind a server.
+
+    Args:
+        text: ``MODEL=URL``.
+
+    Raises:
+        ConfigError: it is not of this form.
+    """
+
+    def __init__(self, text: str) -> None:
+        import httpx
+
+        upstream, key = parse_upstream(text), os.environ.get(KEY)
+        remember(key)
+        self._model, self._url = upstream.model, upstream.url
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=_SILENCE_S)
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "teacher")
+
+    def check(self, tokenizer: Any) -> None:
+        """Make sure that it writes text with the student's tokens.
+
+        Raises:
+            ConfigError: it does not, does not say, or can't be reached.
+        """
+        chat, size = ChatFormat(tokenizer), len(tokenizer)
+        places = range(0, size, max(1, size // _SHOWN))
+        text = _TEXT + "".join(tokenizer.all_special_tokens) + "".join(chat.decode([place]) for place in places)
+        own = chat.encode(text)
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        try:
+            its = self._post(f"{self._url.removesuffix('/v1')}/tokenize", body)["tokens"]
+        except (TeacherError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the teacher at {self._url} does not say how it writes text ({error}). It must be a vLLM server, which"
+                f" answers /tokenize; its key goes into {KEY}."
+            ) from None
+        if its != own:
+            raise ConfigError(
+                f"the teacher {self._model} at {self._url} has another vocabulary: it writes a text with {len(its)}"
+                f" tokens that are {len(own)} of the student's, or others. A teacher reads the student's tokens: give"
+                " one of the same family, or learn from its answers with lightning-rl sft."
+            )
+
+    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
+        """Return log-probabilities at temperature 1: `Teacher.logprobs`."""
+        return list(self._pool.map(self._row, rows))
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._pool.shutdown(cancel_futures=True)
+        self._client.close()
+
+    def _row(self, row: Row) -> NDArray[np.float64]:
+        ids = row.tokens.tolist()
+        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answer = self._post(f"{self._url}/completions", body)
+        try:
+            told = answer["choices"][0]["prompt_logprobs"]
+            if len(told) != len(ids):
+                raise ValueError(f"{len(told)} log-probabilities for {len(ids)} tokens")
+            found = np.array([told[place][str(ids[place])]["logprob"] for place in np.flatnonzero(row.mask)], "f8")
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise TeacherError(
+                f"the teacher at {self._url} gave no log-probabilities of a prompt ({type(error).__name__}: {error})."
+                " It must be a vLLM server, which knows prompt_logprobs."
+            ) from None
+        if any(math.isnan(each) for each in found):
+            raise TeacherError(f"the teacher at {self._url} gave a log-probability that is no number.")
+        return found
+
+    def _post(self, url: str, body: dict[str, Any]) -> Any:
+        """Ask, again where it may answer another time.
+
+        Raises:
+            TeacherError: it did not answer, or refused.
+        """
+        import httpx
+
+        error = ""
+        for number in range(_TRIES):
+            time.sleep(_PAUSE_S * number)
+            try:
+                answer = self._client.post(url, json=body)
+            except httpx.HTTPError as problem:
+                error = f"the teacher can't be reached: {type(problem).__name__}: {problem}"
+                continue
+            if answer.status_code == 200:
+                return _json(answer)
+            error = f"the teacher's server answered {answer.status_code}: {answer.text[:300]}"
+            if answer.status_code < 500 and answer.status_code not in (408, 429):
+                break
+        raise TeacherError(error)
+
+
+def _json(answer: httpx.Response) -> Any:
+    try:
+        return answer.json()
+    except ValueError:
+        raise TeacherError(f"the teacher's server sent no JSON: {answer.text[:300]}") from None
