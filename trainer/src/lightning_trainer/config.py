@@ -6,6 +6,7 @@ the same names as keys. Paths are relative to the current folder, in a file too.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
@@ -13,13 +14,19 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer import policies
-from lightning_trainer.recipes import Aggregation, KlEstimator, recipe_of
+from lightning_trainer import policies, registry
+from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
+from lightning_trainer.naming import parse_rules
+from lightning_trainer.work import Work
+
+CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
+# Defaults of credit that looks at forks: a few alternatives are no sample to take a deviation of.
+_OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 
 
 class TrainConfig(BaseModel):
@@ -37,33 +44,45 @@ class TrainConfig(BaseModel):
     command: str | None = None
     """The agent as a command, for one in another language: the task comes as JSON on stdin and in LIGHTNING_TASK."""
     reward: str | None = None
-    """Reward function `module:function`, called as score(task, result). Without it, the agent returns the reward."""
+    """Reward function `module:function`, called as score(task, result), or `judge`, a model that compares the rollouts
+    of a group (see judge). Without it, the agent returns the reward."""
+    judge: dict[str, Any] = Field(default_factory=dict)
+    """The judge by option: endpoint, model, rubric, weight (1), and others. With reward = judge it gives the reward;
+    with another reward its own, times the weight, is mixed in (torch backend)."""
     data: Path
-    """Training tasks: a JSON Lines, JSON or CSV file."""
+    """Training tasks: a JSON Lines, JSON, CSV or Parquet file, or a folder of a Hugging Face data set."""
     val: Path | None = None
     """Held-out tasks, run before and after training."""
 
     # What is trained.
     agents: tuple[str, ...] | None = None
     """Names or globs of the agents to train. All agents that have a name, by default."""
+    name_by: tuple[str, ...] = ()
+    """Rule that names the agents of calls which no header names, `[NAME=]WHERE[:REGEX]`: WHERE is `system` (the system
+    prompt), `model` (the model asked for) or `header:FIELD`. The first that matches counts."""
     policies: dict[str, str] = Field(default_factory=dict)
     """Adapters of agents over one frozen model, written AGENT=lora (its own), AGENT=lora:NAME (shared by those that
     name it), AGENT=fixed (that of the checkpoint given as model, not trained) or AGENT=base (the model without one),
     with commas between. Agents to train that have none share one."""
     model: str
-    """The policy to start from: a local model folder, a hub id, or a name that the backend knows."""
+    """The policy to start from: a model folder, a run's folder or checkpoint, a hub id (owner/model or
+    owner/model@revision), or smollm2-135m."""
     backend: str = "torch"
     """What generates and updates: `torch` (embedded), or one that a plugin registers."""
     backend_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of the backend by name, such as slots or micro_batch_tokens of torch."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or `hermes` for ours, which knows tools."""
+    tool_format: str | None = None
+    """Format in which the model writes tool calls, such as `hermes` or `deepseek-v3`, where its chat template does not
+    show it; `none` where no agent has tools. By default the template is asked to write one."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of LoRA adapters; 0 trains all weights. 16 with policies."""
     lora_alpha: float | None = Field(default=None, gt=0)
     """Scale of the adapters; twice the rank by default."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the weights that generate; auto takes the model's own."""
+    """Number format of the weights that generate; auto takes the model's own, but float32 on processors that have no
+    instructions for bfloat16, which are several times slower at it (torch)."""
     device: str = "auto"
     """Where the backend works: auto, cpu, cuda, cuda:1, ... With verl: cpu, else its GPUs."""
     gpus: int = Field(default=1, ge=1)
@@ -90,22 +109,39 @@ class TrainConfig(BaseModel):
 
     # How it learns.
     algorithm: str = "grpo"
-    """`grpo`, `dr-grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `reinforce++-baseline`, `ppo`, or one that a
-    plugin registers. Each sets the defaults that its paper has."""
+    """`grpo`, `dr-grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `reinforce++-baseline`, `ppo`, `distil`,
+    `tree-grpo`, or one that a plugin registers. Each sets the defaults that its paper has."""
+    teacher: str | None = None
+    """Of algorithm = distil: who says how likely each sampled token is. A model folder or name, or MODEL=URL of a vLLM
+    server, with the policy's own vocabulary (torch)."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Step size of AdamW: 1e-5 by default, 1e-4 with LoRA."""
     credit: str = "identical"
-    """How an attempt's rewards are shared out over its calls: identical, discounted, last, per-agent, turn, gigpo, or
-    one that a plugin registers."""
+    """How an attempt's rewards are shared out over its calls: identical, discounted, last, per-agent, turn, gigpo,
+    counterfactual, or one that a plugin registers."""
     gamma: float | None = Field(default=None, ge=0, le=1)
     """Discount from one turn to the one before it, for credit = discounted (0.9 by default), turn (1), gigpo (0.95)."""
     credit_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of the credit by name, such as omega and anchor of gigpo."""
+    forks: int | None = Field(default=None, ge=1)
+    """Continuations in a step that begin at a call of one of its rollouts, for credit = counterfactual and algorithm =
+    tree-grpo. As many as alternatives for each rollout, by default."""
+    alternatives: int = Field(default=3, ge=1)
+    """Continuations of each call that is drawn again."""
+    fork_at: Literal["agents", "evenly", "entropy", "disagreement"] = "agents"
+    """Which calls are drawn again: as many of each agent to be trained, any, those whose answers held most surprise, or
+    those of agents whose alternatives came to different things before."""
+    fork_tools: dict[str, Literal["replay", "run", "refuse"]] = Field(default_factory=dict)
+    """What becomes of tools in a fork, by their names or globs: replay gives what they gave in the record, where that
+    was asked then (all tools, by default), run runs them again, refuse never runs them."""
     rewards: dict[str, Any] = Field(default_factory=dict)
     """Automatic rewards by the name of their rule, each with its weight, such as tool_status = 0.1, or a table of its
     weight and options. None by default."""
     normalise_std: bool = True
     """Divide advantages by the deviation of their group."""
+    alone: Literal["skip", "batch"] = "skip"
+    """An agent that called a model in one rollout of its group alone has nothing to be compared with there: its calls
+    teach nothing (skip), or are compared with its calls in the whole batch (torch)."""
     advantage_eps: float = Field(default=1e-4, gt=0)
     """Added to that deviation, so that nearly equal returns do not explode."""
     loss_aggregation: Aggregation = "token-mean"
@@ -115,6 +151,26 @@ class TrainConfig(BaseModel):
     """The probability ratio is clipped below 1 minus this; 1 or more is no bound."""
     clip_high: float = Field(default=0.28, gt=0)
     """The probability ratio is clipped above 1 plus this."""
+    old_logprobs: Literal["engine", "recompute"] | None = None
+    """What ratios compare with: the log-probabilities that the engine recorded, or the trainer's own before the update,
+    which costs a forward pass (torch). recompute with gspo, else engine; verl always recomputes."""
+    update_epochs: int = Field(default=1, ge=1)
+    """Passes over each batch (torch). With one pass in one piece and recomputed log-probabilities all ratios are 1, and
+    no clip does anything."""
+    minibatches: int = Field(default=1, ge=1)
+    """Pieces into which a batch is cut, each with an optimiser step of its own (torch)."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps over which the learning rate rises to its value."""
+    lr_schedule: Schedule = "constant"
+    """How the learning rate goes on from there, to the end of the run: constant, linear (torch), or cosine."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """Where a schedule that falls ends, as a share of the learning rate."""
+    importance_cap: float | None = Field(default=None, gt=0)
+    """Truncated importance sampling: tokens weigh the trainer's probability over the engine's, at most this. On
+    torch with old_logprobs = recompute."""
+    importance_mask: float | None = Field(default=None, gt=1)
+    """Tokens whose probability differs between trainer and engine by more than this factor are left out of the
+    loss. On torch with old_logprobs = recompute."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the starting policy; 0 keeps no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -133,12 +189,17 @@ class TrainConfig(BaseModel):
     """Rounds in which groups whose rollouts all earned the same are replaced by groups of other tasks, in each step."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
-    failed: Literal["exclude"] | float = "exclude"
-    """What a rollout that never succeeded counts as: nothing (exclude), or this reward."""
+    failed: Literal["exclude", "lowest"] | float = "lowest"
+    """Reward of a rollout whose program failed after a model had answered, which is the policy's doing: 0, or the
+    lowest reward of the batch where that is less (lowest), this reward, or nothing (exclude), which teaches policies to
+    crash. Time-outs, lost workers and servers that do not answer are left out and tried again."""
 
     # How it samples.
     temperature: float | None = Field(default=None, gt=0)
     """Sampling temperature forced on the trained agents' calls; by default what the agent asks for, else 1."""
+    sampling: Literal["plain", "asked"] = "plain"
+    """`plain` draws from the policy itself: the top_p, top_k, min_p and penalties of the agent's requests are left out
+    and recorded. With `asked` they hold, and what they changed is left out of training."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of an answer, where the agent's request names no limit."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -157,6 +218,19 @@ class TrainConfig(BaseModel):
     max_attempts: int = Field(default=2, ge=1)
     """Tries before a rollout counts as failed."""
 
+    workdir: str | None = None
+    """Folder of which each attempt of a command works in a copy of its own, a clone where it is a git repository. Add
+    `@REVISION` to begin with another commit; `{field}` stands for a task's field. What is changed is kept as a span."""
+    workdir_size: str = "2GiB"
+    """Most that an attempt's copy of workdir may take; an attempt that goes beyond it fails."""
+    restore: tuple[str, ...] = ()
+    """Globs of files in workdir that are put back as they were before reward_command, such as `tests/**`."""
+    reward_command: str | None = None
+    """Command that gives the reward, run where the agent worked once it has ended: the number on the last line of its
+    output, else 1 where its exit status is 0 and 0 where it is another."""
+    reward_timeout_s: float = Field(default=120.0, gt=0)
+    """Time limit of reward_command, in seconds; beyond it the reward is 0."""
+
     # What is kept.
     out: Path | None = None
     """The run's folder; runs/DATE by default."""
@@ -170,6 +244,9 @@ class TrainConfig(BaseModel):
     """Steps between checkpoints; there is always one at the end."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints kept, newest first."""
+    checkpoint: Literal["newest", "full", "weights"] = "newest"
+    """What checkpoints hold: the weights, and what going on exactly needs (masters and moments, six times as much in
+    bfloat16) in the `newest` one, in each (full), or in none (weights), from which no run goes on (torch)."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that are told the metrics, with commas between: mlflow, wandb. TensorBoard always is."""
     store: str | None = None
@@ -187,7 +264,7 @@ class TrainConfig(BaseModel):
         try:
             config = handler(values)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+            raise ConfigError(explain(error)) from None
         _cross_check(config)
         return config
 
@@ -201,7 +278,28 @@ class TrainConfig(BaseModel):
     def learns_from_flat_groups(self) -> bool:
         """Whether there is something to learn where all rewards of a group are equal."""
         divergence = self.kl_coef > 0 and self.kl_in == "loss"
-        return divergence or self.entropy_coef > 0 or recipe_of(self.algorithm).critic
+        return divergence or self.entropy_coef > 0 or _algorithm(self.algorithm).critic
+
+    @property
+    def forked(self) -> bool:
+        """Whether calls of a step's rollouts are drawn again."""
+        return bool(getattr(_algorithm(self.algorithm), "branches", False)) or _looks_at_forks(self.credit)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether what follows a call that is drawn again is answered as before, where the same is asked."""
+        return _looks_at_forks(self.credit)  # leaves of a tree are each trained whole: they are draws of their own
+
+    @property
+    def fork_count(self) -> int:
+        """Most continuations in a step that begin at a call."""
+        records = self.batch_size * self.group_size
+        return 0 if not self.forked else records * self.alternatives if self.forks is None else self.forks
+
+    @property
+    def work(self) -> Work:
+        """Where a command works, and what gives its reward."""
+        return Work(**{each.name: getattr(self, each.name) for each in dataclasses.fields(Work)})
 
     def worker_count(self) -> int:
         """Worker processes to start: as asked, else one a core, and no more than a batch fills."""
@@ -266,32 +364,49 @@ def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] |
 
 
 def to_json(config: TrainConfig) -> str:
-    """Give the configuration as JSON text, as kept in the run's folder."""
+    """Return the configuration as JSON text, as kept in the run's folder."""
     return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the defaults that depend on other options, and take lists of names as one text with commas too."""
+    filled = with_adapters(values, learning_rate=1e-4)
+    if isinstance(filled.get("algorithm"), str):
+        for name, value in _algorithm(filled["algorithm"]).defaults.items():
+            filled[name] = value if filled.get(name) is None else filled[name]
+    if isinstance(filled.get("credit"), str) and _looks_at_forks(filled["credit"]):
+        for name, value in _OF_FORKS.items():
+            filled[name] = value if filled.get(name) is None else filled[name]
+    return filled
+
+
+def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[str, Any]:
+    """Read lists of names and the policies of agents, also as one text with commas, and fill in what adapters need.
+
+    Args:
+        values: options as given.
+        learning_rate: of adapters, which start at zero and take larger steps than full weights.
+    """
     filled = dict(values)
     if filled.get("policies"):
         if isinstance(filled["policies"], (str, tuple)):
             filled["policies"] = policies.read_text(filled["policies"])
         filled["lora_rank"] = filled.get("lora_rank") or policies.DEFAULT_RANK
     if filled.get("lora_rank") and filled.get("learning_rate") is None:
-        filled["learning_rate"] = 1e-4  # adapters start at zero and take about ten times the step of full weights
-    if isinstance(filled.get("algorithm"), str):
-        for name, value in recipe_of(filled["algorithm"]).options.items():
-            filled[name] = value if filled.get(name) is None else filled[name]
-    for name in ("agents", "trackers"):
+        filled["learning_rate"] = learning_rate
+    for name in ("agents", "trackers", "restore"):
         if isinstance(filled.get(name), str):
             filled[name] = tuple(part.strip() for part in filled[name].split(",") if part.strip())
+    if isinstance(filled.get("name_by"), str):  # an expression may have commas
+        filled["name_by"] = (filled["name_by"],)
     chosen = filled.get("policies")
     if isinstance(chosen, Mapping) and chosen and all(isinstance(value, str) for value in chosen.values()):
         filled["policies"], filled["agents"] = policies.complete(chosen, filled.get("agents"))
     return filled
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError) -> str:
+    """Say what is wrong with options, and what to do, a line each."""
     lines = []
     for problem in error.errors(include_url=False, include_context=False):
         name = str(problem["loc"][0]) if problem["loc"] else "configuration"
@@ -304,18 +419,10 @@ def _explain(error: ValidationError) -> str:
 
 def _cross_check(config: TrainConfig) -> None:
     """Refuse options that contradict each other; each message says which one to change."""
-    recipe = recipe_of(config.algorithm)
+    _algorithm(config.algorithm).check(config)
+    parse_rules(config.name_by)
+    config.work.check(command=config.command, reward=config.reward)
     problems = {
-        f"group_size = 1 leaves nothing to compare for algorithm = {config.algorithm}. Use 2 or more.": (
-            config.group_size == 1 and recipe.grouped
-        ),
-        f"normalise_std has no effect with algorithm = {config.algorithm}. Leave it out.": config.normalise_std
-        and (recipe.compare != "group" or recipe.whiten),
-        "gae_lambda, value_learning_rate and value_clip are options of algorithm = ppo. Leave them out.": (
-            not recipe.critic and (config.gae_lambda, config.value_learning_rate, config.value_clip) != (None,) * 3
-        ),
-        f"resample looks for rewards that differ within a group, which algorithm = {config.algorithm} does not need. "
-        "Leave it out.": bool(config.resample) and not recipe.grouped,
         "Name the agent: a target module:function, or a command.": config.target is None and config.command is None,
         "target and command are two agents. Give one of them.": None not in (config.target, config.command),
         "steps and epochs are two lengths. Give one of them.": None not in (config.steps, config.epochs),
@@ -326,16 +433,78 @@ def _cross_check(config: TrainConfig) -> None:
         "gamma has no effect with credit = identical. Set credit to discounted, or leave gamma out.": (
             config.gamma is not None and config.credit == "identical"
         ),
-        "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
-        "verl trains one policy for all agents. Leave policies out, or train on backend = torch.": bool(config.policies)
-        and config.backend == "verl",
-        'workers = 0 leaves the rollouts to runners elsewhere. Only backend = "verl" has a key for them.': (
-            config.workers == 0 and config.backend != "verl"
+        "kl_estimator = k1 has no gradient in the loss: what is expected of it is 0. Use k3 or k2, or set kl_in to"
+        " reward.": config.kl_coef > 0 and config.kl_in == "loss" and config.kl_estimator == "k1",
+        "min_lr_ratio is where a falling learning rate ends. Set lr_schedule to cosine or linear, or leave it out.": (
+            config.min_lr_ratio > 0 and config.lr_schedule == "constant"
         ),
-        'gpus, nodes, staleness and verl are options of backend = "verl". Set it, or leave them out.': config.backend
-        == "torch"
-        and (config.gpus, config.nodes, config.staleness, dict(config.verl)) != (1, 1, 0, {}),
+        "teacher is of algorithm = distil. Set it, or leave teacher out.": (
+            config.teacher is not None and config.algorithm != "distil"
+        ),
+        **_of_forks(config),
+        "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
     }
+    refuse(problems)
+
+
+def _of_forks(config: TrainConfig) -> dict[str, bool]:
+    """Return what can't be together with forks, and what is nothing without them."""
+    across = _looks_at_forks(config.credit)
+    if not config.forked:
+        given = (config.forks, config.alternatives, config.fork_at, config.fork_tools) != (None, 3, "agents", {})
+        return {
+            "forks, alternatives, fork_at and fork_tools are of credit = counterfactual and algorithm = tree-grpo. Set"
+            " one of these, or leave them out.": given
+        }
+    what = f"credit = {config.credit}" if across else f"algorithm = {config.algorithm}"
+    able = bool(getattr(_algorithm(config.algorithm), "alternatives", False))
+    return {
+        f"algorithm = {config.algorithm} can't compare a call with its alternatives alone. With {what} use grpo,"
+        " dr-grpo, gspo, cispo or rloo.": not able,
+        f"{what} has the program run again up to a call, with the tools' results from the record; a command of another"
+        " language would run its tools twice. Give a Python target.": config.command is not None,
+        f"a judge compares rollouts with others of their group, and {what} forks of one rollout. Give a reward"
+        " function, or let the agent return the reward.": config.reward == "judge" or bool(config.judge),
+        f"resample replaces groups before {what} has drawn anything again. Set resample = 0.": config.resample > 0,
+        f"alone = batch has no effect with {what}. Leave it out.": config.alone == "batch",
+        f"normalise_std divides by the deviation of a few alternatives with {what}, which makes noise as large as work."
+        " Leave it out.": across and config.normalise_std,
+        f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: no call could be drawn so often."
+        " Raise forks, or lower alternatives.": config.fork_count < config.alternatives,
+    }
+
+
+def refuse(problems: Mapping[str, bool]) -> None:
+    """Raise the first problem that there is.
+
+    Args:
+        problems: what is wrong and what to do, with whether it is so.
+
+    Raises:
+        ConfigError: one is so.
+    """
     for message, wrong in problems.items():
         if wrong:
             raise ConfigError(message)
+
+
+class _Algorithm(Protocol):
+    """What is asked of an algorithm here; see `lightning_trainer.rl.algorithms.protocol`, a floor above."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]: ...
+
+    @property
+    def critic(self) -> bool: ...
+
+    def check(self, config: TrainConfig) -> None: ...
+
+
+def _algorithm(name: str) -> _Algorithm:
+    algorithm: _Algorithm = registry.by_name("algorithm", name)
+    return algorithm
+
+
+def _looks_at_forks(credit: str) -> bool:
+    """Whether this credit compares forks; an unknown name is refused when credit is asked for."""
+    return bool(getattr(registry.registered("credit").get(credit), "across", False))

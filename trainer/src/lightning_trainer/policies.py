@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_spans.agents import selects
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import selects
 
 BASE: Final = "base"  # the name under which the starting model is served, and how a policy says so
 SHARED: Final = "shared"  # the adapter of agents that are trained and have no policy of their own
 DEFAULT_RANK: Final = 16
+ADAPTERS_NAME: Final = "adapters.json"  # in a checkpoint of several adapters: which they are, and of what model
 _LORA: Final = "lora"
 _FIXED: Final = "fixed"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -29,7 +30,7 @@ class Policies:
     """Policies by agent.
 
     Attributes:
-        by_agent: policy of each agent name or glob; exact names go before globs, these in the order given.
+        by_agent: policy of each agent name, path or glob; exact ones go before globs, these in the order given.
         fixed: names of the adapters that are not trained.
     """
 
@@ -37,10 +38,13 @@ class Policies:
     fixed: frozenset[str] = frozenset()
 
     def of(self, agent: str | None) -> str | None:
-        """Give the policy of an agent; None for one that has none, or has no name."""
+        """Return the policy of the agent of a path; None for one that has none, or has no name."""
         if agent is not None and agent in self.by_agent:
             return self.by_agent[agent]
-        return next((policy for pattern, policy in self.by_agent.items() if selects((pattern,), agent)), None)
+        meant = [pattern for pattern in self.by_agent if selects((pattern,), agent)]
+        exact = [pattern for pattern in meant if not _GLOB & set(pattern)]
+        first = max(exact, key=len) if exact else next(iter(meant), None)  # the longest path says most
+        return None if first is None else self.by_agent[first]
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from importlib import import_module
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from lightning_spans import watch
 from lightning_spans.errors import LightningError
-from lightning_trainer.printable import PrintableFormatter, printable
+from lightning_spans.record import stalls
+from lightning_trainer.report.terminal import PrintableFormatter, printable
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 # name -> the help's line; the command itself is `command` of the module with that name
 COMMANDS: Final = {
+    "init": "Make a small project that trains at once, in the framework you choose.",
     "agents": "List the agents of a program: calls, tokens, tool errors, rewards, and what would be trained.",
     "train": "Train the agents you name.",
+    "sft": "Learn from conversations: of files, of stores, of a bigger model.",
+    "eval": "Measure a model, a run or an endpoint on tasks: mean reward with its interval, pass@k, by agent.",
+    "prompts": "Look for better system prompts for the agents you name.",
+    "compare": "Compare training, rejection sampling and prompts: one budget each, the same held-out tasks.",
+    "tasks": "Say how hard each task is, and keep those that teach something.",
+    "runs": "List runs and compare them: rewards, cost, and how their options differ.",
     "serve": "Serve a trained checkpoint behind an OpenAI-compatible endpoint.",
     "server": "Run store, gateway and trace receiver for several machines.",
     "runner": "Claim rollouts from a server and run the agent on them.",
+    "view": "Look at a run in a web page: groups, rollouts, calls, tokens, credit.",
     "traces": "Show what happened, as a tree or as JSON lines.",
+    "fork": "Say what would have happened, had one call of a recorded attempt gone otherwise.",
+    "replay": "Run recorded attempts against new code or another model: which still succeed, and where they part.",
+    "export": "Write traces as data for other trainers and viewers: conversations, pairs, tokens, spans.",
     "prune": "Delete old traces, by age, origin or id.",
-    "key": "Make a key of a server's, such as one for a program in production.",
+    "key": "Make, list and revoke keys of a server.",
     "blame": "Say who earned the reward in a run: credit by agent and turn.",
     "doctor": "Say what works here, and what to do about what does not.",
 }
+
+
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LazyGroup(click.Group):
@@ -42,6 +60,25 @@ class LazyGroup(click.Group):
         command: click.Command = import_module(f"{__name__}.{cmd_name}").command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command; one that is nearly right is told the nearest."""
+        import difflib
+
+        name = args[0]
+        near = difflib.get_close_matches(name.lower(), COMMANDS, n=1, cutoff=0.5)
+        if name not in COMMANDS and near:
+            ctx.fail(f"No such command '{name}'. Did you mean '{near[0]}'?")
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer the commands' names without importing them."""
+        from click.shell_completion import CompletionItem
+
+        own = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        return own or click.Command.shell_complete(self, ctx, incomplete)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - likewise
         """List the commands without importing them."""
         with formatter.section("Commands"):
@@ -53,15 +90,23 @@ class LazyGroup(click.Group):
         return super().parse_args(ctx, [arg for arg in args if arg != "--debug"])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. An error made on purpose ends with status 2, an interrupt with 130."""
+        """Run the command. An error made on purpose ends with its status, an interrupt with 130."""
         try:
             return super().invoke(ctx)
         except LightningError as error:
             if ctx.obj["debug"]:
                 raise
-            said = printable(str(error), lines=True)
+            from lightning_trainer.gateway.http.masking import masked
+
+            said = printable(masked(str(error)), lines=True)
             click.echo(f"{click.style('error', fg='red', bold=True)}: {said}", err=True)
-            ctx.exit(2)
+            ctx.exit(error.exit_status)
+        except OSError as error:
+            if ctx.obj["debug"] or error.errno not in FULL:
+                raise
+            where = f" at {error.filename}" if error.filename else ""
+            click.echo(f"{click.style('error', fg='red', bold=True)}: {error.strerror}{where}. Make room.", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt as interrupt:
             click.echo(str(interrupt) or "stopped", err=True)
             ctx.exit(130)
@@ -74,16 +119,28 @@ def cli(debug: bool) -> None:  # noqa: ARG001 - click passes flags by name; pars
     """Train the agents of a program you already have, by reinforcement learning, agent by agent, by name."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would be drawn through our own display
     _log_to_stderr()
-    watch.configure(os.environ.get("LIGHTNING_BOUNDS"))
+    stalls.configure(os.environ.get("LIGHTNING_BOUNDS"))
 
 
 def main() -> None:
     """Run the command line."""
+    if sys.argv[1:2] == ["runner"]:
+        from lightning_trainer.cli.processes import hide_key
+
+        hide_key(sys.orig_argv)
     cli(prog_name="lightning-rl")
 
 
 def _log_to_stderr() -> None:
     import logging
+
+    from lightning_trainer.gateway.http.masking import masked
+
+    class Formatter(PrintableFormatter):
+        """Masks keys, also those in tracebacks."""
+
+        def format(self, record: logging.LogRecord) -> str:
+            return masked(super().format(record))
 
     class Stderr(logging.StreamHandler[Any]):
         """Writes to whatever stderr is at that moment: a live display puts itself in between."""
@@ -93,5 +150,5 @@ def _log_to_stderr() -> None:
             super().emit(record)
 
     handler = Stderr()
-    handler.setFormatter(PrintableFormatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,11 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.cli.options import given, key_file_option, print_json, reading, rewards_option, screen
 
 if TYPE_CHECKING:
-    from lightning_spans.rewards import Reward
-    from lightning_spans.store import Rollout, Store
-    from lightning_trainer.algorithms.rl import Batch, Judged
-    from lightning_trainer.blame import Books, Place
+    from lightning_spans.schema.attempts import Rollout
+    from lightning_spans.schema.rewards import Reward
     from lightning_trainer.config import TrainConfig
-    from lightning_trainer.rollouts import Outcome
+    from lightning_trainer.report.credit_report import CreditReport, TurnCredit
+    from lightning_trainer.rl.batch import Judged
 
 
 @click.command(name="blame")
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--step", "steps", multiple=True, type=int, help="Only rollouts of this step. May be repeated.")
 @click.option("--val", "held_out", is_flag=True, help="Rollouts of held-out tasks instead of training ones.")
 @click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Show the calls of this one. May be repeated.")
-@click.option("--json", "as_json", is_flag=True, help="Print a line for each place or call, and the account, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line for each turn or call, and the account, as JSON.")
 @rewards_option
 @click.option("--store", metavar="URL", help="Where the run's traces are, if not in its folder.")
 @key_file_option
@@ -51,24 +49,25 @@ def command(
     Credit is what a call got of the rewards of its attempt. Its advantage says how much better that was than what it is
     compared with. With several agents, all that have a name are compared, trained or not.
     """
-    from lightning_trainer.blame import books_of, places_of
+    from lightning_trainer.report.credit_report import credit_report, turns_of
+    from lightning_trainer.report.recomputed import judged
 
     config = _config(run, credit, gamma, given({"rewards": automatic}).get("rewards", {}))
     with reading(store or config.store or str(run / "lightning.db"), key_file) as source:
-        batch, outcomes = _judged(config, source, _chosen(source.rollouts(), steps, held_out=held_out))
+        batch, outcomes = judged(config, source, _chosen(source.rollouts(), steps, held_out=held_out))
         rewards = [reward for outcome in outcomes for reward in outcome.rewards]
-    books = books_of(batch, outcomes, [*rewards, *batch.automatic], config.credit)
+    report = credit_report(batch, outcomes, [*rewards, *batch.automatic], config.credit)
     calls = [call for call in batch.calls if call.transition.rollout_id in rollouts]
     if rollouts and not calls:
         raise ConfigError(f"no call of {', '.join(rollouts)} counts. See lightning-rl traces --rollout {rollouts[0]}.")
-    places = places_of(batch.calls, config.agents)
+    turns = turns_of(batch.calls, config.agents)
     if as_json:
-        for line in [_call_json(call) for call in _ordered(calls)] if rollouts else [p.to_json() for p in places]:
+        for line in [_call_json(call) for call in _ordered(calls)] if rollouts else [turn.to_json() for turn in turns]:
             print_json(line)
-        print_json({"account": books.to_json()})
+        print_json({"account": report.to_json()})
         return
-    _print_calls(_ordered(calls)) if rollouts else _print_places(places)
-    _print_books(books)
+    _print_calls(_ordered(calls)) if rollouts else _print_turns(turns)
+    _print_report(report)
 
 
 def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[str, Any]) -> TrainConfig:
@@ -93,31 +92,16 @@ def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[st
 
 def _chosen(rollouts: Iterable[Rollout], steps: Sequence[int], *, held_out: bool) -> list[Rollout]:
     """Keep the rollouts that have ended, of these steps; their ids say which: ``RUN:tSTEP-PLACE-MEMBER``."""
-    ended = [r for r in rollouts if r.status in ("succeeded", "failed") and r.mode == ("val" if held_out else "train")]
+    over = [r for r in rollouts if r.status in ("succeeded", "failed")]
+    ended = [r for r in over if r.mode == ("val" if held_out else "train")]
+    groups = {rollout.group_id for rollout in ended}
+    ended += [r for r in over if r.replay is not None and r.group_id in groups]  # forks that the run made
     if steps:
         names = tuple(f"t{step}{mark}" for step in steps for mark in ("-", "r"))
         ended = [rollout for rollout in ended if rollout.rollout_id.rpartition(":")[2].startswith(names)]
     if not ended:
         raise ConfigError("no rollout of that kind has ended in this run. Look with lightning-rl traces.")
     return ended
-
-
-def _judged(config: TrainConfig, source: Store, rollouts: Sequence[Rollout]) -> tuple[Batch, list[Outcome]]:
-    """Share out and compare as the run did, over all agents; where it compares with whole batches, with the group."""
-    from lightning_spans import plugins
-    from lightning_spans.trace import traces_of
-    from lightning_trainer.advantages import transition_advantages
-    from lightning_trainer.air import installed, read_rules
-    from lightning_trainer.algorithms.rl import make_batch, settings_of
-    from lightning_trainer.rollouts import outcomes
-
-    plugins.load_all()
-    settings = replace(settings_of(config), agents=None, whiten=False, penalised=False)
-    if not settings.grouped:
-        settings = replace(settings, grouped=True, compare=transition_advantages)
-    ended = outcomes(source, rollouts)
-    with installed(read_rules(config.rewards, credit=config.credit, gamma=config.gamma)):
-        return make_batch(settings, ended, lambda ids: traces_of(source, attempt_ids=ids)), ended
 
 
 def _ordered(calls: Iterable[Judged]) -> list[Judged]:
@@ -152,24 +136,24 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:+.3f}"
 
 
-def _print_places(places: Sequence[Place]) -> None:
+def _print_turns(turns: Sequence[TurnCredit]) -> None:
     from rich.table import Table
     from rich.text import Text
 
     table = Table("agent", "turn", "trained", "calls", "credit", "sum", "contrast", "better", "worse")
     for column in (table.columns[1], *table.columns[3:]):
         column.justify = "right"
-    for place in places:
+    for turn in turns:
         table.add_row(
-            place.agent or Text("(no name)", style="dim"),
-            str(place.turn),
-            Text("yes", style="green") if place.trained else Text("no", style="dim"),
-            f"{place.calls}",
-            _number(place.credit),
-            _number(place.credit_sum if place.credited else None),
-            "-" if place.contrast is None else f"{place.contrast:.3f}",
-            f"{place.better:.0%}",
-            f"{place.worse:.0%}",
+            turn.agent or Text("(no name)", style="dim"),
+            str(turn.turn),
+            Text("yes", style="green") if turn.trained else Text("no", style="dim"),
+            f"{turn.calls}",
+            _number(turn.credit),
+            _number(turn.credit_sum if turn.credited else None),
+            "-" if turn.contrast is None else f"{turn.contrast:.3f}",
+            f"{turn.better:.0%}",
+            f"{turn.worse:.0%}",
         )
     screen().print(table)
 
@@ -191,7 +175,7 @@ def _print_calls(calls: Sequence[Judged]) -> None:
     screen().print(table)
 
 
-def _print_books(books: Books) -> None:
-    click.echo(f"credit: {books.credit}")
-    for line in books.lines():
+def _print_report(report: CreditReport) -> None:
+    click.echo(f"credit: {report.credit}")
+    for line in report.lines():
         click.echo(line)

@@ -2,29 +2,119 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from lightning_trainer.cli.options import print_json, screen
 
-@click.command(name="key")
-@click.argument("scope", type=click.Choice(["live", "runner"]))
-@click.option(
+if TYPE_CHECKING:
+    from lightning_trainer.gateway.auth.register import Issued, Register
+
+_FILE = click.option(
     "--key-file",
     default="lightning.key",
     show_default=True,
     type=click.Path(path_type=Path),
-    help="The server's admin key; its secret lies beside it.",
+    help="The server's admin key; its secret and the register of its keys lie beside it.",
 )
-@click.option(
+_DAYS = click.option(
     "--days", default=30.0, show_default=True, type=click.FloatRange(0, min_open=True), help="How long it is good."
 )
-def command(*, scope: str, key_file: Path, days: float) -> None:
-    """Print a new key: live for a program in production, which may send spans and no more, or runner."""
+
+
+@click.group(name="key")
+def command() -> None:
+    """Make, list and revoke the keys of a server."""
+
+
+def _new(scope: str, text: str) -> None:
+    @command.command(name=scope, help=text)
+    @_FILE
+    @_DAYS
+    @click.option("--name", help="Whose key it is: it can be revoked by that name. By default one of its own.")
+    def new(*, key_file: Path, days: float, name: str | None) -> None:
+        from lightning_spans.errors import ConfigError
+        from lightning_trainer.gateway.auth.keys import Keys, Scope
+
+        kinds: dict[str, Scope] = {"live": "live", "runner": "runner", "evaluator": "evaluator", "viewer": "viewer"}
+        if name is not None and "/" in name:
+            raise ConfigError(f"--name {name!r}: leave out the slash, which divides a runner's name from its worker's.")
+        holder = name or f"{scope}-{secrets.token_hex(3)}"
+        click.echo(Keys.from_file(_secret(key_file)).issue(kinds[scope], expires_s=days * 86400.0, holder=holder))
+
+
+_new("live", "Print a new key for a program in production, which may send spans and no more.")
+_new("runner", "Print a new key for a runner, which may end and reward the attempts that were claimed with it.")
+_new("evaluator", "Print a new key for whoever gives rewards.")
+_new("viewer", "Print a new key for whoever looks at the viewer's pages, and changes nothing.")
+
+
+@command.command(name="list")
+@_FILE
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def listed(*, key_file: Path, as_json: bool) -> None:
+    """List the keys that were issued, those that are revoked or too old among them."""
+    keys = _register(key_file).listed()
+    if as_json:
+        for key in keys:
+            print_json(_row(key))
+        return
+    from rich.table import Table
+
+    table = Table("id", "opens", "whose", "issued", "good until", "")
+    for key in keys:
+        row = _row(key)
+        table.add_row(*(str(row[name] or "") for name in ("id", "scope", "holder", "issued", "expires", "state")))
+    screen().print(table)
+
+
+@command.command(name="revoke")
+@click.argument("name")
+@_FILE
+def revoke(*, name: str, key_file: Path) -> None:
+    """Revoke the key with the id NAME, or all keys of the holder NAME. The server notices within a second.
+
+    Keys in the server's own files are replaced by new ones.
+    """
     from lightning_spans.errors import ConfigError
-    from lightning_trainer.server.keys import Keys
+
+    found = _register(key_file).revoke(name)
+    if not found:
+        raise ConfigError(f"no key that is good has the id or holder {name!r}: see `lightning-rl key list`.")
+    for key in found:
+        click.echo(f"revoked {key.key_id}: {key.scope} of {key.holder or 'nobody named'}")
+
+
+def _row(key: Issued) -> dict[str, str | None]:
+    too_old = "too old" if key.expires_s < time.time() else "good"
+    return {
+        "id": key.key_id,
+        "scope": key.scope,
+        "holder": key.holder,
+        "issued": _day(key.issued_s),
+        "expires": _day(key.expires_s),
+        "state": too_old if key.revoked_s is None else f"revoked {_day(key.revoked_s)}",
+    }
+
+
+def _day(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))
+
+
+def _secret(key_file: Path) -> Path:
+    from lightning_spans.errors import ConfigError
 
     secret = key_file.with_name(f"{key_file.name}.secret")
     if not secret.is_file():
         raise ConfigError(f"{secret} is not there: it is made by the server. Name the server's --key-file.")
-    click.echo(Keys.from_file(secret).issue("live" if scope == "live" else "runner", expires_s=days * 86400.0))
+    return secret
+
+
+def _register(key_file: Path) -> Register:
+    from lightning_trainer.gateway.auth.register import Register, register_of
+
+    return Register(register_of(_secret(key_file)))

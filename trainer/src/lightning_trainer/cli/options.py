@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import click
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.cli.complete import for_option
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from pydantic.fields import FieldInfo
     from rich.console import Console
 
     from lightning_spans.store import Store
+    from lightning_trainer.work import Work
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,6 +46,39 @@ rewards_option = click.option(
     metavar="NAME=WEIGHT",
     help="Show what this automatic rule would give, too, as in training. May be repeated.",
 )
+
+
+name_by_option = click.option(
+    "--name-by",
+    multiple=True,
+    metavar="RULE",
+    help="Name the agents of calls which no header names: [NAME=]WHERE[:REGEX], WHERE being system, model or"
+    " header:FIELD. The first that matches counts. May be repeated.",
+)
+_WORK: Final = (
+    click.option("--workdir", metavar="PATH[@REVISION]", help="Each attempt works in a clone or copy of this folder."),
+    click.option("--workdir-size", metavar="SIZE", help="Most that such a copy may take. [default: 2GiB]"),
+    click.option("--restore", metavar="GLOB,...", help="Files put back as they were before --reward-command."),
+    click.option("--reward-command", help="Command that gives the reward, run where the agent worked."),
+    click.option("--reward-timeout-s", type=click.FloatRange(0, min_open=True), help="Its time limit. [default: 120]"),
+)
+
+
+def work_options(function: F) -> F:
+    """Add the options of a command's work to a command of ours."""
+    for option in reversed(_WORK):
+        function = option(function)
+    return function
+
+
+def take_work(flags: dict[str, Any]) -> Work:
+    """Take the options of a command's work out of the flags."""
+    from lightning_trainer.work import Work
+
+    given = {name: flags.pop(name, None) for name in Work.__dataclass_fields__}
+    if given["restore"] is not None:
+        given["restore"] = tuple(glob.strip() for glob in given["restore"].split(",") if glob.strip())
+    return Work(**{name: value for name, value in given.items() if value is not None})
 
 
 @contextmanager
@@ -81,17 +117,66 @@ def read_key(key_file: Path | None) -> str | None:
         raise ConfigError(f"key file {key_file} can't be read: {error}. The server names its key file.") from None
 
 
-def config_options(*, leave_out: frozenset[str] = frozenset()) -> Callable[[F], F]:
-    """Make a command-line option of every field of `TrainConfig`: the field is the one home of name, help and default.
+# The options of a run in the help: the first of each group, in the order of `TrainConfig`.
+_GROUPS: Final = {
+    "target": "What runs, and on what",
+    "agents": "What is trained",
+    "steps": "How long",
+    "algorithm": "How it learns",
+    "temperature": "How it samples",
+    "workers": "How the agent runs",
+    "out": "What is kept",
+}
 
-    Values arrive as text; `TrainConfig` checks them, so that a flag and a file fail with the same words.
+
+class GroupedOption(click.Option):
+    """An option that stands under a heading in the help."""
+
+    group: str = "Other"
+
+
+class GroupedCommand(click.Command):
+    """A command whose help has headings, and an example before them."""
+
+    example: str = ""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the example, then options under their headings; those of the command alone come last."""
+        if self.example:
+            with formatter.section("Example"):
+                formatter.write_text(self.example)
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in _GROUPS.values()}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(parameter, "group", "Other"), []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def config_options(kind: type[BaseModel] | None = None, *, leave_out: frozenset[str] = frozenset()) -> Callable[[F], F]:
+    """Make a command-line option of every field of a configuration: the field is the one home of name, help, default.
+
+    Values arrive as text; the configuration checks them, so that a flag and a file fail with the same words.
+
+    Args:
+        kind: the configuration; None: `TrainConfig`.
+        leave_out: fields that get none.
     """
     from lightning_trainer.config import TrainConfig
 
     def decorate(function: F) -> F:
-        for name, field in reversed(TrainConfig.model_fields.items()):
+        fields = (kind or TrainConfig).model_fields
+        groups, title = {}, "Other"
+        for name in fields:
+            title = groups[name] = _GROUPS.get(name, title)
+        for name, field in reversed(fields.items()):
             if name not in leave_out:
                 function = _option(name, field)(function)
+                params = function.__click_params__  # type: ignore[attr-defined]
+                params[-1].group = groups[name]
         return function
 
     return decorate
@@ -104,12 +189,25 @@ def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
         shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
         text += f" [default: {shown}]"
     if field.annotation is bool:
-        return click.option(f"{flag}/--no-{name.replace('_', '-')}", name, default=None, help=text)
+        both = f"{flag}/--no-{name.replace('_', '-')}"
+        return click.option(both, name, default=None, help=text, cls=GroupedOption)
     if name == "policies":
-        return click.option("--policy", "--policies", name, multiple=True, metavar="AGENT=POLICY,...", help=text)
+        return click.option(
+            "--policy", "--policies", name, multiple=True, metavar="AGENT=POLICY,...", help=text, cls=GroupedOption
+        )
+    if name == "name_by":
+        return click.option(
+            flag, name, multiple=True, metavar="RULE", help=f"{text} May be repeated.", cls=GroupedOption
+        )
     if typing.get_origin(field.annotation) is dict:
-        return click.option(flag, name, multiple=True, metavar="NAME=VALUE", help=f"{text} May be repeated.")
-    return click.option(flag, name, metavar=_metavar(field.annotation), help=text)
+        return click.option(
+            flag, name, multiple=True, metavar="NAME=VALUE", help=f"{text} May be repeated.", cls=GroupedOption
+        )
+    offered = for_option(name)
+    metavar = _metavar(field.annotation)
+    if offered is None:
+        return click.option(flag, name, metavar=metavar, help=text, cls=GroupedOption)
+    return click.option(flag, name, metavar=metavar, help=text, cls=GroupedOption, shell_complete=offered)
 
 
 def _metavar(annotation: Any) -> str:
@@ -133,7 +231,7 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
     """
     kept = {name: value for name, value in flags.items() if value is not None and value != ()}
     for name, value in kept.items():
-        if isinstance(value, tuple) and name != "policies":  # whose commas `TrainConfig` reads
+        if isinstance(value, tuple) and name not in {"policies", "name_by"}:  # `TrainConfig` reads these
             kept[name] = dict(_pair(name, item) for item in value)
     return kept
 
@@ -149,7 +247,7 @@ def _pair(option: str, text: str) -> tuple[str, Any]:
 
 
 def screen() -> Console:
-    """Give stdout for tables and trees: as wide as the terminal, wide where there is none."""
+    """Return stdout for tables and trees: as wide as the terminal, wide where there is none."""
     from rich.console import Console
 
     console = Console(highlight=False)

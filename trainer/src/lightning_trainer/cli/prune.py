@@ -37,6 +37,9 @@ def _age_s(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option("--origin", metavar="NAME", help="Only of this origin: training, live, or a label of your own.")
 @click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
 @click.option("--trace", "traces", multiple=True, metavar="ID", help="Only this trace, without a rollout. Repeatable.")
+@click.option(
+    "--compact", is_flag=True, help="Then write the tables anew, so that their files hold nothing deleted; others wait."
+)
 @click.option("--yes", is_flag=True, help="Don't ask.")
 @store_option
 @key_file_option
@@ -46,6 +49,7 @@ def command(
     origin: str | None,
     rollouts: Sequence[str],
     traces: Sequence[str],
+    compact: bool,
     yes: bool,
     store: str,
     key_file: Path | None,
@@ -69,5 +73,6 @@ def command(
             trace_ids=traces or None,
             origin=origin,
             before_ns=None if age_s is None else time.time_ns() - int(age_s * 1e9),
+            compact=compact,
         )
     click.echo(f"deleted: {deleted} rollouts, and spans and calls without one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from contextlib import closing
@@ -11,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.cli.options import print_json, read_key
+from lightning_trainer.cli.options import print_json, read_key, take_work, work_options
 
 if TYPE_CHECKING:
-    from lightning_spans.store_http import HttpStore
-    from lightning_trainer.limits import Limits
-    from lightning_trainer.runner import Runner
-    from lightning_trainer.target import Job
-    from lightning_trainer.workers import Start
+    from lightning_spans.store.http import HttpStore
+    from lightning_trainer.runner.limits import WorkerLimits
+    from lightning_trainer.runner.runner import Runner
+    from lightning_trainer.runner.target import Job
+    from lightning_trainer.runner.workers import Start
 
 
 @click.command(name="runner")
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 @click.option("--key-file", type=click.Path(path_type=Path), help="File with the runners' key; else LIGHTNING_KEY.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
+@work_options
 @click.option("--workers", type=click.IntRange(1), help="Worker processes; as many as there are cores by default.")
 @click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1), help="Rollouts at once in each.")
 @click.option(
@@ -42,6 +44,19 @@ if TYPE_CHECKING:
     show_default=True,
     type=click.FloatRange(1, 86_400),
     help="A runner that dies is noticed after so many seconds, and its rollouts run again.",
+)
+@click.option(
+    "--pass-env",
+    "passed",
+    multiple=True,
+    metavar="NAME,...",
+    help="Variables of this environment that the agent gets besides the usual ones (PATH, HOME, ...), or globs such as"
+    " MYAPP_*. May be repeated.",
+)
+@click.option(
+    "--isolate",
+    is_flag=True,
+    help="A process for each attempt, ended with all that it started.",
 )
 @click.option("--ray", "on_ray", is_flag=True, help="Workers are actors of a Ray cluster; one a core by default.")
 @click.option("--ray-address", metavar="ADDRESS", help="Of the cluster, else RAY_ADDRESS; local starts one here.")
@@ -67,6 +82,8 @@ def command(
     concurrency: int,
     drain_s: float,
     lease_s: float,
+    passed: tuple[str, ...],
+    isolate: bool,
     on_ray: bool,
     ray_address: str | None,
     ray_cpus: float,
@@ -74,6 +91,7 @@ def command(
     worker_memory: str | None,
     worker_cores: int | None,
     logs: Path,
+    **flags: Any,
 ) -> None:
     """Claim rollouts from a server and run the program TARGET (module:function) on them, until Ctrl-C or SIGTERM.
 
@@ -82,17 +100,22 @@ def command(
     using up a try.
     """
     from lightning_spans.errors import ConfigError
-    from lightning_spans.store_http import HttpStore
+    from lightning_trainer.cli.processes import handed_over, keep_to_ourselves
     from lightning_trainer.config import cores
-    from lightning_trainer.limits import Limits, parse_bytes
-    from lightning_trainer.runner import Runner
-    from lightning_trainer.target import Job
+    from lightning_trainer.runner.environment import allowed
+    from lightning_trainer.runner.limits import WorkerLimits, parse_bytes
+    from lightning_trainer.runner.runner import Runner
+    from lightning_trainer.runner.target import Job
 
     if (target is None) == (program is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and not both.")
-    key = _checked_key(url, key_file)
-    limits = Limits(memory_bytes=parse_bytes(worker_memory) if worker_memory else None, cores=worker_cores)
-    job = Job(target=target, command=program, reward=reward)
+    keep_to_ourselves()
+    handed = handed_over()
+    if (path := handed.get("key_file")) is not None:
+        key_file = Path(path)
+    key = _checked_key(url, key_file, handed.get("key"))
+    limits = WorkerLimits(memory_bytes=parse_bytes(worker_memory) if worker_memory else None, cores=worker_cores)
+    job = Job(target=target, command=program, reward=reward, work=take_work(flags))
     start = None
     if on_ray:
         workers, start = _ray(
@@ -101,17 +124,36 @@ def command(
     elif ray_address or ray_env:
         raise ConfigError("--ray-address and --ray-env say how to use Ray. Add --ray.")
     count = workers or cores()
-    runner = Runner(job, workers=count, concurrency=concurrency, logs=logs, lease_s=lease_s, limits=limits, start=start)
-    with closing(HttpStore(url, key=key)) as store:
+    names = [name.strip() for one in passed for name in one.split(",") if name.strip()]
+    runner = Runner(
+        job,
+        workers=count,
+        concurrency=concurrency,
+        logs=logs,
+        lease_s=lease_s,
+        limits=limits,
+        environment=allowed(os.environ, names),
+        isolate=isolate,
+        start=start,
+    )
+    with closing(_store(url, key, key_file)) as store:
         _work_until_stopped(runner, store, {"server": url, "workers": count}, drain_s)
 
 
-def _checked_key(url: str, key_file: Path | None) -> str:
+def _store(url: str, key: str, key_file: Path | None) -> HttpStore:
+    """Open the server's store, with the key that is in the file at each time."""
+    from lightning_spans.store.http import HttpStore
+    from lightning_trainer.runner.key_file import KeyFromFile
+
+    return HttpStore(url, key=key, auth=None if key_file is None else KeyFromFile(key_file))
+
+
+def _checked_key(url: str, key_file: Path | None, key: str | None) -> str:
     """Read the key, and see that the server is there and takes it."""
     from lightning_spans.errors import ConfigError, StoreError
-    from lightning_spans.store_http import HttpStore
+    from lightning_spans.store.http import HttpStore
 
-    key = read_key(key_file)
+    key = read_key(key_file) if key_file is not None or key is None else key
     if key is None:
         raise ConfigError("a runner needs a key: --key-file FILE. The server names the file in its first line.")
     with closing(HttpStore(url, key=key, patience_s=5.0)) as probe:
@@ -146,7 +188,7 @@ def _ray(
     job: Job,
     concurrency: int,
     *,
-    limits: Limits,
+    limits: WorkerLimits,
     workers: int | None,
     address: str | None,
     cpus: float,
@@ -154,7 +196,7 @@ def _ray(
 ) -> tuple[int, Start]:
     """Join the cluster, and give the number of workers and what starts one there."""
     from lightning_spans.errors import ConfigError
-    from lightning_trainer.on_ray import Placement, RayWorker, connect
+    from lightning_trainer.runner.ray import Placement, RayWorker, connect
 
     try:
         environment: Any = json.loads(env) if env else {}

@@ -2,55 +2,86 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, StoreError
 from lightning_trainer.cli.options import print_json
 
 if TYPE_CHECKING:
-    from lightning_trainer.server.keys import Keys
+    from lightning_spans.store import Store
+    from lightning_trainer.gateway.auth.key_files import KeyFiles
+    from lightning_trainer.gateway.auth.keys import Scope
+    from lightning_trainer.gateway.http.serving import ServerThread
 
 
+logger = logging.getLogger(__name__)
+STORE_S: Final = 60.0  # for a database that starts together with the server
+_STARTING: Final = re.compile(r"(?i)starting up|shutting down|connection refused|in recovery mode")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @contextmanager
-def key_files(key_file: Path | None, *names: str, rotate: bool = False) -> Iterator[tuple[Keys, dict[str, str]]]:
+def key_files(key_file: Path | None, *scopes: Scope, rotate: bool = False) -> Iterator[KeyFiles]:
     """Make keys and write them where only their owner can read them.
 
     Args:
         key_file: for the admin key; the secret lies beside it, so that keys outlive the server. None: a folder that
             goes with the process.
-        names: other scopes that get a file of their own beside it.
+        scopes: others that get a file of their own beside it.
         rotate: sign with a new secret; see `Keys.from_file`.
 
     Yields:
-        The keys, and the paths of the files by name: ``key_file`` for the admin key, ``runner_key_file``, ...
+        The files, which `serve_until_stopped` renews.
 
     Raises:
         ConfigError: a file can't be written.
     """
-    from lightning_trainer.server.keys import Keys, write_private
+    from lightning_trainer.gateway.auth.key_files import KeyFiles
+    from lightning_trainer.gateway.auth.keys import Keys
 
     with tempfile.TemporaryDirectory(prefix="lightning-keys-") as folder:
         path = (key_file or Path(folder) / "admin.key").absolute()
         keys = Keys.from_file(path.with_name(f"{path.name}.secret"), rotate=rotate) if key_file else Keys.fresh()
-        files = {"key_file": path, **{f"{name}_key_file": path.with_name(f"{path.name}.{name}") for name in names}}
-        try:
-            for (scope, _), file in zip((("admin", 0), *((name, 0) for name in names)), files.values(), strict=True):
-                write_private(file, keys.issue(scope))  # type: ignore[arg-type]
-        except OSError as error:
-            raise ConfigError(f"key file {path} can't be written: {error.strerror}. Choose --key-file.") from None
-        yield keys, {name: str(file) for name, file in files.items()}
+        others: dict[Scope, Path] = {scope: path.with_name(f"{path.name}.{scope}") for scope in scopes}
+        files = KeyFiles(keys, {"admin": path, **others})
+        files.write()
+        yield files
+
+
+@contextmanager
+def opened_when_ready(url: str, *, wait_s: float = STORE_S, pause_s: float = 1.0) -> Iterator[Store]:
+    """Open a store as `run.local.opened` does, but wait for a database that is still starting.
+
+    Raises:
+        StoreError: it can't be opened for another reason, or not within so many seconds.
+        ConfigError: see `run.local.opened`.
+    """
+    from lightning_trainer.run.local import opened
+
+    until = time.monotonic() + wait_s
+    with ExitStack() as stack:
+        while True:
+            try:
+                store = stack.enter_context(opened(url))
+                break
+            except StoreError as error:
+                if not _STARTING.search(str(error)) or time.monotonic() > until:
+                    raise
+                logger.warning("waiting for the database: %s", error)
+                time.sleep(pause_s)
+        yield store
 
 
 def tls_options(command: F) -> F:
@@ -80,27 +111,53 @@ class Place:
     names: tuple[str, ...] = ()
 
 
-def serve_until_stopped(app: Any, place: Place, files: dict[str, str], **facts: Any) -> None:
-    """Serve an app, say so in one line of JSON, and go on until Ctrl-C or SIGTERM.
+def check_place(place: Place) -> None:
+    """Refuse a place where nothing can be served, before anything is made that a refusal would leave behind.
 
     Raises:
-        ConfigError: the port is in use, the address is not of this machine, or encryption is wanted and not given.
+        ConfigError: see `serve_until_stopped`.
     """
-    from lightning_trainer.server.serving import ServerThread, Tls
+    _server(None, place).check()
+
+
+def _server(app: Any, place: Place) -> ServerThread:
+    from lightning_trainer.gateway.http.serving import ServerThread, Tls
 
     if (place.tls_cert is None) != (place.tls_key is None):
         raise ConfigError("--tls-cert and --tls-key belong together: give both.")
     tls = Tls(place.tls_cert, place.tls_key) if place.tls_cert and place.tls_key else None
+    return ServerThread(app, place.host, place.port, tls=tls, plain=place.plain, names=place.names)
+
+
+def serve_until_stopped(
+    app: Any, place: Place, files: KeyFiles, *, stopping: Callable[[], None] = lambda: None, **facts: Any
+) -> None:
+    """Serve an app, say so in one line of JSON, and go on until Ctrl-C or SIGTERM. Its keys are renewed meanwhile.
+
+    Args:
+        app: the app.
+        place: where.
+        files: of its keys.
+        stopping: called before answers under way are waited for.
+        facts: more for that line.
+
+    Raises:
+        ConfigError: the port is in use, the address is not of this machine, or encryption is wanted and not given.
+    """
+    from lightning_trainer.cli.processes import keep_to_ourselves
 
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.set())
-    server = ServerThread(app, place.host, place.port, tls=tls, plain=place.plain, names=place.names)
+    keep_to_ourselves()
+    app.state.key_status = files.status
+    server = _server(app, place)
     url = server.start()
     try:
-        print_json({"url": url, **files, **facts})
+        print_json({"url": url, **files.paths, **facts})
         while not asked.wait(1.0):
-            pass
+            files.renew()
         click.echo("stopping", err=True)
     finally:
+        stopping()
         server.stop()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
+from lightning_spans.schema.agents import selects
+from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.cli.options import (
     given,
     key_file_option,
@@ -21,15 +23,16 @@ from lightning_trainer.cli.options import (
     screen,
     store_option,
 )
-from lightning_trainer.printable import printable
+from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
     from rich.tree import Tree
 
-    from lightning_spans.rewards import Reward
-    from lightning_spans.store import AttemptRecord
-    from lightning_spans.trace import Node, Trace
+    from lightning_spans.adapter.trace import Node, Trace
+    from lightning_spans.schema.attempts import AttemptRecord
+    from lightning_spans.schema.rewards import Reward
+    from lightning_spans.store import Store
 
 SHORT = 100  # characters of a text that a line of the tree shows
 GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's own program gave
@@ -44,6 +47,14 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's ow
 @click.option("--task-field", default="question", show_default=True, help="Field of a task that gets what was asked.")
 @click.option("--json", "as_json", is_flag=True, help="Print one span a line, as JSON.")
 @click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Newest traces shown as trees.")
+@click.option(
+    "--agent", "agents", multiple=True, metavar="NAME", help="Only traces in which this agent called a model."
+)
+@click.option("--min-reward", type=float, help="Only traces that earned at least this.")
+@click.option("--max-reward", type=float, help="Only traces that earned at most this.")
+@click.option("--errors", is_flag=True, help="Only traces in which something failed.")
+@click.option("--text", metavar="TEXT", help="Only traces in which this was asked or answered.")
+@click.option("--full", is_flag=True, help="Show all of what was asked and answered, not the beginning.")
 @rewards_option
 @store_option
 @key_file_option
@@ -55,6 +66,12 @@ def command(
     task_field: str,
     as_json: bool,
     limit: int,
+    agents: Sequence[str],
+    min_reward: float | None,
+    max_reward: float | None,
+    errors: bool,
+    text: str | None,
+    full: bool,
     automatic: tuple[str, ...],
     store: str,
     key_file: Path | None,
@@ -66,41 +83,101 @@ def command(
     logprobs, policy_version. Where rewards are tied to a span its line has them, and the first line of a trace has
     those of the whole attempt: rewards, with source, agent, value of each.
     """
-    from lightning_spans.trace import traces_of
-    from lightning_trainer.air.judge import read_rules
-    from lightning_trainer.air.shown import with_automatic
+    from lightning_spans.store.traces import each_trace
+    from lightning_trainer.rl.rewards.judge import read_rules
+    from lightning_trainer.rl.rewards.shown import with_automatic
 
+    wanted = Wanted(tuple(agents), min_reward, max_reward, errors, text)
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     with reading(store, key_file) as source:
-        traces = traces_of(source, rollout_ids=list(rollouts) or None, origin=origin)
-        attempts = {} if as_json else {a.attempt_id: a for a in source.attempts(rollout_ids=list(rollouts) or None)}
-    traces = with_automatic(traces, rules)
-    if to_tasks is not None:
-        _write_tasks(to_tasks, traces, task_field)
-        return
-    if as_json:
-        for trace in traces:
-            for line in _json_lines(trace):
-                print_json(line)
-        return
-    _print_trees(traces[-limit:], attempts, whole=bool(rollouts))
-    if len(traces) > limit:
-        click.echo(f"{len(traces) - limit} earlier traces are not shown; --limit shows more.", err=True)
-    if not traces:
-        click.echo("no traces in this store.", err=True)
+        _refuse_unknown(source, rollouts)
+        found = each_trace(source, rollout_ids=list(rollouts) or None, origin=origin)
+        judged = (one for trace in found for one in with_automatic([trace], rules))
+        traces = (trace for trace in judged if wanted.takes(trace))
+        if to_tasks is not None:
+            _write_tasks(to_tasks, traces, task_field)
+        elif as_json:
+            for trace in traces:
+                for line in _json_lines(trace):
+                    print_json(line)
+        else:
+            _print_newest(source, traces, limit, whole=full or bool(rollouts))
 
 
-def _write_tasks(path: Path, traces: Sequence[Trace], field: str) -> None:
-    from lightning_trainer.live_tasks import tasks_of
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which traces to show."""
 
-    tasks = list(tasks_of(traces, field=field))
-    if not tasks:
-        raise ConfigError("no trace here holds what a model was asked: there is no task to write.")
+    agents: tuple[str, ...]
+    min_reward: float | None
+    max_reward: float | None
+    errors: bool
+    text: str | None
+
+    def takes(self, trace: Trace) -> bool:
+        """Whether a trace is shown: it meets every condition that was set."""
+        from lightning_trainer.rl.scores import total
+
+        if self.agents and not any(selects(self.agents, path) for path in trace.agent_paths):
+            return False
+        if self.min_reward is not None or self.max_reward is not None:
+            earned = total(trace.rewards) if trace.rewards else None
+            low, high = self.min_reward, self.max_reward
+            if earned is None or (low is not None and earned < low) or (high is not None and earned > high):
+                return False
+        if self.errors and not any(node.error is not None for node in trace.nodes):
+            return False
+        return self.text is None or any(self.text in line for node in trace.chats for line in _said(node))
+
+
+def _refuse_unknown(store: Store, rollouts: Sequence[str]) -> None:
+    """Refuse rollouts that the store does not have.
+
+    Raises:
+        ConfigError: names them.
+    """
+    known = {rollout.rollout_id for rollout in store.rollouts(rollout_ids=list(rollouts))} if rollouts else set()
+    lost = [name for name in rollouts if name not in known]
+    if lost:
+        raise ConfigError(
+            f"there is no rollout {', '.join(lost)} in this store. `lightning-rl traces` shows their ids."
+        )
+
+
+def _print_newest(store: Store, traces: Iterable[Trace], limit: int, *, whole: bool) -> None:
+    newest: deque[Trace] = deque(maxlen=limit)
+    number = 0
+    for number, trace in enumerate(traces, 1):  # noqa: B007 - the last is how many there are
+        newest.append(trace)
+    ids = [trace.attempt_id for trace in newest if trace.attempt_id is not None]
+    _print_trees(newest, {one.attempt_id: one for one in store.attempts(attempt_ids=ids)}, whole=whole)
+    if number > limit:
+        click.echo(f"{number - limit} earlier traces are not shown; --limit shows more.", err=True)
+    if not number:
+        click.echo("no traces in this store, or none that meets the conditions.", err=True)
+
+
+def _write_tasks(path: Path, traces: Iterable[Trace], field: str) -> None:
+    from lightning_trainer.run.live_tasks import tasks_of
+
+    read, written = 0, 0
+    part = path.with_name(f"{path.name}.part")  # a file that is there is replaced by a whole one only
     try:
-        path.write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
+        with part.open("w", encoding="utf-8") as file:
+            for trace in traces:
+                read += 1
+                for task in tasks_of([trace], field=field):
+                    written += 1
+                    file.write(json.dumps(task) + "\n")
+        if written:
+            part.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}.") from None
-    click.echo(f"{len(tasks)} tasks in {path}; {len(traces) - len(tasks)} traces asked no model.", err=True)
+    finally:
+        part.unlink(missing_ok=True)
+    if not written:
+        raise ConfigError("no trace here holds what a model was asked: there is no task to write.")
+    click.echo(f"{written} tasks in {path}; {read - written} traces asked no model.", err=True)
 
 
 def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord], *, whole: bool) -> None:
@@ -108,7 +185,7 @@ def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord], *,
 
     for trace in traces:
         tree = Tree(_title(trace, attempts.get(trace.attempt_id or ""), whole=whole))
-        _grow(tree, trace, _by_node(trace))
+        _grow(tree, trace, _by_node(trace), whole=whole)
         for reason, count in Counter(lost.reason for lost in trace.unjoined).items():
             tree.add(f"[yellow]{count} calls: {reason}[/yellow]")
         screen().print(tree)
@@ -131,7 +208,7 @@ def _json_lines(trace: Trace) -> Iterator[dict[str, Any]]:
         yield {**line, **({"rewards": given} if given else {})}
 
 
-def _grow(tree: Tree, trace: Trace, rewards: dict[str | None, list[Reward]]) -> None:
+def _grow(tree: Tree, trace: Trace, rewards: dict[str | None, list[Reward]], *, whole: bool) -> None:
     """Hang every node under its parent; a stack, not recursion, because agents nest deeply."""
     stack: list[tuple[Tree, Node]] = [(tree, node) for node in reversed(trace.roots)]
     while stack:
@@ -140,7 +217,24 @@ def _grow(tree: Tree, trace: Trace, rewards: dict[str | None, list[Reward]]) -> 
         for reward in rewards.get(node.span.span_id, []):
             line.append(f"  {reward.source} {reward.value:+.3g}", style="cyan")
         branch = parent.add(line)
+        for said in _said(node) if node.span.operation == CHAT else ():
+            branch.add(_words(said, whole=whole))
         stack += [(branch, child) for child in reversed(node.children)]
+
+
+def _said(node: Node) -> list[str]:
+    """Return what a model was asked last, and what it answered, each with its sign before it."""
+    from lightning_trainer.run.live_tasks import answered, asked
+
+    question, reply = asked(node), answered(node)
+    return [text for text in (f"< {question}" if question else "", f"> {reply}" if reply else "") if text]
+
+
+def _words(text: str, *, whole: bool) -> Text:
+    from rich.text import Text
+
+    shown = printable(text if whole else " ".join(text.split()), lines=whole)
+    return Text(shown if whole or len(shown) <= SHORT else f"{shown[:SHORT]}...", style="dim")
 
 
 def _title(trace: Trace, attempt: AttemptRecord | None, *, whole: bool) -> Text:

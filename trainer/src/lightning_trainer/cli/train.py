@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lightning_spans.errors import ConfigError
-from lightning_trainer.cli.options import config_options, given, print_json
+from lightning_trainer.cli.environments import environment_options, with_environment
+from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json
 from lightning_trainer.config import TrainConfig, merge
+from lightning_trainer.report.progress import Progress
+
+EXAMPLE = (
+    "lightning-rl train my_app:run --data train.jsonl --val dev.jsonl --agents writer --model smollm2-135m --steps 20"
+)
 
 
-@click.command(name="train")
+@click.command(name="train", cls=GroupedCommand)
 @click.argument("target", required=False)
 @click.option(
     "--config",
@@ -20,31 +26,63 @@ from lightning_trainer.config import TrainConfig, merge
     type=click.Path(path_type=Path),
     help="TOML file with these options as keys, _ for -. Flags go first.",
 )
-@click.option("--dry-run", is_flag=True, help="Show what verl would be told and what it needs, and start nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Run one step's rollouts and an update that nobody keeps, and say what a run would take and could learn: time,"
+    " memory, disk, a forecast for GPUs. With verl: its configuration and needs, and nothing is started.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object as the last line.")
+@click.option("--view", "viewed", is_flag=True, help="Show the run in a web page while it trains: lightning-rl view.")
+@environment_options(held_out=True)
 @config_options(leave_out=frozenset({"target"}))
-def command(*, target: str | None, file: Path | None, dry_run: bool, **flags: Any) -> None:
+def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bool, viewed: bool, **flags: Any) -> None:
     """Train the agents that you name in the program TARGET (module:function), which is called as run(task).
 
     It returns the reward: a number, or numbers by agent name. The last line on stdout is JSON with the rewards before
-    and after, the run's folder and its checkpoint.
-    """
-    from lightning_trainer.progress import Shown
-    from lightning_trainer.training import train
+    and after, of what they are and how sure, the run's folder and its checkpoint.
 
-    config = _config(file, {**given(flags), **({"target": target} if target else {})})
+    Exit status: 0 done, 2 an option or a file is wrong, 3 the agent failed, 4 there was nothing to learn, 130 stopped.
+    """
+    from lightning_trainer.cli.viewed import Viewed, with_folder
+    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.run.train import describe, train
+
+    config = _config(file, with_environment({**given(flags), **({"target": target} if target else {})}))
     if dry_run:
-        click.echo(_described(config))
+        with Shown(_title(config, "trying")) as shown:
+            described = describe(config, shown)
+        click.echo(described.text)
+        if as_json:
+            print_json(described.facts)
         return
-    with Shown(_title(config)) as progress:
-        result = train(config, progress)
+    with ExitStack() as stack:
+        watched: Progress = stack.enter_context(Shown(_title(config)))
+        if viewed:
+            config = with_folder(config)
+            watched = stack.enter_context(Viewed(watched, config.resume or config.out))
+        result = train(config, watched)
     rewards = {"reward_before": result.reward_before, "reward_after": result.reward_after}
     if result.checkpoint is not None:
         click.echo(f"curve: {result.folder / 'curve.png'}\nserve it: lightning-rl serve {result.checkpoint}", err=True)
+    before, after = result.scores()
+    for name, told in (("before", before), ("after", after)):
+        if told["mean"] is None:
+            click.echo(f"{name}: unknown ({told['of']})", err=True)
+        else:
+            click.echo(
+                f"{name}: {told['mean']:.3f} ({told['low']:.3f} to {told['high']:.3f}, 95 %) on {told['tasks']} tasks,"
+                f" {told['rollouts']} rollouts: {told['of']}",
+                err=True,
+            )
+    agents_before, agents_after = result.by_agent()
     print_json(
         {
             **rewards,
-            "by_agent_before": dict(result.before.by_agent) if result.before else {},
-            "by_agent_after": dict(result.after.by_agent) if result.after else {},
+            "before": before,
+            "after": after,
+            "by_agent_before": agents_before,
+            "by_agent_after": agents_after,
             "steps": result.steps,
             "alarms": [{"after_steps": alarm.step, "text": alarm.text} for alarm in result.alarms],
             "folder": str(result.folder),
@@ -57,20 +95,15 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, **flags: An
 def _config(file: Path | None, flags: dict[str, Any]) -> TrainConfig:
     """Put the options together: a run that goes on has those it began with, then the file's, then the flags."""
     if flags.get("resume"):
-        from lightning_trainer.folders import read_config
+        from lightning_trainer.run.folders import read_config
 
         return merge(file, flags, base=read_config(Path(flags["resume"])))
     return merge(file, flags)
 
 
-def _described(config: TrainConfig) -> str:
-    if config.backend != "verl":
-        raise ConfigError("--dry-run shows the configuration of verl. Add --backend verl, or leave it out.")
-    from lightning_trainer.backends.verl import describe
-
-    return describe(config)
-
-
-def _title(config: TrainConfig) -> str:
+def _title(config: TrainConfig, what: str = "training") -> str:
     agents = "all agents" if config.agents is None else ", ".join(config.agents)
-    return f"training {agents} of {config.target or config.command} from {config.model}"
+    return f"{what} {agents} of {config.target or config.command} from {config.model}"
+
+
+command.example = EXAMPLE

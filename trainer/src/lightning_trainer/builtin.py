@@ -1,0 +1,45 @@
+"""What the trainer itself brings, registered through the hooks that anybody would use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_spans.hooks import hookimpl
+
+
+@hookimpl
+def lightning_register_credit(register: Callable[[str, Any], None]) -> None:
+    """Register the credit assigners."""
+    from lightning_trainer.rl.credit.assigners import discounted, identical, last, per_agent
+    from lightning_trainer.rl.credit.counterfactual import counterfactual
+    from lightning_trainer.rl.credit.levels import gigpo, turn
+    from lightning_trainer.rl.credit.played import AcrossAttempts
+
+    register("identical", identical)
+    register("discounted", discounted)
+    register("last", last)
+    register("per-agent", per_agent)
+    register("turn", turn)
+    register("gigpo", gigpo)
+    register("counterfactual", AcrossAttempts(counterfactual))
+
+
+@hookimpl
+def lightning_register_algorithms(register: Callable[[str, Any], None]) -> None:
+    """Register the algorithms."""
+    from lightning_trainer.rl.algorithms import distil, grpo, likelihood, ppo, reinforce, tree
+
+    for family in (grpo, tree, reinforce, ppo, likelihood, distil):
+        for name, algorithm in family.VARIANTS.items():
+            register(name, algorithm)
+
+
+@hookimpl
+def lightning_register_backends(register: Callable[[str, Any], None]) -> None:
+    """Register the backends."""
+    from lightning_trainer.backends.torch import backend as torch
+    from lightning_trainer.backends.verl import backend as verl
+
+    register("torch", torch.backend())
+    register("verl", verl.VerlBackend())

@@ -1,0 +1,9 @@
+"""Names of which an option takes one. `config` and the backends' own options share them."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum", "row-mean", "rollout-mean"]
+KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs", "low_var", "k1+", "k3+", "abs+", "low_var+"]
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]

@@ -1,0 +1,72 @@
+"""`lightning-rl export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lightning_trainer.cli.options import key_file_option, print_json, reading, store_option
+from lightning_trainer.export.wanted import FORMATS
+
+
+def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    return None if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+@click.command(name="export")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--format", type=click.Choice(FORMATS), required=True, help="What a line is; see above.")
+@click.option("--agents", callback=_names, metavar="NAME,...", help="Only calls of these agents; names or globs.")
+@click.option("--min-reward", type=float, metavar="X", help="Only where the agent earned at least this.")
+@click.option("--best", type=int, metavar="N", help="Of each group and agent, the N attempts that earned most.")
+@click.option("--sources", callback=_names, metavar="NAME,...", help="Only rewards that these gave count.")
+@click.option("--origin", metavar="NAME", help="Only of this origin: training, live, or a label of your own.")
+@click.option(
+    "--validation", is_flag=True, help="Take rollouts of validations, too. Their tasks are no longer held out then."
+)
+@click.option(
+    "--split", "held_out", type=float, default=0.0, metavar="X",
+    help="Hold out this share of the tasks, and all that were validated, in OUT's name with .held-out.jsonl.",
+)  # fmt: skip
+@click.option(
+    "--split-by", "task_fields", callback=_names, metavar="FIELD,...", help="Fields of a task that tell it from others."
+)
+@click.option(
+    "--all-pairs", is_flag=True, help="dpo: each better answer with each worse one, not only the best with the worst."
+)
+@click.option("--margin", type=float, default=0.0, metavar="X", help="dpo: least difference in reward of a pair.")
+@click.option("--ids/--no-ids", default=True, help="sft, dpo: with the recorded tokens, or as messages alone.")
+@store_option
+@key_file_option
+def command(*, out: Path, store: str, key_file: Path | None, **options: Any) -> None:
+    """Write the traces of a store to OUT, a .jsonl file, for other trainers and viewers.
+
+    sft: conversations (messages, tools), with input_ids and labels where tokens were recorded. dpo: pairs of answers to
+    one prompt within a group (prompt, chosen, rejected). tokens: input_ids and labels alone, for every row as training
+    would make it. openinference: spans. Each line says where it is from: rollout, attempt, spans, reward, weights.
+
+    The last line on stdout is JSON: lines, and left_out with the number of model calls by reason.
+    """
+    from lightning_trainer.export.export import export
+    from lightning_trainer.export.wanted import Wanted
+
+    wanted = Wanted(**options)
+    with reading(store, key_file) as source:
+        done = export(source, wanted, out)
+    lines = done.lines + done.held_out
+    if wanted.format in ("sft", "dpo") and 0 < done.with_tokens < lines:
+        click.echo(
+            f"{done.with_tokens} of {lines} lines hold tokens. Trainers that take a file's columns as a whole, such as "
+            "TRL, want all or none: name --agents whose tokens were recorded, or give --no-ids.", err=True,
+        )  # fmt: skip
+    print_json(
+        {
+            "lines": done.lines,
+            "left_out": done.left_out,
+            "held_out": done.held_out,
+            "with_tokens": done.with_tokens,
+            "files": [str(path) for path in done.files],
+        }
+    )

@@ -1,0 +1,165 @@
+"""`lightning-rl fork`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lightning_trainer.cli.options import print_json, screen, store_option
+from lightning_trainer.report.terminal import printable
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+    from lightning_trainer.evaluation.subjects import Subject
+    from lightning_trainer.replaying.forking import Forked
+
+_SHORT = 80  # characters of an answer that a line shows
+
+
+@click.command(name="fork")
+@click.argument("target", required=False)
+@click.option("--rollout", metavar="ID", help="What is forked: the rollout's successful attempt, else its last.")
+@click.option("--attempt", metavar="ID", help="Or the attempt itself.")
+@click.option("--call", type=int, metavar="N", help="The call that is made anew, from 0, as `traces` lists them.")
+@click.option("--times", default=1, show_default=True, type=click.IntRange(1), help="Number of continuations.")
+@click.option("--with", "instead", metavar="MODEL", help="Another model answers that call: as --model, URL, MODEL=URL.")
+@click.option("--say", metavar="TEXT", help="This text stands in the place of its answer.")
+@click.option("--model", help="What answers after it: a run, checkpoint, model folder or name. [default: the run's]")
+@click.option("--endpoint", metavar="URL", help="Or an OpenAI-compatible server; --model then names what it is asked.")
+@click.option("--agents", metavar="NAME,...", help="Whose calls it answers. [default: those a policy answered]")
+@click.option("--uncoupled", is_flag=True, help="Draw every later call anew, also where its request is as recorded.")
+@click.option(
+    "--tools",
+    default="replay",
+    show_default=True,
+    type=click.Choice(["replay", "run", "refuse"]),
+    help="Give recorded results; run every tool; never run one.",
+)
+@click.option("--run-tools", default="", metavar="NAME,...", help="Tools that are always run, by name or glob.")
+@click.option("--refuse-tools", default="", metavar="NAME,...", help="Tools that are never run, by name or glob.")
+@click.option("--dry-run", is_flag=True, help="Replay the whole record: does the program go as it did, and where not?")
+@click.option("--command", "program", help="The agent as a command, instead of TARGET.")
+@click.option("--reward", help="Reward function module:function, called as score(task, result).")
+@click.option("--data", type=click.Path(path_type=Path), help="Refuse unless the recorded task is in this file.")
+@click.option("--temperature", type=click.FloatRange(0), help="Forced on the calls that are drawn.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer whose request names no limit.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the draws.")
+@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt.")
+@click.option("--workers", type=click.IntRange(1), help="Worker processes; one a core by default.")
+@click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
+@click.option("--device", help="auto, cpu, cuda, ...")
+@click.option("--max-model-len", type=click.IntRange(2), help="Most tokens of prompt and answer together.")
+@store_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    *,
+    as_json: bool,
+    model: str | None,
+    endpoint: str | None,
+    instead: str | None,
+    uncoupled: bool,
+    agents: str | None,
+    run_tools: str,
+    refuse_tools: str,
+    **flags: Any,
+) -> None:
+    """Run the program TARGET (module:function) again up to one call of a recorded attempt, and on from there.
+
+    Every call before it gets its recorded answer, and no tool that ran is run again. The call is drawn anew, --times
+    over, by --model, by another model (--with), or answered with a text (--say); later requests that are as recorded
+    get the recorded answer, so that continuations differ only by what the call changed. Rewards stand beside the
+    recorded one. In a run's folder, the program, its agents and its newest checkpoint are known. A program that does
+    not go as recorded up to the call ends with the first difference.
+    """
+    from lightning_trainer.evaluation.subjects import read_subject
+    from lightning_trainer.replaying import ForkConfig, Program, fork
+    from lightning_trainer.report.progress import Shown
+
+    load = {name: flags.pop(name) for name in ("chat_template", "device", "max_model_len")}
+    key = os.environ.get("LIGHTNING_UPSTREAM_KEY")
+    sampling = {name: flags.pop(name) for name in ("temperature", "max_tokens", "seed", "timeout_s", "workers")}
+    program = Program(
+        target=flags.pop("target"),
+        command=flags.pop("program"),
+        reward=flags.pop("reward"),
+        agents=names(agents) or None if agents is not None else None,
+        subject=subject_of(model, endpoint, key),
+        load={name: value for name, value in load.items() if value is not None},
+        **sampling,
+    )
+    config = ForkConfig(
+        program=program,
+        instead=None if instead is None else read_subject(instead, key=key),
+        coupled=not uncoupled,
+        run_tools=names(run_tools),
+        refuse_tools=names(refuse_tools),
+        **flags,
+    )
+    with Shown("replaying" if config.dry_run else f"forking call {config.call}") as progress:
+        found = fork(config, progress)
+    if as_json:
+        print_json(found.result.to_json() | ({"replays": not found.result.ended} if config.dry_run else {}))
+    elif config.dry_run:
+        _show_replay(found)
+    else:
+        screen().print(_tree(found, config.call or 0))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read names with commas between them."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def subject_of(model: str | None, endpoint: str | None, key: str | None) -> Subject | None:
+    """Return what answers; None: nothing was named."""
+    from lightning_trainer.evaluation import subjects
+
+    if endpoint is not None:
+        return subjects.endpoint(endpoint, model=model, key=key)
+    return None if model is None else subjects.read_subject(model, key=key)
+
+
+def _show_replay(found: Forked) -> None:
+    result, calls = found.result, len(found.recorded.record.calls)
+    if result.ended:
+        click.echo(printable(f"attempt {found.recorded.attempt_id} does not replay: {result.ended[0].reason}"))
+        return
+    (once,) = result.continuations
+    same = "" if once.reward == result.recorded else f"; but its reward is {once.reward} and was {result.recorded}"
+    failed = "" if once.error is None else f"; the program failed: {once.error.rpartition(chr(10))[2]}"
+    click.echo(
+        printable(f"attempt {found.recorded.attempt_id} replays: all {calls} calls are as recorded{same}{failed}")
+    )
+
+
+def _tree(found: Forked, number: int) -> Tree:
+    from rich.text import Text
+    from rich.tree import Tree
+
+    def line(reward: float | None, said: str | None, more: str) -> Text:
+        shown = "-" if reward is None else f"{reward:.3f}"
+        cut = "" if not said else said if len(said) <= _SHORT else said[:_SHORT] + "..."
+        return Text.assemble((f"{shown:>7}  ", "bold"), printable(cut.replace("\n", " ")), ("  " + more, "dim"))
+
+    recorded, result = found.recorded, found.result
+    tree = Tree(Text(printable(f"attempt {recorded.attempt_id}")))
+    at = tree
+    for call in recorded.record.calls[: number + 1]:
+        message = call.node.answer.choices[0].message if call.node.answer.choices else {}
+        text = f"call {call.number} {call.agent or '(no agent)'}"
+        if call.number < number:
+            at = tree.add(Text(printable(f"{text}: as recorded"), style="dim"))
+        else:
+            at = tree.add(Text(printable(text), style="bold"))
+            content = message.get("content")
+            at.add(line(result.recorded, content if isinstance(content, str) else None, "recorded"))
+    for each in result.continuations:
+        failed = "" if each.error is None else f"failed: {each.error.rpartition(chr(10))[2]} "
+        at.add(line(each.reward, each.answer, f"{failed}{each.attempt_id}"))
+    for ended in result.ended:
+        at.add(Text(printable(f"  ended: {ended.reason}"), style="red"))
+    return tree

@@ -1,0 +1,36 @@
+"""`lightning-rl init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from lightning_trainer.run.starter import FRAMEWORKS
+
+
+@click.command(name="init")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option(
+    "--framework",
+    type=click.Choice(list(FRAMEWORKS)),
+    help="What the program is written in: langgraph by default; openai is plain code with the openai client.",
+)
+def command(*, folder: Path, framework: str | None) -> None:
+    """Make a small project in FOLDER that trains at once: program, tasks, reward, configuration, README."""
+    from lightning_trainer.run.starter import write_project
+
+    if framework is None and folder.name in FRAMEWORKS:
+        raise click.UsageError(
+            f"{folder.name} is a framework, and what is asked for is a folder. Say `lightning-rl init my-agent "
+            f"--framework {folder.name}`, or name the framework besides the folder."
+        )
+    framework = framework or "langgraph"
+    click.echo(f"a program for {framework}")
+    for path in write_project(folder, framework):
+        click.echo(f"made {path}")
+    click.echo(
+        f"\nNow:\n  cd {folder}\n  lightning-rl agents agent:run --reward reward:score --data val.jsonl --model"
+        " smollm2-135m\n  lightning-rl train --config run.toml --dry-run\n"
+        "  lightning-rl train --config run.toml --out runs/first"
+    )

@@ -1,0 +1,69 @@
+"""Keys of a process, out of sight of others of the same user: in its memory, its environment, its command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+_DUMPABLE: Final = 4  # PR_SET_DUMPABLE of <sys/prctl.h>
+_PASSED: Final = "LIGHTNING_KEY_FD"
+
+
+def keep_to_ourselves() -> None:
+    """Keep other processes of this user out of our memory and environment; does nothing where there is no prctl.
+
+    They could read both in /proc, an agent's among them. Root still can, and so can whoever may trace processes.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)
+
+
+def hide_key(arguments: Sequence[str]) -> None:
+    """Start this program again without what leads to its key, which is handed over through a pipe.
+
+    Every process of the machine may read a command line, and agents are children of the runner's. Does nothing where
+    neither ``--key-file`` nor ``LIGHTNING_KEY`` is there.
+
+    Args:
+        arguments: of the program, as in `sys.orig_argv`.
+    """
+    kept, file = _without_key_file(arguments)
+    key = os.environ.get("LIGHTNING_KEY")
+    if (file is None and key is None) or os.name != "posix":
+        return
+    reading, writing = os.pipe()
+    os.write(writing, json.dumps({"key_file": file, "key": key}).encode())
+    os.close(writing)
+    os.set_inheritable(reading, True)  # noqa: FBT003 - the system call's only form
+    environment = {name: value for name, value in os.environ.items() if name != "LIGHTNING_KEY"}
+    os.execve(sys.executable, kept, {**environment, _PASSED: str(reading)})  # noqa: S606 - ourselves
+
+
+def handed_over() -> dict[str, str | None]:
+    """Return ``key_file`` and ``key`` as `hide_key` handed them over; empty where it did not."""
+    number = os.environ.pop(_PASSED, None)
+    if number is None:
+        return {}
+    with os.fdopen(int(number), "rb") as pipe:
+        found: dict[str, str | None] = json.loads(pipe.read())
+    return found
+
+
+def _without_key_file(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    kept: list[str] = []
+    file, follows = None, False
+    for one in arguments:
+        if follows:
+            file, follows = one, False
+        elif one == "--key-file":
+            follows = True
+        elif one.startswith("--key-file="):
+            file = one.partition("=")[2]
+        else:
+            kept.append(one)
+    return kept, file

@@ -1,0 +1,89 @@
+"""`lightning-rl prompts`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.cli.options import given, print_json, read_key
+from lightning_trainer.report.terminal import printable
+
+
+@click.command(name="prompts")
+@click.argument("target", required=False)
+@click.option("--data", required=True, type=click.Path(path_type=Path), help="Tasks: a JSON Lines, JSON or CSV file.")
+@click.option(
+    "--val", type=click.Path(path_type=Path), help="Tasks to choose by; every other one of --data by default."
+)
+@click.option("--agents", required=True, metavar="NAME,...", help="Agents whose system prompts are proposed anew.")
+@click.option("--reflect", required=True, metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.")
+@click.option("--reflect-key", type=click.Path(path_type=Path), help="File with its key; else LIGHTNING_REFLECT_KEY.")
+@click.option("--budget", required=True, type=click.IntRange(1), help="Rollouts to spend.")
+@click.option("--tokens", type=click.IntRange(1), help="Most tokens of rollouts and proposals together.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="File for the prompts that are found.")
+@click.option("--command", "program", help="The agent as a command, instead of TARGET.")
+@click.option("--reward", help="Reward function module:function, called as score(task, result).")
+@click.option(
+    "--model", help="What answers: a run, checkpoint or model folder, a model's name; its own endpoints else."
+)
+@click.option("--endpoint", metavar="URL", help="An OpenAI-compatible server answers; --model is then its model.")
+@click.option("--endpoint-key", type=click.Path(path_type=Path), help="File with its key.")
+@click.option("--minibatch", type=click.IntRange(1), help="Tasks that a proposal is made from. [default: 3]")
+@click.option("--seed", type=click.IntRange(0), help="Of the search.")
+@click.option("--concurrency", type=click.IntRange(1), help="Rollouts at once in each worker. [default: 16]")
+@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt. [default: 300]")
+@click.option("--resume", is_flag=True, help="Go on with the search beside --out; give the same options.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    *,
+    target: str | None,
+    program: str | None,
+    agents: str,
+    reflect: str,
+    reflect_key: Path | None,
+    model: str | None,
+    endpoint: str | None,
+    endpoint_key: Path | None,
+    resume: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Look for better system prompts for agents of the program TARGET (module:function), which stays as it is.
+
+    The prompts are read from what the agents ask. A model proposes others from rewards and tool errors (GEPA), each is
+    tried on the wire, and the best is written to --out, with a diff beside it. attach(prompts="FILE") applies it.
+    """
+    from lightning_trainer.evaluation.subjects import AsItIs, read_subject
+    from lightning_trainer.evaluation.subjects import endpoint as server
+    from lightning_trainer.prompts.optimise import PromptsConfig, optimise
+    from lightning_trainer.prompts.reflection import read_reflection
+    from lightning_trainer.report.progress import Shown
+
+    if (target is None) == (program is None):
+        raise ConfigError("name the agent: a TARGET module:function, or --command, and one of them.")
+    names = tuple(name.strip() for name in agents.split(",") if name.strip())
+    if not names or any(set("*?[") & set(name) for name in names):
+        raise ConfigError(f"--agents {agents!r}: give the agents' exact names, with commas between.")
+    key = read_key(endpoint_key) if endpoint_key else None
+    subject = (
+        server(endpoint, model=model, key=key) if endpoint else read_subject(model, key=key) if model else AsItIs()
+    )
+    config = PromptsConfig(
+        target=target,
+        command=program,
+        agents=names,
+        reflect=read_reflection(reflect, reflect_key),
+        subject=subject,
+        **given(flags),
+    )
+    with Shown(f"prompts of {', '.join(names)} in {target or program}") as progress:
+        found = optimise(config, progress, resume=resume)
+    if as_json:
+        print_json(found.to_json())
+        return
+    click.echo(printable(found.diff, lines=True) or "no proposal was better: the prompts stay as they are")
+    click.echo(f"reward {found.before:.3f} to {found.after:.3f} on the tasks to choose by, {found.rollouts} rollouts")
+    click.echo(f'apply it: attach(prompts="{found.file}")')

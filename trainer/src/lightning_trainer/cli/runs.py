@@ -1,0 +1,66 @@
+"""`lightning-rl runs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lightning_trainer.cli.options import print_json, screen
+
+if TYPE_CHECKING:
+    from lightning_trainer.report.runs import RunRow
+
+
+@click.command(name="runs")
+@click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run, and one with what differs.")
+def command(*, folders: Sequence[Path], as_json: bool) -> None:
+    """List runs and compare them: rewards, curves, cost, and the options in which they differ.
+
+    FOLDERS are runs, or folders that hold runs; runs/ by default.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.report.runs import differences, find, row_of
+    from lightning_trainer.run.folders import RUNS
+
+    places = list(folders) or [RUNS]
+    missing = [str(place) for place in places if not place.is_dir()]
+    rows = [row_of(path) for path in find(places)]
+    if missing or not rows:
+        raise ConfigError(f"there is no run in {', '.join(missing or map(str, places))}. Name the folder of a run.")
+    differ = differences(rows)
+    if as_json:
+        for row in rows:
+            print_json(row.to_json())
+        print_json({"differ": differ})
+        return
+    _print(rows)
+    for name, values in differ.items():
+        click.echo(f"{name}: {', '.join(map(str, values))}")
+
+
+def _print(rows: Sequence[RunRow]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from lightning_trainer.report.progress import duration, sparkline
+    from lightning_trainer.report.terminal import printable
+
+    table = Table("run", "steps", "before", "after", "training reward", "", "time", "tokens", "checkpoint")
+    for row in rows:
+        ends = row.curve[:1] + row.curve[1:][-1:]  # of a single step one number
+        table.add_row(
+            Text(printable(row.folder)),
+            f"{row.steps}",
+            "-" if row.before is None else f"{row.before:.3f}",
+            "-" if row.after is None else f"{row.after:.3f}",
+            " to ".join(f"{reward:.3f}" for reward in ends) or "-",
+            sparkline(row.curve, 16) if row.curve else "",
+            duration(row.seconds),
+            f"{row.tokens:,}",
+            "yes" if row.trainable else "no",
+        )
+    screen().print(table)

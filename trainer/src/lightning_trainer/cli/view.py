@@ -1,0 +1,116 @@
+"""`lightning-rl view`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from lightning_trainer.cli.options import key_file_option, print_json, read_key
+
+if TYPE_CHECKING:
+    from lightning_trainer.view.runs import Runs
+
+_RUNS: Final = Path("runs")
+_KEY_S: Final = 10 * 86_400.0  # that the key of a page is good
+
+
+@click.command(name="view")
+@click.argument("run", required=False, type=click.Path(path_type=Path))
+@click.option("--store", metavar="URL", help="A store instead of a run: a path, sqlite:/// or postgresql://.")
+@click.option("--server", metavar="URL", help="A server of `lightning-rl server`, which shows its own store.")
+@key_file_option
+@click.option(
+    "--tokenizer",
+    "tokenizers",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Folder with the model's tokenizer.json, where the run's own is not found. May be repeated.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--plain-http", is_flag=True, help="Serve other machines without encryption: the key can be read.")
+@click.option("--open/--no-open", "opened", default=True, help="Open a browser.")
+def command(
+    *,
+    run: Path | None,
+    store: str | None,
+    server: str | None,
+    key_file: Path | None,
+    tokenizers: tuple[Path, ...],
+    host: str,
+    port: int,
+    plain_http: bool,
+    opened: bool,
+) -> None:
+    """Look at a run in a web page: groups, rollouts, calls, tokens, credit.
+
+    RUN is the folder of a run, or one that holds several; by default runs/. Nothing is written, so a run may be looked
+    at while it trains. One line of JSON on stdout has the page's address, its key in it.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.view.runs import Runs
+
+    if sum(each is not None for each in (run, store, server)) > 1:
+        raise ConfigError("give one of RUN, --store and --server.")
+    if server is not None:
+        _show(_page_of(server, read_key(key_file)), opened=opened)
+        return
+    if store is not None and store.startswith(("http://", "https://")):
+        raise ConfigError(f"{store} is a server: --server {store}.")
+    runs = Runs(store=store) if store is not None else Runs(run or _RUNS)
+    runs.all()  # or refuse
+    _serve(runs, tokenizers, host, port, plain=plain_http, opened=opened)
+
+
+def _serve(runs: Runs, tokenizers: tuple[Path, ...], host: str, port: int, *, plain: bool, opened: bool) -> None:
+    from lightning_trainer.gateway.auth.keys import Keys
+    from lightning_trainer.gateway.http.serving import ServerThread
+    from lightning_trainer.view.pages import PATH, create_view
+    from lightning_trainer.view.reader import Reader
+    from lightning_trainer.view.routes import Views
+
+    for first in runs.all()[:1]:
+        Reader(first.store).close()  # or refuse
+    keys = Keys.fresh()
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.set())
+    views = Views(runs, tokenizers)
+    with ServerThread(create_view(views, keys), host, port, plain=plain) as server:
+        _show(f"{server.url}{PATH}#key={keys.issue('viewer', expires_s=_KEY_S)}", opened=opened)
+        asked.wait()
+        views.stopping.set()
+
+
+def _page_of(server: str, key: str | None) -> str:
+    """Return the address of a server's page, once it has answered.
+
+    Raises:
+        ConfigError: it does not answer, or has no pages.
+    """
+    import httpx
+
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.view.pages import PATH
+
+    url = f"{server.rstrip('/')}{PATH}"
+    try:
+        answer = httpx.get(url, timeout=10.0)
+    except httpx.HTTPError as error:
+        raise ConfigError(f"{server} does not answer: {error}.") from None
+    if answer.status_code != httpx.codes.OK:
+        raise ConfigError(f"{server} has no viewer: it answered {answer.status_code}.")
+    return f"{url}#key={key}" if key else url
+
+
+def _show(url: str, *, opened: bool) -> None:
+    print_json({"url": url})
+    if opened:
+        import webbrowser
+
+        webbrowser.open(url)

@@ -1,0 +1,1 @@
+"""What a run tells people: metrics, alarms, progress. Reads and never decides."""

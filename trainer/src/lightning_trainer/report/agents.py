@@ -1,0 +1,304 @@
+"""Which agents were seen, what each did, and whether training would reach it: for `lightning-rl agents`."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from lightning_spans.chat.body import tool_calls
+from lightning_spans.schema.agents import earns, label, name_of, selects, unheard
+from lightning_spans.schema.calls import LEFT_OUT
+from lightning_spans.schema.spans import FRAMEWORK
+from lightning_trainer.rl.usage import tokens_of
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Node, Trace
+
+_REACHED: Final = {None, "openai", "litellm"}  # what reports calls that are rerouted in training, by its own hook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRow:
+    """What one agent did.
+
+    Attributes:
+        agent: its name; None for calls that nothing names.
+        calls: model calls, failed ones among them.
+        failed_calls: model calls that failed.
+        prompt_tokens: tokens of all prompts, as the engine or the model server counted them.
+        response_tokens: likewise of all answers.
+        tool_calls: tools that ran.
+        tool_errors: tools that failed.
+        tools_asked: tools that its model asked for, by name, and how often.
+        left_out: what its requests asked for and no model here was told, and in how many calls.
+        reward: mean, over the attempts in which it spoke and got one, of what it earned; None without any.
+        paths: where it stands, outermost first, if that is not its name alone: `billing/extract`; each can be selected.
+        reward_sources: the same by who gave it, such as ``run``, or the name of an automatic rule.
+        trained: whether training would reach it.
+        why: the reason, and what to do where it would not.
+    """
+
+    agent: str | None
+    calls: int
+    failed_calls: int
+    prompt_tokens: int
+    response_tokens: int
+    tool_calls: int
+    tool_errors: int
+    reward: float | None
+    trained: bool
+    why: str
+    paths: tuple[str, ...] = ()
+    reward_sources: Mapping[str, float] = field(default_factory=dict)
+    tools_asked: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Count:
+    calls: int = 0
+    failed: int = 0
+    prompt: int = 0
+    response: int = 0
+    tools: int = 0
+    tool_errors: int = 0
+    earned: list[float] = field(default_factory=list)
+    sources: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    last_error: str = ""
+    on_policy: int = 0  # calls that a policy answered
+    paths: set[str] = field(default_factory=set)
+    asked: Counter[str] = field(default_factory=Counter)  # tools, by name
+    left_out: Counter[str] = field(default_factory=Counter)  # by what of the request was
+    elsewhere: Counter[str] = field(default_factory=Counter)  # calls that passed the wire by, by how
+
+
+def overview(
+    traces: Sequence[Trace], chosen: Sequence[str] | None, *, reward_error: str | None = None
+) -> list[AgentRow]:
+    """Count what each agent did, in the order of their names; calls without a name come last.
+
+    Args:
+        traces: of any attempts.
+        chosen: names or globs of the agents to train; None: all that have a name.
+        reward_error: why attempts got no reward, where they got a wrong one.
+    """
+    of_a_run = any(node.policy_version is not None for trace in traces for node in trace.chats)
+    counts: dict[str | None, _Count] = defaultdict(_Count)
+
+    def name_at(path: str | None) -> str | None:
+        return None if path is None else label(path, chosen)
+
+    for trace in traces:
+        for node in trace.chats:
+            path = node.path
+            _count_call(counts[name_at(path)], node)
+            counts[name_at(path)].paths |= set() if path is None else {path}
+        for node in trace.tools:
+            count = counts[name_at(node.path)]
+            count.paths |= set() if node.path is None else {node.path}
+            count.tools += 1
+            count.tool_errors += node.span.status == "error"
+        paths = {node.path for node in trace.chats}
+        for name in {name_at(path) for path in paths}:
+            _count_rewards(counts[name], trace, {path for path in paths if name_at(path) == name})
+    # What never calls a model is no agent, such as a graph's `__start__`, though a tool may run in its name.
+    # One that is named for training is told so.
+    agents = (name for name, count in counts.items() if count.calls or name in (chosen or ()))
+    names = sorted(agents, key=lambda name: (name is None, name or ""))
+    return [_row(name, counts[name], _Asked(chosen, reward_error, of_a_run)) for name in names]
+
+
+def misspelt_rewards(traces: Iterable[Trace]) -> str | None:
+    """Warn of rewards for agents that made no model call; None where there are none.
+
+    Args:
+        traces: of any attempts, with their rewards.
+    """
+    spoke: set[str] = set()
+    rewarded: set[str] = set()
+    for trace in traces:
+        spoke |= set(trace.agent_paths)
+        rewarded |= {reward.agent for reward in trace.rewards if reward.agent}
+    lost = unheard(sorted(rewarded), spoke)
+    if not lost:
+        return None
+    known = sorted({name_of(path) for path in spoke})
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in lost}
+    told = [f"{name!r}{f' (did you mean {near[name][0]!r}?)' if near[name] else ''}" for name in lost]
+    return f"WARNING: rewards name {', '.join(told)}, which made no model call. Agents seen: {', '.join(known)}."
+
+
+def unrewarded(traces: Sequence[Trace]) -> str | None:
+    """Say what to do where no attempt got a reward; None where one did.
+
+    Args:
+        traces: of any attempts, with their rewards.
+    """
+    if any(trace.rewards for trace in traces):
+        return None
+    return (
+        f"not one of {len(traces)} executions got a reward, so that nothing can be learned from them.\n"
+        "Return a number from run(), or one for each agent ({'writer': 1.0}); or name a function that scores what it"
+        " returned: --reward my_app:score. A program in another language prints it: docs/how-to/other-languages.md."
+    )
+
+
+def _count_call(count: _Count, node: Node) -> None:
+    count.calls += 1
+    if node.error is not None:
+        count.failed += 1
+        count.last_error = node.error
+    prompt, response = tokens_of(node)
+    count.prompt += prompt
+    count.response += response
+    count.on_policy += node.policy_version is not None
+    if node.call is not None:
+        count.asked.update(call.name for choice in node.call.choices for call in tool_calls(choice.message))
+        count.left_out.update(_names_of(node.call.sampling.get(LEFT_OUT)))
+    framework = node.span.attributes.get(FRAMEWORK)
+    if framework not in _REACHED and node.call is None:
+        count.elsewhere[f"{framework} reaches {node.span.name}"] += 1
+
+
+def _names_of(left_out: Any) -> list[str]:
+    """Name what was left out of a request: tools by their own names, everything else by the parameter's."""
+    if not isinstance(left_out, dict):
+        return []
+    return [name for key, value in left_out.items() for name in (value if key == "tools" else [key])]
+
+
+def _count_rewards(count: _Count, trace: Trace, paths: set[str | None]) -> None:
+    """Count what the agent of these paths earned in an attempt: the attempt's rewards and its own."""
+    concerns = [reward for reward in trace.rewards if any(earns(reward.agent, path) for path in paths)]
+    if concerns:
+        count.earned.append(sum(reward.value for reward in concerns))
+    for reward in concerns:
+        count.sources[reward.source] += reward.value
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is known beside the counts: agents that were named, why rewards are missing, whether a policy answered."""
+
+    chosen: Sequence[str] | None
+    reward_error: str | None
+    of_a_run: bool
+
+
+def _row(name: str | None, count: _Count, asked: _Asked) -> AgentRow:
+    problem = _problem(name, count, asked)
+    return AgentRow(
+        agent=name,
+        calls=count.calls,
+        failed_calls=count.failed,
+        prompt_tokens=count.prompt,
+        response_tokens=count.response,
+        tool_calls=count.tools,
+        tool_errors=count.tool_errors,
+        reward=sum(count.earned) / len(count.earned) if count.earned else None,
+        reward_sources={source: value / len(count.earned) for source, value in count.sources.items()},
+        paths=() if count.paths <= {name} else tuple(sorted(count.paths)),
+        tools_asked=dict(count.asked.most_common()),
+        left_out=dict(count.left_out.most_common()),
+        trained=problem is None,
+        why=problem or _taken(count),
+    )
+
+
+def _taken(count: _Count) -> str:
+    taken = "its calls go to the policy while training"
+    passed = sum(count.elsewhere.values())
+    return f"{taken}, but {passed} of {count.calls} have no tokens: {_passed_by(count)}" if passed else taken
+
+
+def _passed_by(count: _Count) -> str:
+    """Say which calls the wire did not see, and what to do about them."""
+    how = ", ".join(sorted(count.elsewhere))
+    return f"{how} without the openai client. Give the agent an OpenAI-compatible client"
+
+
+def _problem(name: str | None, count: _Count, asked: _Asked) -> str | None:
+    if name is None:
+        return "these calls have no agent's name: make them inside `with lightning_spans.agent(...)`"
+    if asked.chosen is not None and not any(selects(asked.chosen, path) for path in count.paths):
+        return "not among --agents"
+    if asked.chosen is None and asked.of_a_run and not count.on_policy:
+        return "the run that is kept here left it out: its calls stayed at its own endpoint"
+    if (problem := _unreached(count)) is not None:
+        return problem
+    if not count.earned:
+        return f"no reward: {asked.reward_error or 'return one from run(), or give --reward'}"
+    return None
+
+
+def _unreached(count: _Count) -> str | None:
+    """Say why the policy would answer none of its calls."""
+    if not count.calls:
+        return "it made no model call"
+    if sum(count.elsewhere.values()) == count.calls:
+        return f"no tokens: {_passed_by(count)}"
+    if count.failed == count.calls:
+        return f"every call failed: {count.last_error[:200]}"
+    return None
+
+
+def not_heard(chosen: Sequence[str], seen: Iterable[str], steps: int) -> str | None:
+    """Warn of agents that are to be trained and were not seen; None where all were.
+
+    Args:
+        chosen: their names and globs.
+        seen: names of all agents that were, so far in the run.
+        steps: taken so far.
+    """
+    names = sorted(set(seen))
+    silent = unheard(chosen, names)
+    if not silent:
+        return None
+    taken = "1 step" if steps == 1 else f"{steps} steps"
+    return (
+        f"WARNING: {', '.join(silent)} not seen in {taken}, and so not trained. Agents seen: {', '.join(names)}."
+        " Training goes on, and reaches an agent as soon as it speaks. Is the name right?"
+    )
+
+
+def no_gateway_saw(program: str, rollouts: int) -> str:
+    """Say why nothing is known of a command's calls where no policy answers them, and how to see them.
+
+    Args:
+        program: the command.
+        rollouts: how many ran.
+    """
+    return (
+        f"the command {program!r} ran {rollouts} times, and its calls went to its own endpoint, where nobody sees"
+        " them.\nThey are recorded when a model answers them here, or on their way to an OpenAI-compatible server:\n"
+        "  lightning-rl agents --command ... --data FILE --model MODEL\n"
+        "  lightning-rl agents --command ... --data FILE --endpoint URL --model NAME\n"
+        "or attach() in it, if it is written in Python."
+    )
+
+
+def nothing_captured(rollouts: int, attached: Sequence[str]) -> str:
+    """Say what to do when rollouts made no model call that was seen.
+
+    Args:
+        rollouts: how many ran.
+        attached: frameworks that were attached in the agent's process.
+    """
+    if not attached:
+        return (
+            f"no model call was captured in {rollouts} rollouts, and nothing is attached in the agent's process.\n"
+            "Add one line to the module of your agent: import lightning_langchain; lightning_langchain.attach()\n"
+            "(or lightning_openai, for a program that uses the openai client)."
+        )
+    return (
+        f"no model call was captured in {rollouts} rollouts, although {', '.join(attached)} is attached.\n"
+        "Does the agent call its model through the openai client, and does it get as far as that? "
+        "See what it did with: lightning-rl traces"
+    )

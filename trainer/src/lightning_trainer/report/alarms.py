@@ -1,0 +1,238 @@
+"""Alarms: what a run's numbers say when something goes wrong, in plain sentences. Pure functions of its history.
+
+Each looks at all lines of the run so far and answers with sentences, or with nothing. They compare the last steps with
+the first ones, so they are silent in a run's first steps; and what a policy that learns does as well (it grows sure of
+itself, its answers grow short) is no alarm while the reward rises.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, TypeAlias
+
+History: TypeAlias = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, in their order
+Points: TypeAlias = list[tuple[int, float]]  # (step, value)
+
+WINDOW: Final = 3  # steps at either end that are averaged
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something that a person should look at.
+
+    Attributes:
+        name: which one; with ``/NAME`` behind it for one policy of several.
+        step: steps taken when it was raised.
+        text: what is wrong and what to do, in a sentence or two.
+    """
+
+    name: str
+    step: int
+    text: str
+
+
+def raised(history: History) -> list[Alarm]:
+    """Return the alarms that stand after the newest line."""
+    step = max((int(line["step"]) + (line["kind"] == "train") for line in history), default=0)
+    return [Alarm(f"{check.__name__}{of}", step, text) for check in CHECKS for of, text in check(history)]
+
+
+Found: TypeAlias = Iterator[tuple[str, str]]  # ("" or /POLICY, the sentence)
+
+
+def entropy_collapsed(history: History) -> Found:
+    """Raise where the policy has stopped trying anything else, and is no better for it."""
+    for of, points in _each(history, "entropy"):
+        first, now = ends(points)
+        if now < 0.1 * first and not learned(history):
+            text = (
+                f"The entropy{_of(of)} has fallen from {first:.2f} to {now:.3f} nats a token, and the reward has"
+                f" not risen{_rewards(history)}: it always says the same. Lower --learning-rate, raise --clip-high,"
+                " or start from an earlier checkpoint."
+            )
+            yield of, text
+
+
+def length_collapsed(history: History) -> Found:
+    """Raise where answers have shrunk or grown to several times their length, and the reward has not risen."""
+    for of, points in _each(history, "response_tokens"):
+        first, now = ends(points)
+        if not (now < 0.3 * first or now > 3 * first) or learned(history):
+            continue
+        how = "shrunk" if now < first else "grown"
+        text = (
+            f"Answers{_of(of)} have {how} from {first:.0f} to {now:.0f} tokens, and the reward has not"
+            f" risen{_rewards(history)}. Look at some with lightning-rl traces: does the reward pay for length?"
+        )
+        yield of, text
+
+
+def answers_cut(history: History) -> Found:
+    """Raise where most answers run into their limit, and did not at first."""
+    for of, points in _each(history, "truncated"):
+        first, now = ends(points)
+        if now >= 0.5 and now >= first + 0.25:
+            text = (
+                f"{now:.0%} of the answers{_of(of)} are cut at their limit, {first:.0%} were at first. Raise"
+                " --max-tokens or the limit in the agent's requests, or give less for long answers."
+            )
+            yield of, text
+
+
+def groups_dead(history: History) -> Found:
+    """Raise where hardly any group has two different rewards, so that hardly anything is learned."""
+    points = series(history, "train", "groups_without_signal")
+    newest = [value for _, value in points[-WINDOW:]]
+    if len(newest) == WINDOW and min(newest) >= 0.8:
+        rewards = [value for _, value in series(history, "train", "reward")[-WINDOW:]]
+        mean = f", at a mean of {statistics.fmean(rewards):.2f}" if rewards else ""
+        text = (
+            f"In the last {WINDOW} steps {statistics.fmean(newest):.0%} of the groups had equal rewards"
+            f" throughout{mean}, so they taught nothing. Stop here if that is good enough; else give tasks that the"
+            " agent solves sometimes, a larger --group-size, or a reward with more steps."
+        )
+        yield "", text
+
+
+def held_out_falls(history: History) -> Found:
+    """Raise where the held-out reward was best some validations ago, and the training reward still rises."""
+    held_out = series(history, "val", "reward")
+    if len(held_out) < 3:
+        return
+    best_step, best = max(held_out[:-2], key=lambda point: point[1])
+    if any(value > best - 0.1 * abs(best) for _, value in held_out[-2:]):
+        return
+    train = series(history, "train", "reward")
+    then = [value for step, value in train if abs(step - best_step) < WINDOW]
+    now = [value for _, value in train[-WINDOW:]]
+    if then and len(now) == WINDOW and statistics.fmean(now) > statistics.fmean(then):
+        text = (
+            f"The held-out reward has fallen from {best:.2f} after {best_step} steps to {held_out[-1][1]:.2f},"
+            f" while the training reward rose from {statistics.fmean(then):.2f} to {statistics.fmean(now):.2f}: the"
+            " training tasks are learned by heart. Use the checkpoint of that time, or train on more tasks."
+        )
+        yield "", text
+
+
+def engine_gap_widens(history: History) -> Found:
+    """Raise where the engine's log-probabilities leave the trainer's: it samples from other weights, or otherwise."""
+    for of, points in _each(history, "logprob_gap", least=1):
+        newest = points[-1][1]
+        first, now = ends(points) if len(points) >= 2 * WINDOW else (math.inf, newest)
+        if newest > 0.5:
+            text = (
+                f"The engine's log-probabilities{_of(of)} differ from the trainer's by {newest:.2f} nats a token:"
+                " it does not sample from the weights that are trained. Stop, and report what lightning-rl doctor"
+                " says."
+            )
+            yield of, text
+        elif now > 3 * first and now > 0.05:
+            text = (
+                f"The gap between the engine's log-probabilities and the trainer's{_of(of)} has widened from"
+                f" {first:.3f} to {now:.3f} nats a token. Updates are off by that much: lower --learning-rate, or"
+                " compute in float32 with --dtype."
+            )
+            yield of, text
+
+
+def tools_fail(history: History) -> Found:
+    """Raise where tools fail much more often than at first."""
+    for of, points in _each(history, "tool_error_rate"):
+        first, now = ends(points)
+        if now >= 0.5 and now >= first + 0.3:
+            text = (
+                f"{now:.0%} of the tool calls{_of(of)} fail, {first:.0%} did at first. See why with lightning-rl"
+                " traces: a tool that is down teaches agents not to use it."
+            )
+            yield of, text
+
+
+def calls_unread(history: History) -> Found:
+    """Raise where answers look like tool calls, and none was read: the tools are never called, and nobody says why."""
+    for of, points in _each(history, "calls_unread", least=1):
+        step, share = points[-1]
+        newest = max((int(line["step"]) for line in history if line["kind"] == "train"), default=step)
+        if share >= 0.02 and step == newest:
+            form = of.removeprefix("/")
+            text = (
+                f"{share:.0%} of the answers look like tool calls in the format {form or 'of another model'}, and none"
+                " was read from them: they reached the agent as text. If the model was trained on that format, start"
+                f" with --tool-format {form or 'NAME'}; if it is the run's own, the calls are malformed."
+            )
+            yield of, text
+
+
+def rollouts_fail(history: History) -> Found:
+    """Raise where far more rollouts fail than at first, whether or not the reward rises: that of the others may."""
+    failed = dict(series(history, "train", "failed"))
+    points = [(step, failed[step] / of) for step, of in series(history, "train", "rollouts") if of and step in failed]
+    if len(points) < 2 * WINDOW:
+        return
+    first, now = ends(points)
+    if now >= 0.1 and now >= first + 0.1 and now >= 1.5 * first:
+        text = (
+            f"{now:.0%} of the rollouts fail, {first:.0%} did at first. See why with lightning-rl traces and the"
+            " workers' logs. Where the agent raises at what the policy says, --failed is the reward for it (0, or the"
+            " lowest of the batch, by default): with --failed exclude policies learn to crash."
+        )
+        yield "", text
+
+
+CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
+    entropy_collapsed,
+    length_collapsed,
+    answers_cut,
+    groups_dead,
+    held_out_falls,
+    engine_gap_widens,
+    tools_fail,
+    calls_unread,
+    rollouts_fail,
+)
+
+
+def series(history: History, kind: str, name: str) -> Points:
+    """Return (step, value) for every line of a kind that has this number, and has it finite."""
+    return [
+        (int(line["step"]), float(line[name]))
+        for line in history
+        if line["kind"] == kind and isinstance(line.get(name), (int, float)) and math.isfinite(line[name])
+    ]
+
+
+def ends(points: Points) -> tuple[float, float]:
+    """Return the means of the first and of the last `WINDOW` values."""
+    values = [value for _, value in points]
+    return statistics.fmean(values[:WINDOW]), statistics.fmean(values[-WINDOW:])
+
+
+def learned(history: History) -> bool:
+    """Whether the training reward has risen by more than it jumps from one step to the next."""
+    points = series(history, "train", "reward")
+    if len(points) < 2 * WINDOW:
+        return True
+    first, now = ends(points)
+    jumps = [abs(b - a) for (_, a), (_, b) in pairwise(points)]
+    return now - first > 1.5 * statistics.median(jumps)
+
+
+def _each(history: History, name: str, *, least: int = 2 * WINDOW) -> Iterator[tuple[str, Points]]:
+    """Return a number's points, of each policy or tool where they are told apart; short ones are left out."""
+    named = {key.removeprefix(name) for line in history for key in line if key.startswith(f"{name}/")}
+    for of in sorted(named) or [""]:
+        points = series(history, "train", f"{name}{of}")
+        if len(points) >= least:
+            yield of, points
+
+
+def _of(of: str) -> str:
+    return f" of {of.removeprefix('/')}" if of else ""
+
+
+def _rewards(history: History) -> str:
+    points = series(history, "train", "reward")
+    return f" ({ends(points)[0]:.2f}, now {ends(points)[1]:.2f})" if points else ""

@@ -1,0 +1,38 @@
+"""Why programs failed, in words for their author."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import urlsplit
+
+_GONE: Final = re.compile(
+    r"^(?:\w+\.)*(?:(?:API|OpenAI)ConnectionError|ConnectError|ConnectionRefusedError)\b.*$", re.MULTILINE
+)
+_REFUSED: Final = re.compile(r"^(?:\w+\.)*(?:OpenAI)?(?:AuthenticationError|PermissionDeniedError)\b.*$", re.MULTILINE)
+
+
+def last_error(text: str, lines: int = 12) -> str:
+    """Return the end of a traceback; of a model that was not reached the error alone, for the rest is its client's."""
+    of_model = _of_model(text)
+    return of_model or "\n".join(text.splitlines()[-lines:])
+
+
+def where_calls_go(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return what to look at where an agent did not reach its own model, as a line; nothing for other errors."""
+    if not _of_model(text):
+        return ""
+    url = environment.get("OPENAI_BASE_URL")
+    where = urlsplit(url).netloc.rpartition("@")[2] or url if url else "not set, so that it is OpenAI's"
+    asked = "is its key right" if _REFUSED.search(text) else "does it answer"
+    return f"Agents that no model here answers call their own endpoint: {asked}? OPENAI_BASE_URL is {where}.\n"
+
+
+def _of_model(text: str) -> str:
+    """Return the line of the last error, where that is a model that was not reached or that refused."""
+    found = [match for kind in (_GONE, _REFUSED) for match in kind.finditer(text)]
+    last = max(found, key=lambda match: match.start(), default=None)
+    after = "" if last is None else text[last.end() :]
+    return "" if last is None or "Traceback" in after else last.group()

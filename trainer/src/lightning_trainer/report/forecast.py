@@ -1,0 +1,208 @@
+"""What a run would take and what it could learn, from a few rollouts that were measured. Pure: numbers in, numbers out.
+
+Time, on this machine:
+
+    step = r (R / n) + u (T / t)
+    run  = load + steps step + validations r (V / n)
+
+r are the seconds of n measured rollouts, R the rollouts of a step, V those of a validation; u the seconds of one
+measured update on t tokens of groups with a signal, T the tokens of a step's groups with a signal. Their share grows
+while a policy learns and falls when it has learned: the forecast takes the middle between what was seen and all.
+
+GPUs, for N weights, P prompt and G generated tokens of a step, B rollouts at once, on accelerators of F = 989 TFLOP/s
+in bfloat16 with 3.35 TB/s (H100 SXM), each a sum over all accelerators:
+
+    prompts    2 N P / (0.4 F)
+    answers    G max(2 N / B bandwidth, 2 N / 0.4 F) / 0.6       every step of decoding reads all weights, 2 bytes each
+    update     8 N (P' + G) / (0.35 F)                           6 N, and 2 N more for gradient checkpointing
+    step       their sum / 0.7 + 20 s x accelerators             stragglers; weights that change hands
+
+P' are prompt tokens with shared beginnings counted once. Memory is 16 bytes a weight (float32 master, gradient, two
+moments), on as many accelerators of 80 GB as that takes, times 1.3 for activations and cache. The shares 0.4, 0.35, 0.6
+and 0.7, the 20 s and the 1.3 are assumed: no run of this program on such accelerators was measured. Time on this
+machine is measured; the GPU lines are an order of magnitude to plan with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+_FLOPS: Final = 989e12
+_BANDWIDTH: Final = 3.35e12
+_MEMORY: Final = 80e9
+_SIZES: Final = {"1.5B": 1.5e9, "7B": 7.6e9, "32B": 32.8e9}
+_EQUAL: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """One task that was tried.
+
+    Attributes:
+        place: of the task in its file, from 0.
+        rewards: of its rollouts that count.
+        failed: rollouts that came to nothing.
+    """
+
+    place: int
+    rewards: tuple[float, ...]
+    failed: int = 0
+
+    @property
+    def mean(self) -> float | None:
+        """Mean reward; None without any."""
+        return sum(self.rewards) / len(self.rewards) if self.rewards else None
+
+    @property
+    def contrast(self) -> bool:
+        """Whether its rollouts earned differently, so that there is something to learn from."""
+        return bool(self.rewards) and max(self.rewards) - min(self.rewards) > _EQUAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What was measured.
+
+    Attributes:
+        tried: the tasks.
+        rollouts: how many ran.
+        rollout_seconds: that they took.
+        update_seconds: of one update on the rows of groups with a signal; 0 where none has one.
+        tokens_prompt, tokens_generated: of all rollouts.
+        tokens_in_rows: of the training rows, shared beginnings counted once.
+        calls: model calls by agent.
+        trained: names of the agents that would be trained.
+        load_seconds: until the model answered.
+        memory: most bytes that this process took, the update included.
+    """
+
+    tried: Sequence[Tried]
+    rollouts: int
+    rollout_seconds: float
+    update_seconds: float
+    tokens_prompt: int
+    tokens_generated: int
+    tokens_in_rows: int
+    calls: Mapping[str, int] = field(default_factory=dict)
+    trained: Sequence[str] = ()
+    load_seconds: float = 0.0
+    memory: int = 0
+
+    @property
+    def signal(self) -> float:
+        """Share of tasks whose rollouts earned differently."""
+        return sum(task.contrast for task in self.tried) / len(self.tried) if self.tried else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the run would do: rollouts of a step and of a validation, validations, steps; bytes of its checkpoints."""
+
+    step_rollouts: int
+    steps: int
+    val_rollouts: int = 0
+    validations: int = 0
+    checkpoint: int | None = None
+    disk: int | None = None
+
+
+def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
+    """Return the forecast as a JSON object; see the module for its formulas."""
+    scale = plan.step_rollouts / max(probe.rollouts, 1)
+    share = (probe.signal + 1) / 2
+    full = probe.update_seconds / probe.signal if probe.signal else 0.0
+    step = (probe.rollout_seconds + full * share) * scale
+    validation = probe.rollout_seconds * plan.val_rollouts / max(probe.rollouts, 1)
+    means = [task.mean for task in probe.tried if task.mean is not None]
+    best = [max(task.rewards) for task in probe.tried if task.rewards]
+    return {
+        "verdict": verdict(probe.tried),
+        "signal": round(probe.signal, 4),
+        "reward": round(sum(means) / len(means), 4) if means else None,
+        "reward_best_of_k": round(sum(best) / len(best), 4) if best else None,
+        "samples": max((len(task.rewards) for task in probe.tried), default=0),
+        "tasks_tried": len(probe.tried),
+        "rollouts_tried": probe.rollouts,
+        "agents": {name: {"calls": n, "trained": name in probe.trained} for name, n in probe.calls.items()},
+        "rows_tokens_step": round(probe.tokens_in_rows * scale),
+        "tokens_prompt_step": round(probe.tokens_prompt * scale),
+        "tokens_generated_step": round(probe.tokens_generated * scale),
+        "seconds_step": round(step, 1),
+        "seconds_rollouts": round(probe.rollout_seconds * scale, 1),
+        "seconds_update": round(full * share * scale, 1),
+        "seconds_run": round(probe.load_seconds + plan.steps * step + plan.validations * validation, 1),
+        "steps": plan.steps,
+        "memory_bytes": probe.memory,
+        "checkpoint_bytes": plan.checkpoint,
+        "disk_bytes": plan.disk,
+        "gpu": {name: _gpu(size, probe, plan, scale) for name, size in _SIZES.items()},
+    }
+
+
+def verdict(tried: Sequence[Tried]) -> str:
+    """Say plainly whether reinforcement learning has anything to learn from here."""
+    counted = [task for task in tried if task.rewards]
+    if not counted:
+        return "no rollout earned a reward: see what failed with `lightning-rl agents`"
+    signal = sum(task.contrast for task in counted) / len(counted)
+    if signal:
+        return f"RL has something to learn from in {signal:.0%} of your tasks"
+    rewards = {reward for task in counted for reward in task.rewards}
+    if max(rewards) <= 0:
+        return "nothing is ever solved: SFT first, easier tasks, or a reward with more steps between bad and good"
+    if min(rewards) >= 1:
+        return "solved already: every rollout earned the full reward. Take harder tasks"
+    return "in each task all rollouts earn the same: more samples, a higher temperature, or a finer reward"
+
+
+def _gpu(size: float, probe: Probe, plan: Plan, scale: float) -> dict[str, float]:
+    prompts, answers = probe.tokens_prompt * scale, probe.tokens_generated * scale
+    at_once = max(1, min(256, plan.step_rollouts))
+    decode = max(2 * size / (at_once * _BANDWIDTH), 2 * size / (0.4 * _FLOPS)) / 0.6
+    update = 8 * size * probe.tokens_in_rows * scale / (0.35 * _FLOPS)
+    gpus = 2 ** math.ceil(math.log2(max(1.0, 16 * size * 1.3 / _MEMORY)))
+    seconds = (2 * size * prompts / (0.4 * _FLOPS) + answers * decode + update) / 0.7 + 20 * gpus
+    return {
+        "gpus": gpus,
+        "memory_gb": round(16 * size * 1.3 / 1e9),
+        "gpu_hours_step": round(seconds / 3600, 4),
+        "gpu_hours_run": round(seconds * plan.steps / 3600, 2),
+    }
+
+
+def lines(facts: Mapping[str, Any]) -> list[str]:
+    """Say a forecast in lines for people."""
+    found = [str(facts["verdict"])]
+    if facts["reward"] is not None:
+        found.append(
+            f"reward {facts['reward']:.3f} on the mean, {facts['reward_best_of_k']:.3f} for the best of "
+            f"{facts['samples']} ({facts['tasks_tried']} tasks tried)"
+        )
+    for name, agent in facts["agents"].items():
+        found.append(f"{name}: {agent['calls']} calls, {'would be trained' if agent['trained'] else 'not trained'}")
+    times = f"{facts['seconds_rollouts']:.1f} s of rollouts, {facts['seconds_update']:.1f} s of learning"
+    read, written = facts["tokens_prompt_step"], facts["tokens_generated_step"]
+    found += [
+        f"a step: {facts['seconds_step']:.1f} s ({times})",
+        f"  {read:,} prompt tokens, {written:,} generated, {facts['rows_tokens_step']:,} in training rows",
+        f"the run: {facts['steps']} steps, {_duration(facts['seconds_run'])} here",
+        f"memory: {facts['memory_bytes'] / 1e9:.1f} GB of this process, measured; the agent's workers come to it",
+    ]
+    if facts["disk_bytes"] is not None:
+        found.append(
+            f"disk: {facts['disk_bytes'] / 1e9:.2f} GB at most, {facts['checkpoint_bytes'] / 1e9:.2f} GB a checkpoint"
+        )
+    found.append("the same run on GPUs (H100 80 GB), with assumed efficiencies, not measured:")
+    for name, gpu in facts["gpu"].items():
+        found.append(f"  {name:>5}: {gpu['gpus']} GPUs, {gpu['memory_gb']} GB, {gpu['gpu_hours_run']:.1f} GPU-hours")
+    return found
+
+
+def _duration(seconds: float) -> str:
+    minutes = seconds / 60
+    if minutes > 90:
+        return f"{minutes / 60:.1f} hours"
+    return f"{minutes:.0f} minutes" if minutes > 3 else f"{seconds:.0f} s"

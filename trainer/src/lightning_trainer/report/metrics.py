@@ -1,0 +1,193 @@
+"""What a run writes about itself: a line of JSON a step, the same for TensorBoard and others, and the curve.
+
+A step's numbers may raise alarms; these are lines of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from lightning_trainer.report.alarms import Alarm, raised
+
+if TYPE_CHECKING:
+    from lightning_trainer.report.trackers import ExperimentTracker
+
+logger = logging.getLogger(__name__)
+
+Kind: TypeAlias = Literal["train", "val"]
+Line: TypeAlias = dict[str, Any]
+
+LOG_NAME: Final = "metrics.jsonl"
+CURVE_NAME: Final = "curve.png"
+_TRIES: Final = 3  # times in a row that a tracker may fail before it is told no more: each try may take minutes
+
+
+class MetricLog:
+    """The metrics of one run, in its folder.
+
+    Args:
+        folder: of the run; it exists.
+        from_step: the first step that is still to come. Lines of later steps, which a resumed run takes again, are
+            cut off.
+        trackers: are told the same; closed with the log. One that keeps failing is told no more.
+    """
+
+    def __init__(self, folder: Path, *, from_step: int = 0, trackers: Sequence[ExperimentTracker] = ()) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._folder = folder
+        self._path = folder / LOG_NAME
+        self._lines = [line for line in read(self._path) if _stays(line, from_step)]
+        write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in self._lines).encode())
+        self._file = self._path.open("a", encoding="utf-8")
+        self._drawn = -1
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step or None)
+        self._trackers = dict.fromkeys(trackers, 0)  # with the number of times that each failed in a row
+        self.alarms: list[Alarm] = raised(self._history)  # those that stand
+
+    def add(self, kind: Kind, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """Keep the numbers of one step, or of the validation before it.
+
+        Returns:
+            Alarms that this line raises and that did not stand before.
+
+        Args:
+            kind: of what.
+            step: steps taken before: 0 for the first one and for the validation before training.
+            values: numbers by name.
+        """
+        self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
+        for name, value in values.items():
+            self._board.add_scalar(f"{kind}/{name}", value, step)
+        for tracker in list(self._trackers):
+            self._tell(tracker, kind, step, values)
+        standing = {alarm.name for alarm in self.alarms}
+        self.alarms = raised(self._history)
+        fresh = [alarm for alarm in self.alarms if alarm.name not in standing]
+        for alarm in fresh:
+            facts = {"name": alarm.name, "text": alarm.text, "steps_taken": alarm.step}
+            self._write({"kind": "alarm", "step": step, "time": round(time.time(), 3), **facts})
+            self._board.add_text(f"alarm/{alarm.name}", alarm.text, step)
+        self._board.flush()
+        return fresh
+
+    def raised(self) -> list[Alarm]:
+        """Return every alarm of the run, also those that no longer stand."""
+        return [
+            Alarm(line["name"], line["steps_taken"], line["text"]) for line in self._lines if line["kind"] == "alarm"
+        ]
+
+    @property
+    def _history(self) -> list[Line]:
+        return [line for line in self._lines if line["kind"] != "alarm"]
+
+    def _write(self, line: Line) -> None:
+        self._lines.append(line)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def _tell(self, tracker: ExperimentTracker, kind: Kind, step: int, values: Mapping[str, float]) -> None:
+        try:
+            tracker.log(kind, step, values)
+            self._trackers[tracker] = 0
+        except Exception as error:  # noqa: BLE001 - whatever a service does, the run goes on
+            self._trackers[tracker] += 1
+            given_up = self._trackers[tracker] >= _TRIES
+            logger.warning(
+                "%s did not take the numbers of step %d (%s); they stand in %s%s",
+                tracker.name, step, error, self._path, ". It is told no more" if given_up else "",
+            )  # fmt: skip
+            if given_up:
+                del self._trackers[tracker]
+
+    def lines(self, kind: Kind | Literal["alarm"]) -> list[Line]:
+        """Return every line of a kind."""
+        return [line for line in self._lines if line["kind"] == kind]
+
+    def series(self, kind: Kind, name: str) -> list[tuple[int, float]]:
+        """Return (step, value) for every line of a kind that has this number."""
+        return [(line["step"], line[name]) for line in self.lines(kind) if name in line]
+
+    def draw(self) -> Path:
+        """Draw the reward curve, if there is anything new; gives the picture's path."""
+        path = self._folder / CURVE_NAME
+        if self._drawn == len(self._lines) and path.exists():
+            return path
+        self._drawn = len(self._lines)
+        names = {name for line in self._lines for name in line if name.startswith("reward/")}
+        curves: dict[str, Sequence[tuple[int, float]]] = {
+            "training": self.series("train", "reward"),
+            "held out": self.series("val", "reward"),
+        }
+        for name in sorted(names):
+            curves[f"training, {name.removeprefix('reward/')}"] = self.series("train", name)
+        write_atomically(path, _picture({label: points for label, points in curves.items() if points}))
+        return path
+
+    def close(self) -> None:
+        """Let go of the files and the trackers."""
+        self._file.close()
+        self._board.close()
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001 - whatever a service does, the run has ended
+                logger.warning("%s did not take the end of the run: %s", tracker.name, error)
+
+
+def read(path: Path) -> list[Line]:
+    """Read the lines of a metrics file; one that was cut off while it was written is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a reader, or a crash, sees all of it or none of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _stays(line: Line, from_step: int) -> bool:
+    """Whether a line was written before the checkpoint that a run goes on from; the validation before a step was."""
+    return bool(line["step"] < from_step or (line["kind"] == "val" and line["step"] == from_step))
+
+
+def _picture(curves: Mapping[str, Iterable[tuple[int, float]]]) -> bytes:
+    import io
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for label, points in curves.items():
+        steps, values = zip(*points, strict=True)
+        width, style = (2.0, "-") if label == "training" else (1.0, ":" if label == "held out" else "--")
+        axes.plot(steps, values, label=label, linewidth=width, linestyle=style, marker="o", markersize=3)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward")
+    axes.grid(visible=True, alpha=0.3)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if curves:
+        axes.legend()
+    output = io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(output, format="png")
+    return output.getvalue()

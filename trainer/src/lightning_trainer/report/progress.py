@@ -1,0 +1,219 @@
+"""What a person sees while training runs: a live panel on a terminal, a line a step elsewhere. Always on stderr."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from lightning_trainer.report.terminal import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+_CUT = ("rollouts", "validation")  # phases that need not end
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+class Progress(Protocol):
+    """What the training loop tells."""
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Say what happens now, and how far it is."""
+        ...
+
+    def begin(self, step: int, steps: int) -> None:
+        """Say which of how many steps comes first, once that is known."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell the numbers of a step that is done."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Tell something worth keeping on the screen."""
+        ...
+
+    def alarms(self, texts: Sequence[str]) -> None:
+        """Say which alarms stand now; those before no longer do."""
+        ...
+
+    def stopping(self) -> None:
+        """Say that somebody asked to stop, and what is waited for. Called from a signal handler."""
+        ...
+
+
+class Silent:
+    """Shows nothing: for programs that call `train()`."""
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Show nothing."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Show nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def alarms(self, texts: Sequence[str]) -> None:
+        """Show nothing."""
+
+    def stopping(self) -> None:
+        """Show nothing."""
+
+
+class Shown:
+    """Shows progress on stderr while its ``with`` block runs, from the first thing that it is told on.
+
+    Nothing is shown before: options are still checked then, and a refused run never began.
+
+    Args:
+        title: the first line: what is trained on what.
+    """
+
+    def __init__(self, title: str) -> None:
+        from rich.console import Console
+
+        self._console: Console = Console(stderr=True)
+        self._step = self._steps = 0
+        self._title = title
+        self._began = time.monotonic()
+        self._rewards: list[float] = []
+        self._metrics: Mapping[str, float] = {}
+        self._phase = ("starting", 0, 0)
+        self._alarms: Sequence[str] = ()
+        self._live: Live | None = None
+        self._open = self._shown = False
+
+    def __enter__(self) -> Shown:
+        self._open = True
+        return self
+
+    def _show(self) -> None:
+        """Put up the panel, or print the title, once."""
+        from rich.live import Live
+
+        if self._shown or not self._open:
+            return
+        self._shown = True
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, get_renderable=self._panel, refresh_per_second=2)
+            self._live.start()
+        else:
+            self._console.print(self._title, highlight=False)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open = False
+        if self._live is not None:
+            self._live.stop()
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Say what happens now, and how far it is."""
+        self._phase = (name, done, total)
+        self._show()
+
+    def begin(self, step: int, steps: int) -> None:
+        """Say which of how many steps comes first, once that is known."""
+        self._step, self._steps = step, steps
+        self._began = time.monotonic()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell the numbers of a step that is done."""
+        self._step = step + 1
+        self._rewards.append(metrics.get("reward", 0.0))
+        self._metrics = metrics
+        if self._live is None:
+            self.note(f"step {step + 1}/{self._steps}  {one_line(metrics)}")
+
+    def note(self, text: str) -> None:
+        """Tell something worth keeping on the screen."""
+        self._show()
+        self._console.print(printable(text, lines=True), highlight=False, markup=False, soft_wrap=True)
+
+    def alarms(self, texts: Sequence[str]) -> None:
+        """Say which alarms stand now; those before no longer do."""
+        for text in texts:
+            if self._live is None and text not in self._alarms:
+                self.note(f"ALARM: {text}")
+        self._alarms = texts
+
+    def stopping(self) -> None:
+        """Say that somebody asked to stop, and what is waited for. Called from a signal handler."""
+        name, done, total = self._phase
+        what = f"{name}{f' ({done} of {total})' if total else ''}"
+        text = (
+            f"\nstopping: {what} {'is cut off' if name.startswith(_CUT) else 'is waited for'}, then what was learned is"
+            " saved. Ctrl-C again ends at once; the run then goes on from its last checkpoint.\n"
+        )
+        os.write(2, text.encode())  # not through the console, which may be in the middle of a line
+
+    def _panel(self) -> RenderableType:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.text import Text
+
+        name, done, total = self._phase
+        elapsed = time.monotonic() - self._began
+        taken = len(self._rewards)
+        to_go = self._steps - self._step
+        left = f", about {duration(elapsed / taken * to_go)} left" if taken and to_go > 0 else ""
+        place = f"step {min(self._step + 1, self._steps)} of {self._steps}   " if self._steps else ""
+        lines: list[RenderableType] = [
+            Text(f"{place}{duration(elapsed)}{left}"),
+            Text(f"{name}{f' {done} of {total}' if total else ''}"),
+            Text(bar(done, total), style="green"),
+        ]
+        if self._rewards:
+            lines.append(Text(f"reward {self._rewards[-1]:.3f}  {sparkline(self._rewards)}"))
+            rest = {name: value for name, value in self._metrics.items() if name != "reward"}
+            lines.append(Text(one_line(rest), style="dim"))
+        lines += [Text(text, style="bold yellow") for text in self._alarms]
+        return Panel(Group(*lines), title=self._title, title_align="left")
+
+
+def one_line(metrics: Mapping[str, float]) -> str:
+    """Return the numbers that tell most, in one line; what is not there is left out."""
+    shown = {
+        "reward": ".3f",
+        "failed": ".0f",
+        "loss": ".4f",
+        "grad_norm": ".2f",
+        "clip_fraction": ".3f",
+        "logprob_gap": ".4f",
+        "entropy": ".2f",
+        "calls_trained": ".0f",
+        "calls_unjoined": ".0f",
+        "rows": ".0f",
+        "seconds": ".1f",
+    }
+    agents = [f"{name.removeprefix('reward/')} {metrics[name]:.3f}" for name in metrics if name.startswith("reward/")]
+    parts = [f"{name} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics]
+    first = 1 if "reward" in metrics else 0
+    return printable("  ".join([*parts[:first], *agents, *parts[first:]]))
+
+
+def bar(done: int, total: int, width: int = 60) -> str:
+    """Draw how far something is; empty where that is not known."""
+    return "━" * round(width * min(done, total) / total) if total else ""
+
+
+def sparkline(values: Sequence[float], width: int = 48) -> str:
+    """Draw the newest values as bars, scaled from the lowest to the highest of all."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BARS[1 + round((value - low) / span * (len(_BARS) - 2))] for value in values[-width:])
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people read it."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

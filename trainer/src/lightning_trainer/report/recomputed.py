@@ -1,0 +1,37 @@
+"""What a run made of its rollouts, made again from its store: credit, comparison, rows, account."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_spans import hooks
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import Store
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.algorithms.grpo import GRPO
+from lightning_trainer.rl.batch import Batch
+from lightning_trainer.rl.rewards import installed, read_rules
+from lightning_trainer.rl.rollouts import Outcome, outcomes
+
+
+def judged(
+    config: TrainConfig, store: Store, rollouts: Sequence[Rollout], *, every_agent: bool = True
+) -> tuple[Batch, list[Outcome]]:
+    """Share out and compare as the run did; where it compares with whole batches, with the group.
+
+    Args:
+        config: of the run.
+        store: where its traces are.
+        rollouts: that have ended; whole groups.
+        every_agent: compare all agents that have a name, also those that the run does not train.
+    """
+    hooks.load_all()
+    algorithm = algorithm_by_name(config.algorithm)
+    algorithm = algorithm if algorithm.grouped else GRPO
+    if every_agent:
+        config = config.model_copy(update={"agents": None})
+    ended = outcomes(store, rollouts)
+    with installed(read_rules(config.rewards, credit=config.credit, gamma=config.gamma)):
+        return algorithm.batch(config, ended, lambda ids: traces_of(store, attempt_ids=ids), whole=False), ended

@@ -1,0 +1,84 @@
+"""Runs beside each other: what they came to, what they cost, and in which options they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_trainer.config import CONFIG_NAME
+from lightning_trainer.report.metrics import LOG_NAME, read
+
+_WHERE: Final = ("out", "resume", "port", "store")  # options that say where, and nothing of what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """One run.
+
+    Attributes:
+        folder: of the run.
+        steps: taken.
+        before, after: held-out reward of the first and the last validation; None without.
+        curve: mean training reward of each step.
+        seconds: that its steps took.
+        tokens: generated in all steps.
+        trainable: whether it has a checkpoint.
+        options: its configuration.
+    """
+
+    folder: str
+    steps: int
+    before: float | None
+    after: float | None
+    curve: tuple[float, ...]
+    seconds: float
+    tokens: int
+    trainable: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as a JSON object."""
+        return asdict(self)
+
+
+def find(places: Sequence[Path]) -> list[Path]:
+    """Return the folders of runs: those named, and those in the folders named, oldest first."""
+    found = {path for place in places for path in (place, *place.glob("*"), *place.glob("*/run"))}
+    ours = [path for path in found if (path / CONFIG_NAME).is_file() and (path / LOG_NAME).is_file()]
+    return sorted(ours, key=lambda path: (path / CONFIG_NAME).stat().st_mtime_ns)
+
+
+def row_of(folder: Path) -> RunRow:
+    """Read a run from its own files."""
+    lines = read(folder / LOG_NAME)
+    steps = [line for line in lines if line["kind"] == "train"]
+    held = [line["reward"] for line in lines if line["kind"] == "val" and "reward" in line]
+    try:
+        options = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except ValueError:
+        options = {}
+    return RunRow(
+        folder=str(folder),
+        steps=len(steps),
+        before=held[0] if held else None,
+        after=held[-1] if len(held) > 1 else None,
+        curve=tuple(line["reward"] for line in steps if "reward" in line),
+        seconds=round(sum(line.get("seconds", 0.0) for line in lines if line["kind"] != "alarm"), 1),
+        tokens=round(sum(line.get("tokens_generated", 0.0) for line in steps)),
+        trainable=(folder / "checkpoint").exists(),
+        options=options,
+    )
+
+
+def differences(rows: Sequence[RunRow]) -> dict[str, list[Any]]:
+    """Return the options in which runs differ, each with its value in every run; None where one has no such option.
+
+    Those that only some of the runs have are of another command, such as sft, and say nothing of how runs differ.
+    """
+    names = sorted({name for row in rows for name in row.options} - set(_WHERE))
+    values = {name: [row.options.get(name) for row in rows] for name in names}
+    shared = [name for name in names if all(name in row.options for row in rows if row.options)]
+    return {name: values[name] for name in shared if any(value != values[name][0] for value in values[name])}

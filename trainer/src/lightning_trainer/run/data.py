@@ -1,0 +1,177 @@
+"""Task files: JSON Lines, a JSON list, CSV, Parquet, a Hugging Face data set's folder; and a run's order of them."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import orjson
+
+from lightning_spans.errors import DataError
+
+Task: TypeAlias = dict[str, Any]
+
+
+def load_tasks(path: Path) -> list[Task]:
+    """Read all tasks of a file; its name's ending tells the kind.
+
+    Args:
+        path: ``.jsonl`` or ``.ndjson`` (an object a line), ``.json`` (a list of objects), ``.csv`` (a header, then
+            a task a line; every value is text), ``.parquet`` (a task a row), or a folder of a Hugging Face data set,
+            as ``save_to_disk`` writes it or with Parquet or JSON Lines files in it. Parquet and such folders need
+            pyarrow: the extra ``parquet``.
+
+    Raises:
+        DataError: the file is missing, empty, of another kind, or malformed; the message has the line number.
+    """
+    readers: dict[str, Callable[[Path, str], Iterator[Task]]] = {
+        ".jsonl": _json_lines,
+        ".ndjson": _json_lines,
+        ".json": _json_list,
+        ".csv": _csv,
+    }
+    if path.is_dir():
+        tasks = list(_folder(path))
+    elif path.suffix.lower() == ".parquet" and path.is_file():
+        tasks = list(_arrow(path))
+    else:
+        reader = readers.get(path.suffix.lower())
+        if reader is None and path.suffix.lower() != ".parquet":
+            raise DataError(
+                f"data file {path}: unknown kind {path.suffix!r}. Give a .jsonl, .json, .csv or .parquet file, or a"
+                " folder of a Hugging Face data set."
+            )
+        tasks = list((reader or _json_lines)(path, _text(path)))
+    if not tasks:
+        raise DataError(f"data file {path} is empty. It must hold at least one task.")
+    return tasks
+
+
+def digest(tasks: Sequence[Task]) -> str:
+    """Return 16 hex digits that change when any task does: a resumed run must go on with the same data."""
+    return hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def batch_at(step: int, task_count: int, batch_size: int, seed: int) -> list[int]:
+    """Return the tasks of one step: a pure function of the step, so that a resumed run takes the same next batch.
+
+    Every epoch goes through all tasks once, in an order of its own; a batch may span two epochs.
+
+    Args:
+        step: from 0.
+        task_count: number of tasks, at least 1.
+        batch_size: tasks in a step.
+        seed: of the run.
+
+    Returns:
+        (batch_size,) indices of tasks.
+    """
+    places = range(step * batch_size, (step + 1) * batch_size)
+    orders: dict[int, list[int]] = {}
+    for epoch in {place // task_count for place in places}:
+        orders[epoch] = list(range(task_count))
+        random.Random(f"{seed}/{epoch}").shuffle(orders[epoch])
+    return [orders[place // task_count][place % task_count] for place in places]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise DataError(f"data file {path} does not exist. Check the path; it is relative to {Path.cwd()}.") from None
+    except OSError as error:
+        raise DataError(f"data file {path} can't be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise DataError(f"data file {path}, line {line}: not UTF-8 text. Save the file as UTF-8.") from None
+
+
+def _json_lines(path: Path, text: str) -> Iterator[Task]:
+    # Only "\n" ends a line: str.splitlines would also cut at U+2028, which JSON strings may hold.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield _task(path, _parse(path, line, number), f"line {number}")
+
+
+def _json_list(path: Path, text: str) -> Iterator[Task]:
+    if not text.strip():
+        return
+    value = _parse(path, text, 1)
+    if not isinstance(value, list):
+        raise DataError(f"data file {path}, line 1: a .json file must hold a list of objects, one a task.")
+    for number, item in enumerate(value, 1):
+        yield _task(path, item, f"item {number} of the list")
+
+
+def _folder(path: Path) -> Iterator[Task]:
+    """Read a data set's folder: the Arrow files of `save_to_disk`, else what files of tasks it holds, by name."""
+    if (path / "dataset_dict.json").is_file():
+        splits = ", ".join(str(path / one.name) for one in sorted(path.iterdir()) if one.is_dir())
+        raise DataError(f"data folder {path} holds several splits. Name one of them: {splits}.")
+    for kind in ("*.arrow", "**/*.parquet", "*.jsonl"):
+        if files := sorted(path.glob(kind)):
+            for file in files:
+                yield from _json_lines(file, _text(file)) if kind == "*.jsonl" else _arrow(file)
+            return
+    raise DataError(f"data folder {path} holds no data set: no .arrow, .parquet or .jsonl file is in it.")
+
+
+def _arrow(path: Path) -> Iterator[Task]:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f'{path} needs pyarrow. Run: pip install "lightning-trainer[parquet]"') from None
+    try:
+        if path.suffix == ".arrow":
+            with pa.memory_map(str(path)) as source:
+                rows = pa.ipc.open_stream(source).read_all().to_pylist()
+        else:
+            rows = parquet.read_table(path).to_pylist()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"data file {path} can't be read: {error}.") from None
+    for number, row in enumerate(rows, 1):
+        yield _task(path, row, f"row {number}")
+
+
+def _csv(path: Path, text: str) -> Iterator[Task]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                columns = len(reader.fieldnames or ())
+                raise DataError(f"data file {path}, line {reader.line_num}: not {columns} values, as the header has.")
+            yield dict(row)
+    except csv.Error as error:
+        raise DataError(f"data file {path}, line {reader.reader.line_num}: not CSV: {error}.") from None
+
+
+def _parse(path: Path, text: str, first_line: int) -> Any:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not a JSON value")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise DataError(f"data file {path}, line {line}: not JSON: {error.msg} at column {error.colno}.") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"data file {path}, line {first_line}: not JSON: {error}.") from None
+
+
+def _task(path: Path, value: Any, where: str) -> Task:
+    if not isinstance(value, dict):
+        raise DataError(
+            f'data file {path}, {where}: a task must be an object such as {{"question": ...}}, not {str(value)[:60]!r}.'
+        )
+    try:
+        orjson.dumps(value)
+    except TypeError as error:  # integers beyond 64 bits, halves of surrogate pairs
+        raise DataError(f"data file {path}, {where}: this task can't be stored: {error}. Write it as text.") from None
+    return value

@@ -1,0 +1,118 @@
+"""A backend whose policy learns in this process: our own loop takes the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.protocol import Described, Learner, OpenRun, Start
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.gateway.engine import tool_format
+from lightning_trainer.gateway.prompt.template import check_calls
+from lightning_trainer.report.forecast import Plan, Probe, forecast, lines
+from lightning_trainer.report.progress import Progress
+from lightning_trainer.rl.rewards import installed
+from lightning_trainer.run.data import Task, batch_at, load_tasks
+from lightning_trainer.run.local import routing_of, serving
+from lightning_trainer.run.loop import Loop
+from lightning_trainer.run.probe import probe
+from lightning_trainer.run.state import State, check_identity, check_resumable, find, read_state
+from lightning_trainer.teaching.teacher import teaching
+
+TRIED: Final = 8  # tasks that a dry run tries at most
+
+
+class Embedded:
+    """`Backend` with a learner of its own.
+
+    Args:
+        opened: makes the learner that a configuration asks for. It is closed when the run ends.
+        check: refuses what the learner can't do, before anything is opened.
+        sized: counts the bytes of a checkpoint, and of all that a run of so many steps keeps at once; None where they
+            are not known.
+        loaded: makes a learner of a model and options, without a run; None: it learns in runs alone.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[TrainConfig], Learner],
+        check: Callable[[TrainConfig], None],
+        sized: Callable[[TrainConfig, int], tuple[int, int] | None] = lambda _config, _steps: None,
+        loaded: Callable[[str, Mapping[str, Any]], Learner] | None = None,
+    ) -> None:
+        self._opened = opened
+        self._check = check
+        self._sized = sized
+        self._loaded = loaded
+
+    def learner(self, model: str, options: Mapping[str, Any]) -> Learner:
+        """Load a model to learn from data: `Backend.learner`."""
+        if self._loaded is None:
+            raise ConfigError("this backend learns from rollouts alone, not from data. Use --backend torch.")
+        return self._loaded(model, options)
+
+    def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
+        """Refuse what can't work, and find what to go on from: `Backend.start`."""
+        self._check(config)
+        if config.resume is None:
+            return Start()
+        folder, checkpoint = find(config.resume)
+        state = read_state(checkpoint)
+        check_resumable(state, checkpoint)
+        check_identity(state, identity, checkpoint)
+        return Start(step=state.step, folder=folder, checkpoint=checkpoint, seconds=state.seconds)
+
+    def train(self, run: OpenRun) -> int:
+        """Take the steps: `Backend.train`."""
+        state = State(step=0, identity=dict(run.identity))
+        with ExitStack() as stack:
+            stack.enter_context(installed(run.rules))
+            run.progress.phase(f"loading {run.config.model}")
+            learner = stack.enter_context(closing(self._opened(run.config)))
+            check_calls(learner.engine.tokenizer, tool_format(learner.engine))
+            if run.start.checkpoint is not None:
+                learner.load(run.start.checkpoint)
+                state = read_state(run.start.checkpoint)
+            teacher = stack.enter_context(teaching(run.config, learner.engine, self.learner))
+            run.check()
+            routing = routing_of(run.config, learner.engine.model)
+            local = stack.enter_context(
+                serving(run.store, run.runner, routing=routing, engine=learner.engines, port=run.config.port)
+            )
+            run.begin()
+            loop = Loop(run, local, learner, state, teacher)
+            loop.run()
+            return loop.state.step
+
+    def describe(self, config: TrainConfig, progress: Progress) -> Described:
+        """Run one step's rollouts and one update that nobody keeps, and say what a run would take."""
+        tasks = load_tasks(config.data)
+        val = load_tasks(config.val) if config.val else []
+        count = min(TRIED, config.batch_size, len(tasks))
+        places = batch_at(0, len(tasks), count, config.seed)
+        steps = config.step_count(len(tasks))
+        sizes = self._sized(config, steps)
+        between = (steps - 1) // config.val_every if config.val_every else 0
+        asked = Plan(
+            step_rollouts=config.batch_size * config.group_size + config.fork_count,
+            steps=steps,
+            val_rollouts=len(val) * config.val_samples,
+            validations=2 + between if val else 0,
+            checkpoint=sizes[0] if sizes else None,
+            disk=sizes[1] if sizes else None,
+        )
+        facts = forecast(self.probe(config, tasks, places, progress, update=True), asked)
+        return Described("\n".join(lines(facts)), facts)
+
+    def probe(
+        self, config: TrainConfig, tasks: Sequence[Task], places: Sequence[int], progress: Progress, *, update: bool
+    ) -> Probe:
+        """Try some tasks with the policy that a run would start from: `probe.probe`.
+
+        Raises:
+            LightningError: an option or a file is wrong, or the agent failed.
+        """
+        self._check(config)
+        return probe(config, tasks, places, self._opened, progress, update=update)

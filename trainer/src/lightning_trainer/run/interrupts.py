@@ -1,0 +1,52 @@
+"""Ctrl-C and SIGTERM, heard at moments of our own choosing: never in the middle of an update."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody asked the program to stop, and it has put away what it had."""
+
+
+@contextmanager
+def deferred(tell: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C and SIGTERM back inside the block; a second one ends the program at once.
+
+    Outside the main thread nothing is held back: Python tells signals to the main thread alone.
+
+    Args:
+        tell: called at once when the first one comes, to say what is waited for.
+
+    Yields:
+        A function that raises `Interrupted` once there was a signal.
+    """
+    asked = threading.Event()
+
+    def check() -> None:
+        if asked.is_set():
+            raise Interrupted
+
+    if threading.current_thread() is not threading.main_thread():
+        yield check
+        return
+
+    def hear(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a signal handler
+        asked.set()
+        restore()
+        tell()
+
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    try:
+        yield check
+    finally:
+        restore()

@@ -1,0 +1,72 @@
+"""Traces of production as rows of a data set: what the agent was asked, and what it answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lightning_spans.adapter.trace import Node, Trace
+from lightning_spans.schema.spans import CHAT, REQUEST
+
+_ASKED = ("messages", "input", "prompt", "contents")
+
+
+def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]:
+    """Return a task for each trace whose first model call says what it was asked.
+
+    Args:
+        traces: each becomes one task.
+        field: key that gets the text of the last message of the first call's user; what the agent's function reads.
+
+    Yields:
+        ``{field: text, "messages": [...], "answer": text, "agents": [...], "origin": ..., "trace_id": ...}``.
+    """
+    for trace in traces:
+        chats = [node for node in trace.nodes if node.span.operation == CHAT]
+        messages = next(filter(None, (_messages(node.span.attributes.get(REQUEST)) for node in chats)), None)
+        if messages is None:
+            continue
+        answers = [_text(choice.message.get("content")) for node in chats for choice in node.answer.choices[:1]]
+        asked = [_text(message.get("content")) for message in messages if message.get("role", "user") == "user"]
+        yield {
+            field: asked[-1] if asked else "",
+            "messages": messages,
+            "answer": next(filter(None, reversed(answers)), ""),
+            "agents": list(trace.agents),
+            "origin": chats[0].span.origin,
+            "trace_id": chats[0].span.trace_id,
+        }
+
+
+def asked(node: Node) -> str:
+    """Return the last message that a model call sent, as text; empty where it is not recorded."""
+    messages = _messages(node.span.attributes.get(REQUEST)) or []
+    return _text(messages[-1].get("content")) if messages else ""
+
+
+def answered(node: Node) -> str:
+    """Return what a model call answered, its tool calls as JSON; empty where it is not recorded."""
+    message = node.answer.choices[0].message if node.answer.choices else {}
+    calls = message.get("tool_calls")
+    return " ".join(filter(None, (_text(message.get("content")), json.dumps(calls) if calls else "")))
+
+
+def _messages(request: Any) -> list[dict[str, Any]] | None:
+    try:
+        body = json.loads(request)
+    except (TypeError, ValueError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    asked = next((body[name] for name in _ASKED if body.get(name)), None)
+    if isinstance(asked, str):
+        return [{"role": "user", "content": asked}]
+    return [message for message in asked if isinstance(message, dict)] if isinstance(asked, list) else None
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))

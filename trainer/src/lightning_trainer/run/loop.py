@@ -1,0 +1,416 @@
+"""The training loop: validate, roll out, learn, save; each step a function of the seed and what came before."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.errors import AgentFailedError, LightningError, NothingToLearnError, UnknownAgentError
+from lightning_spans.record.stalls import waiting
+from lightning_spans.schema.agents import check_known, label, selects
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.backends.protocol import Learner, OpenRun
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.gateway.engine import Engine
+from lightning_trainer.policies import BASE
+from lightning_trainer.report import step_metrics
+from lightning_trainer.report.agents import not_heard, nothing_captured
+from lightning_trainer.report.failures import last_error, where_calls_go
+from lightning_trainer.report.metrics import Kind
+from lightning_trainer.rl.account import Account
+from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.algorithms.distil import distilled
+from lightning_trainer.rl.batch import Batch, Penalty, Traces, played_of
+from lightning_trainer.rl.credit.counterfactual import Cells
+from lightning_trainer.rl.resampling import other_tasks, with_contrast
+from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.rl.scores import Score, by_source, reward_of_failures, score
+from lightning_trainer.run.capture import FirstTask
+from lightning_trainer.run.data import batch_at
+from lightning_trainer.run.forking import forked, planned, refuse_ended
+from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.local import Local
+from lightning_trainer.run.state import State, save
+from lightning_trainer.teaching.teacher import Teacher
+
+PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
+
+
+class Loop:
+    """Takes steps from a state on.
+
+    Args:
+        run: what was opened for it.
+        local: runs rollouts.
+        learner: answers the agents' calls, and learns.
+        state: where the run stands.
+        teacher: of distillation; None without one.
+    """
+
+    def __init__(
+        self, run: OpenRun, local: Local, learner: Learner, state: State, teacher: Teacher | None = None
+    ) -> None:
+        self._run = run
+        self._local = local
+        self._learner = learner
+        self._teacher = teacher
+        self._algorithm = algorithm_by_name(run.config.algorithm)
+        self._name = f"{run.folder.name}-{uuid.uuid4().hex[:8]}"  # unique in the store
+        self.state = state
+        self._saved = state.step if state.step else None
+        self._told: set[str] = set()  # reasons for which calls were left out
+        self._fresh: set[str] = set()  # groups of this step that are ours
+        self._whole = True  # whether weights and state belong together
+        self._began = time.monotonic()
+        self._seconds_before = state.seconds
+
+    def run(self) -> None:
+        """Take all steps, with validation and checkpoints; steps taken are saved when it is stopped or fails, too."""
+        try:
+            self._run_all()
+        except (LightningError, Interrupted):
+            self._save()
+            raise
+
+    def _run_all(self) -> None:
+        steps = self._run.steps
+        self._run.progress.begin(self.state.step, steps)
+        while self.state.step < steps and not self._goal_reached():
+            self._validate_if_due()
+            if self.state.step % self._run.config.save_every == 0:
+                self._save()
+            self._step()
+        self._refuse_flat(final=True)
+        self._save()
+        self._tell_unheard()
+        self._validate()
+
+    def _save(self) -> None:
+        """Write a checkpoint, unless this state is saved already, nothing was learned yet, or an update was cut."""
+        if self._saved == self.state.step or self.state.flat_steps is not None or not self._whole:
+            return
+        self._run.progress.phase("saving")
+        seconds = self._seconds_before + time.monotonic() - self._began
+        state = replace(self.state, seconds=seconds)
+        holds, learner = self._run.config.checkpoint, self._learner
+        with waiting("checkpoint write", f"the checkpoint of step {state.step} in {self._run.folder}"):
+            save(
+                self._run.folder,
+                replace(state, resumable=holds != "weights"),
+                partial(learner.save, resumable=holds != "weights"),
+                keep=self._run.config.keep,
+                strip=learner.strip if holds == "newest" else None,
+            )
+        self._saved = self.state.step
+        self._run.log.draw()
+
+    def _validate_if_due(self) -> None:
+        every = self._run.config.val_every
+        if self.state.step == 0 or (every is not None and self.state.step % every == 0):
+            self._validate()
+
+    def _validate(self) -> None:
+        """Run the held-out tasks, sampled as in training, unless it was done with these weights."""
+        step, config, began = self.state.step, self._run.config, time.monotonic()
+        if not self._run.val or any(at == step for at, _ in self._run.log.series("val", "rollouts")):
+            return
+        rollouts = plan(
+            self._run.val,
+            name=f"{self._name}.{step}:v",  # the same seeds in each validation: fewer differences by chance
+            size=config.val_samples,
+            mode="val",
+            max_attempts=config.max_attempts,
+            timeout_s=config.timeout_s,
+        )
+        outcomes = self._roll_out(rollouts, "validation")
+        result = score(outcomes, config.failed)
+        self._log("val", step, {**result.metrics(), "seconds": time.monotonic() - began})
+        self._run.progress.note(f"held out after {step} steps: {describe(result)}")
+
+    def _step(self) -> None:
+        config, step, began = self._run.config, self.state.step, time.monotonic()
+        self._fresh = set()
+        places = batch_at(step, len(self._run.tasks), config.batch_size, config.seed)
+        outcomes = self._roll_out(self._plan(places, f"t{step}"), "rollouts")
+        rolled_s = time.monotonic() - began
+        traces = step_metrics.TraceCache(self._traces)
+        forks, of_forks = self._fork(outcomes, traces)
+        ages = {engine.model: engine.version for engine in self._learner.engines}
+
+        def roll(count: int, number: int) -> list[Outcome]:
+            nonlocal rolled_s
+            again = time.monotonic()
+            more = other_tasks(count, places, len(self._run.tasks), f"{config.seed}/{step}/{number}")
+            places.extend(more)
+            found = self._roll_out(
+                self._plan(more, f"t{step}r{number}"), f"rollouts for {count} groups without contrast"
+            )
+            rolled_s += time.monotonic() - again
+            return found
+
+        batch, outcomes = with_contrast(
+            outcomes, config.resample, lambda some: self._judge([*some, *forks], traces), roll
+        )
+        self._refuse_barren(batch, outcomes)
+        adapted_s = time.monotonic() - began - rolled_s - of_forks.get("fork_seconds", 0.0)
+        self._run.check()
+        batch, taught = self._taught(batch)
+        self._run.progress.phase(f"learning from {len(batch.rows)} rows")
+        self._whole = False
+        learned = self._learn(batch)
+        result = score(outcomes, config.failed)
+        given = [r for o in outcomes if o.counts(config.failed) is o.attempt for r in o.rewards]
+        metrics = {
+            **result.metrics(),
+            **batch.account.metrics(),
+            **by_source([*given, *batch.automatic], result.rollouts - result.failed),
+            **step_metrics.of_groups(*step_metrics.compared(batch)),
+            **step_metrics.of_traces(_without(traces.found, forks)),
+            **of_forks,
+            **step_metrics.of_rows(batch.rows, ages),
+            **learned,
+            **taught,
+            **versions(self._learner.engines),
+            "rollout_seconds": rolled_s,
+            "adapt_seconds": adapted_s,
+            "seconds": time.monotonic() - began,
+        }
+        self._log("train", step, metrics)
+        self._run.progress.step(step, metrics)
+        self._tell(batch.account, outcomes)
+        self._advance(batch, result)
+        if step == 0:
+            self._tell_unheard()
+
+    def _fork(self, outcomes: Sequence[Outcome], traces: Traces) -> tuple[list[Outcome], dict[str, float]]:
+        """Draw calls of these rollouts again, where that is asked for; returns the forks, and what they cost."""
+        config, step, began = self._run.config, self.state.step, time.monotonic()
+        if not config.forked:
+            return [], {}
+        with waiting("rows", f"the calls of {len(outcomes)} rollouts to be chosen from"):
+            plan = planned(
+                config, self._local.store, outcomes, traces, name=self._name, step=step, spread=self.state.spread
+            )
+        what = f"alternatives of {len(plan.points)} calls"
+        forks = self._local.run(plan.rollouts, self._run.progress, what, check=self._run.check) if plan.points else []
+        found = forked(plan, forks, traces)
+        if step == 0:
+            refuse_ended(plan, found)
+            self._run.progress.note(found.line)
+        for reasons, text in (
+            (found.ended, "forks were not as their record"),
+            (plan.refused, "calls could not be forked"),
+        ):
+            if new := reasons.keys() - self._told:
+                self._run.progress.note(f"{sum(reasons.values())} {text}: {'; '.join(sorted(new)[:3])}")
+                self._told |= new
+        if config.fork_at == "disagreement":
+            spread = Cells.of(played_of([*outcomes, *forks], traces, config.failed)).spread
+            self.state = replace(self.state, spread={**self.state.spread, **spread})
+        return forks, {**found.metrics, "fork_seconds": time.monotonic() - began}
+
+    def _log(self, kind: Kind, step: int, metrics: dict[str, float]) -> None:
+        """Keep numbers, and show the alarms that stand after them."""
+        self._run.log.add(kind, step, metrics)
+        self._run.progress.alarms([alarm.text for alarm in self._run.log.alarms])
+
+    def _nothing_captured(self, rollouts: int) -> AgentFailedError:
+        return AgentFailedError(nothing_captured(rollouts, self._local.runner.attached))
+
+    def _roll_out(self, rollouts: Sequence[Rollout], what: str) -> list[Outcome]:
+        first = FirstTask(self._local.store, rollouts, self._nothing_captured)
+
+        def check() -> None:
+            self._run.check()
+            if not self.state.step:
+                first()
+
+        outcomes = self._local.run(rollouts, self._run.progress, what, check=check)
+        if self._run.judge is not None:
+            self._run.progress.phase(f"judging {what}")
+            outcomes = self._run.judge.judge(outcomes)
+        if not self.state.step:
+            self._refuse_unknown(outcomes)
+        if all(o.attempt is None and (o.crash is None or not self.state.step) for o in outcomes):
+            raise AgentFailedError(
+                f"all {len(outcomes)} rollouts failed ({what} after {self.state.step} steps). The last error:\n"
+                f"{last_error(outcomes[-1].error or '', 15)}\n{where_calls_go(outcomes[-1].error or '')}"
+                "Run the agent by itself on one task, and see the workers' logs in the run's folder."
+            )
+        return outcomes
+
+    def _refuse_unknown(self, outcomes: Sequence[Outcome]) -> None:
+        """Refuse at once a selection that matches nothing: such agents' calls go to the user's own endpoint.
+
+        Failed attempts count too: without an endpoint of their own they all fail, and this is why.
+        """
+        attempts = [attempt.attempt_id for outcome in outcomes for attempt in outcome.attempts]
+        seen = {path for trace in self._traces(attempts) for path in trace.agent_paths}
+        chosen = self._run.config.agents
+        named = {label(path, chosen) for path in seen}
+        self.state = replace(self.state, agents=tuple(sorted({*self.state.agents, *named})))
+        if chosen is not None and seen and not any(selects(chosen, path) for path in seen):
+            try:
+                check_known(chosen, seen)
+            except UnknownAgentError as error:
+                if any(outcome.attempt is not None for outcome in outcomes):
+                    raise
+                text = outcomes[-1].error or ""  # it may be why they never came to speak
+                raise UnknownAgentError(
+                    f"{error}\nAll {len(outcomes)} rollouts failed, too. The last error:\n{last_error(text)}\n"
+                    f"{where_calls_go(text)}"
+                ) from None
+
+    def _tell(self, account: Account, outcomes: Sequence[Outcome]) -> None:
+        """Say what became of the batch's calls, the first time and whenever calls are left out for a new reason."""
+        if not account.dropped.keys() <= self._told or not self._told:
+            self._run.progress.note("; ".join(account.lines()))
+            self._told |= {"", *account.dropped}
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        if errors:
+            crashed = sum(outcome.crash is not None for outcome in outcomes)
+            how = how_they_count(crashed, reward_of_failures(outcomes, self._run.config.failed), self._run.config)
+            text = f"{len(errors)} of {len(outcomes)} rollouts failed{how}: {_end(errors[-1], 1)}"
+            self._run.progress.note(text)
+
+    def _tell_unheard(self) -> None:
+        """Warn of agents that are to be trained and made no call so far: they may speak later, or be misspelt."""
+        text = not_heard(self._run.config.agents or (), self.state.agents, self.state.step)
+        if text is not None:
+            self._run.progress.note(text)
+
+    def _plan(self, places: Sequence[int], name: str) -> list[Rollout]:
+        config = self._run.config
+        return plan(
+            [self._run.tasks[place] for place in places],
+            name=f"{self._name}:{name}",
+            size=config.group_size,
+            mode="train",
+            max_attempts=config.max_attempts,
+            timeout_s=config.timeout_s,
+        )
+
+    def _judge(self, outcomes: Sequence[Outcome], traces: Traces) -> Batch:
+        """Make rows of groups that no other consumer has."""
+        groups = {outcome.rollout.group_id for outcome in outcomes}
+        consumer = f"{self._name}/{self.state.step}"
+        self._fresh |= {group for group in groups - self._fresh if self._local.store.consume_group(group, consumer)}
+        whole = [outcome for outcome in outcomes if outcome.rollout.group_id in self._fresh]
+        with waiting("rows", f"the rows of {len(whole)} rollouts"):
+            batch = self._algorithm.batch(self._run.config, whole, traces, self.state.agents, penalty=self._penalty())
+        self._local.store.add_rewards(batch.automatic)  # to be seen beside the others; their source says whose
+        return batch
+
+    def _refuse_barren(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
+        """Refuse what can't teach anything and never will."""
+        if batch.account.seen == 0:
+            raise self._nothing_captured(len(outcomes))
+        if batch.account.trained == 0:
+            raise NothingToLearnError(_no_rows(batch))
+
+    def _penalty(self) -> Penalty | None:
+        config = self._run.config
+        return self._learner.penalties if config.kl_in == "reward" and config.kl_coef > 0 else None
+
+    def _taught(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """Give the tokens of a batch what the teacher thinks of them, where there is one."""
+        if self._teacher is None:
+            return batch, {}
+        began = time.monotonic()
+        self._run.progress.phase(f"asking the teacher about {len(batch.rows)} rows")
+        with waiting("teacher", f"the teacher to read {len(batch.rows)} rows"):
+            rows, divergence = distilled(batch.rows, self._teacher.logprobs(batch.rows))
+        return replace(batch, rows=rows), {"teacher_kl": divergence, "teacher_seconds": time.monotonic() - began}
+
+    def _learn(self, batch: Batch) -> dict[str, float]:
+        """Update the weights. Where no row has a gradient the optimiser is left alone: it would move by momentum."""
+        if not any(row.has_gradient for row in batch.rows) and not self._run.config.learns_from_flat_groups:
+            return {"update_seconds": 0.0}
+        began = time.monotonic()
+        with waiting("update", f"the backend to learn from {len(batch.rows)} rows"):
+            learned = self._learner.update(batch.rows)
+        return {**learned, "update_seconds": time.monotonic() - began}
+
+    def _advance(self, batch: Batch, result: Score) -> None:
+        flat = not any(row.has_gradient for row in batch.rows)
+        count = None if not flat or self.state.flat_steps is None else self.state.flat_steps + 1
+        names = {name for name in batch.agents if name is not None}
+        self.state = replace(
+            self.state,
+            step=self.state.step + 1,
+            agents=tuple(sorted({*self.state.agents, *names})),
+            flat_steps=count,
+            rewards=(*self.state.rewards, result.reward),
+        )
+        self._whole = True
+        if flat:
+            self._run.progress.note(f"step {self.state.step} teaches nothing: in each group all rewards are equal")
+        self._refuse_flat(final=False)
+
+    def _refuse_flat(self, *, final: bool) -> None:
+        flat = self.state.flat_steps
+        if flat and (final or flat >= PATIENCE):
+            seen = sorted({reward for reward in self.state.rewards if reward is not None})
+            raise NothingToLearnError(
+                f"in the first {flat} steps the rewards of each group were all equal (mean reward "
+                f"{', '.join(f'{reward:g}' for reward in seen[:5])}), so there is nothing to learn from.\n"
+                "Give tasks that the agent solves sometimes, a reward with more steps between bad and good, a larger "
+                "--group-size, or a higher temperature."
+            )
+
+    def _goal_reached(self) -> bool:
+        goal = self._run.config.until
+        newest = self.state.rewards[-2:]
+        return goal is not None and len(newest) == 2 and all(r is not None and r >= goal for r in newest)
+
+    def _traces(self, attempt_ids: Sequence[str]) -> list[Trace]:
+        return traces_of(self._local.store, attempt_ids=attempt_ids)
+
+
+def _without(traces: Sequence[Trace], forks: Sequence[Outcome]) -> list[Trace]:
+    """Leave out the traces of forks: most of what is in them is their records'."""
+    forked = {attempt.attempt_id for outcome in forks for attempt in outcome.attempts}
+    return [trace for trace in traces if trace.attempt_id not in forked]
+
+
+def versions(engines: Sequence[Engine]) -> dict[str, float]:
+    """Number the weights, for logs; of several policies the newest, and each under its name."""
+    each = {f"policy_version/{engine.model}": float(engine.version) for engine in engines if engine.model != BASE}
+    newest = {"policy_version": float(max(engine.version for engine in engines))}
+    return newest if len(engines) == 1 else {**newest, **each}
+
+
+def describe(result: Score) -> str:
+    """Say a score in a line."""
+    reward = "no rollout succeeded" if result.reward is None else f"reward {result.reward:.3f}"
+    agents = "".join(f", {name} {value:.3f}" for name, value in result.by_agent.items())
+    failed = f", {result.failed} of {result.rollouts} failed" if result.failed else f" ({result.rollouts} rollouts)"
+    return f"{reward}{agents}{failed}"
+
+
+def how_they_count(crashed: int, reward: float, config: TrainConfig) -> str:
+    """Say what the failures of the policy's come to, and with which option to change it."""
+    if not crashed:
+        return " and are left out, for no answer of a model led to it"
+    if config.failed == "exclude":
+        return f", {crashed} of them after a model's answer: all left out, which teaches to crash (--failed lowest)"
+    return f", {crashed} of them after a model's answer, which count as reward {reward:g} (--failed)"
+
+
+def _end(text: str, lines: int = 15) -> str:
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _no_rows(batch: Batch) -> str:
+    agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
+    facts = "\n".join(f"  {line}" for line in batch.account.lines())
+    return (
+        f"not one of the model calls can be trained on. Agents seen: {agents}.\n{facts}\n"
+        "Calls without a name need `with lightning_spans.agent(...)`; calls without tokens did not reach the gateway."
+    )

@@ -1,0 +1,162 @@
+"""A few rollouts with the policy that a run would start from, and one update that nobody keeps: what a run would be."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_spans.errors import AgentFailedError
+from lightning_spans.schema.agents import label, selects
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.failures import last_error, where_calls_go
+from lightning_trainer.report.forecast import Probe, Tried
+from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.rewards import installed, read_rules
+from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.rl.scores import reward_of_failures, total
+from lightning_trainer.rl.usage import tokens_of
+from lightning_trainer.run.folders import STORE_NAME
+from lightning_trainer.run.local import opened, routing_of, serving
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
+    from lightning_trainer.backends.protocol import Learner
+    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.report.progress import Progress
+    from lightning_trainer.rl.rows import Row
+    from lightning_trainer.run.data import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ran:
+    outcomes: Sequence[Outcome]
+    traces: Sequence[Trace]
+    rows: Sequence[Row]
+    seconds: float
+
+
+def probe(
+    config: TrainConfig,
+    tasks: Sequence[Task],
+    places: Sequence[int],
+    make: Callable[[TrainConfig], Learner],
+    progress: Progress,
+    *,
+    update: bool,
+) -> Probe:
+    """Run some tasks, as a step would, in a folder that goes again.
+
+    Args:
+        config: of the run.
+        tasks: all of them.
+        places: of those to try.
+        make: loads the policy.
+        progress: told what happens.
+        update: whether one update is measured, too.
+
+    Raises:
+        AgentFailedError: no rollout succeeded, or no model call was seen.
+        LightningError: see `train`.
+    """
+    began = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-try-")))
+        job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
+        progress.phase("importing the agent")
+        runner = Runner(job, workers=config.worker_count(), concurrency=config.concurrency, logs=folder / "logs")
+        runner.start()
+        stack.callback(runner.stop)
+        rules = read_rules(config.rewards, credit=config.credit, gamma=config.gamma)
+        stack.enter_context(installed(rules))
+        store = stack.enter_context(opened(str(folder / STORE_NAME)))
+        progress.phase(f"loading {config.model}")
+        learner = stack.enter_context(closing(make(config)))
+        routing = routing_of(config, learner.engine.model)
+        local = stack.enter_context(serving(store, runner, routing=routing, engine=learner.engines))
+        loaded = time.monotonic() - began
+        rollouts = plan(
+            [tasks[place] for place in places],
+            name=f"try-{uuid.uuid4().hex[:8]}:a",
+            size=config.group_size,
+            mode="train",
+            max_attempts=config.max_attempts,
+            timeout_s=config.timeout_s,
+        )
+        rolling = time.monotonic()
+        outcomes = local.run(rollouts, progress, "rollouts")
+        rolled = time.monotonic() - rolling
+        _refuse(outcomes, runner)
+        traces = traces_of(store, rollout_ids=[rollout.rollout_id for rollout in rollouts])
+        if not any(trace.chats for trace in traces):
+            raise AgentFailedError(nothing_captured(len(outcomes), runner.attached))
+        tried = config.model_copy(update={"credit": "identical", "algorithm": "grpo"}) if config.forked else config
+        batch = algorithm_by_name(tried.algorithm).batch(  # nothing is forked here: all calls learn instead
+            tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids), (), penalty=None
+        )
+        learned = 0.0
+        if update and any(row.has_gradient for row in batch.rows):
+            progress.phase(f"learning from {len(batch.rows)} rows, to be thrown away")
+            learning = time.monotonic()
+            learner.update(batch.rows)
+            learned = time.monotonic() - learning
+        paths = [node.path for trace in traces for node in trace.chats]
+        calls = Counter("(no name)" if path is None else label(path, config.agents) for path in paths)
+        used = [tokens_of(node) for trace in traces for node in trace.chats]
+        chosen = config.agents or ("*",)
+        return Probe(
+            tried=_tried(outcomes, places, config),
+            rollouts=len(outcomes),
+            rollout_seconds=rolled,
+            update_seconds=learned,
+            tokens_prompt=sum(prompt for prompt, _ in used),
+            tokens_generated=sum(answer for _, answer in used),
+            tokens_in_rows=sum(len(row.tokens) for row in batch.rows),
+            calls=dict(sorted(calls.items())),
+            trained=sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)}),
+            load_seconds=loaded,
+            memory=_peak(),
+        )
+
+
+def _refuse(outcomes: Sequence[Outcome], runner: Runner) -> None:
+    if all(outcome.attempt is None and outcome.crash is None for outcome in outcomes):
+        text = outcomes[-1].error or ""
+        said = f"{last_error(text, 15)}\n{where_calls_go(text)}".rstrip()
+        raise AgentFailedError(f"all {len(outcomes)} rollouts failed. The last error:\n{said}")
+    runner.check()
+
+
+def _tried(outcomes: Sequence[Outcome], places: Sequence[int], config: TrainConfig) -> list[Tried]:
+    crashed = reward_of_failures(outcomes, config.failed)
+    found = []
+    for number, place in enumerate(places):
+        own = outcomes[number * config.group_size : (number + 1) * config.group_size]
+        counted = [(outcome, outcome.counts(config.failed)) for outcome in own]
+        rewards = [
+            crashed if attempt is outcome.crash else total(outcome.rewards)
+            for outcome, attempt in counted
+            if attempt is not None
+        ]
+        found.append(Tried(place=place, rewards=tuple(rewards), failed=sum(o.attempt is None for o in own)))
+    return found
+
+
+def _peak() -> int:
+    """Return the most memory that this process took, in bytes; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

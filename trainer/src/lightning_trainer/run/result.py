@@ -1,0 +1,108 @@
+"""What a run came to, as its log tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_trainer.backends.protocol import OpenRun
+from lightning_trainer.report.alarms import Alarm
+from lightning_trainer.rl.scores import Score
+from lightning_trainer.run.state import NEWEST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        before: held-out score before training; None without held-out tasks.
+        after: held-out score after it.
+        curve: mean training reward of each step; None where no rollout counted.
+        steps: steps taken.
+        checkpoint: the newest checkpoint, which `lightning-rl serve` takes; None where nothing was learned.
+        folder: the run's.
+        seconds: time that the run took, earlier parts of a resumed run included.
+        alarms: every alarm of the run, in the order in which they were raised.
+        first: score of the first step's rollouts.
+        last: likewise of the last step's.
+    """
+
+    before: Score | None
+    after: Score | None
+    curve: tuple[float | None, ...]
+    steps: int
+    checkpoint: Path | None
+    folder: Path
+    seconds: float
+    alarms: tuple[Alarm, ...] = ()
+    first: Score | None = None
+    last: Score | None = None
+
+    @property
+    def reward_before(self) -> float | None:
+        """Mean held-out reward before training; without held-out tasks, of the first step's rollouts."""
+        return self.before.reward if self.before else self.curve[0] if self.curve else None
+
+    @property
+    def reward_after(self) -> float | None:
+        """Mean held-out reward after training; without held-out tasks, of the last step's rollouts.
+
+        None where that is the first step, whose rollouts were sampled before anything was learned.
+        """
+        return self.after.reward if self.after else self.curve[-1] if len(self.curve) > 1 else None
+
+    def by_agent(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the rewards by agent before and after, where rewards were given by agent: of what `scores` says."""
+        before, after = self._sides()
+        return dict(before.by_agent) if before else {}, dict(after.by_agent) if after else {}
+
+    def _sides(self) -> tuple[Score | None, Score | None]:
+        if self.before is not None or self.after is not None:
+            return self.before, self.after
+        return self.first, self.last if self.steps > 1 else None
+
+    def scores(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what the rewards before and after are: of what, of how many, and how sure they are."""
+        if self.before is not None or self.after is not None:
+            said = "held-out tasks, before training", "held-out tasks, after training"
+        else:
+            last = f"rollouts of step {self.steps}, on other training tasks, sampled before that step was learned from"
+            none = "nothing: no rollout was sampled after the only step. Give held-out tasks with --val"
+            said = "rollouts of the first step, on training tasks", last if self.steps > 1 else none
+        before, after = (_told(of, found) for of, found in zip(said, self._sides(), strict=True))
+        return before, after
+
+
+def _told(of: str, found: Score | None) -> dict[str, Any]:
+    if found is None:
+        return {"of": of, "mean": None}
+    interval = {"low": found.low, "high": found.high}
+    return {"of": of, "mean": found.reward, **interval, "tasks": found.tasks, "rollouts": found.rollouts}
+
+
+def result_of(run: OpenRun, steps: int, seconds: float) -> Result:
+    """Read a run's result from its log.
+
+    Args:
+        run: whose steps have been taken.
+        steps: how many, in all.
+        seconds: that its last part took.
+    """
+    scores = {line["step"]: Score.from_metrics(line) for line in run.log.lines("val")}
+    rewards = dict(run.log.series("train", "reward"))
+    steps_scores = {line["step"]: Score.from_metrics(line) for line in run.log.lines("train") if "rollouts" in line}
+    newest = run.folder / NEWEST
+    return Result(
+        before=scores.get(0),
+        after=scores.get(steps),
+        curve=tuple(rewards.get(step) for step in range(steps)),
+        steps=steps,
+        checkpoint=newest if newest.exists() else None,
+        folder=run.folder,
+        seconds=run.start.seconds + seconds,
+        alarms=tuple(run.log.raised()),
+        first=steps_scores.get(0),
+        last=steps_scores.get(steps - 1),
+    )

@@ -1,0 +1,68 @@
+"""A small project to begin with: a program in the framework of one's choice, tasks, a reward, a configuration."""
+
+from __future__ import annotations
+
+import json
+import random
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+from lightning_spans.errors import ConfigError
+
+FRAMEWORKS: Final = {  # with the packages that a program needs
+    "langgraph": ("lightning-langchain", "langgraph", "langchain-openai"),
+    "openai-agents": ("lightning-openai-agents", "openai-agents"),
+    "autogen": ("lightning-autogen", "autogen-agentchat", "autogen-ext[openai]"),
+    "crewai": ("lightning-crewai", "crewai"),
+    "pydantic-ai": ("lightning-pydantic-ai", "pydantic-ai-slim[openai]"),
+    "google-adk": ("lightning-google-adk", "google-adk>=2", "litellm", "mcp>=2.2"),
+    "llama-index": ("lightning-llama-index", "llama-index-core", "llama-index-llms-openai-like"),
+    "dspy": ("lightning-dspy", "dspy"),
+    "strands": ("lightning-strands", "strands-agents[openai]"),
+    "openai": ("lightning-openai", "openai"),
+}
+_FILES: Final = ("reward.py", "run.toml", "README.md")
+
+
+def write_project(folder: Path, framework: str) -> list[Path]:
+    """Write a project that trains at once.
+
+    Args:
+        folder: where to; made if need be.
+        framework: one of `FRAMEWORKS`.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: one of them is there already, or the folder can't be written.
+    """
+    texts = {"agent.py": _read(f"{framework}.py"), **{name: _read(name) for name in _FILES}}
+    packages = ", ".join(f"`{name}`" for name in (*FRAMEWORKS[framework], "lightning-trainer[torch]"))
+    texts["README.md"] = texts["README.md"].replace("{packages}", packages)
+    texts |= {"train.jsonl": _tasks(96, seed=0), "val.jsonl": _tasks(16, seed=1)}
+    there = [name for name in texts if (folder / name).exists()]
+    if there:
+        raise ConfigError(f"{folder} has {', '.join(there)} already. Name another folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written: {error.strerror}. Name another folder.") from None
+    return [folder / name for name in texts]
+
+
+def _read(name: str) -> str:
+    return (files("lightning_trainer") / "templates" / "init" / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def _tasks(count: int, *, seed: int) -> str:
+    draw = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        one, other, sign = draw.randint(11, 99), draw.randint(11, 99), draw.choice("+-*")
+        answer = {"+": one + other, "-": one - other, "*": one * other}[sign]
+        lines.append(json.dumps({"question": f"What is {one}{sign}{other}?", "result": answer, "answer": answer}))
+    return "\n".join(lines) + "\n"

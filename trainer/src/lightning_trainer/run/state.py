@@ -1,0 +1,227 @@
+"""Checkpoints of a run: whole or not there, the newest ones kept, and checked before a run goes on from one."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import RolloutStatus
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.run.data import Task, digest
+
+STATE_NAME: Final = "state.json"
+NEWEST: Final = "checkpoint"  # in the run's folder: a link to the newest one
+FOLDER: Final = "checkpoints"
+OPEN: Final[tuple[RolloutStatus, ...]] = ("queued", "running")  # rollouts that nobody waits for once a process is gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Where a run stands. With the backend's own files it is all that the next step depends on.
+
+    Attributes:
+        step: steps taken.
+        identity: options that must be the same for the next batch to be the same, by name.
+        agents: names of the agents seen so far.
+        flat_steps: steps so far in which no reward differed within its group, if there was no other kind; else None.
+        spread: by agent, the deviation of what came of alternatives to its calls in the last step that drew any.
+        rewards: mean training reward of each step taken.
+        seconds: time that the run has taken.
+        resumable: whether the backend's files are all there, so that the run can go on from here.
+    """
+
+    step: int
+    identity: dict[str, Any]
+    agents: tuple[str, ...] = ()
+    flat_steps: int | None = 0
+    spread: dict[str, float] = field(default_factory=dict)
+    rewards: tuple[float | None, ...] = field(default=())
+    seconds: float = 0.0
+    resumable: bool = True
+
+
+def save(
+    run: Path,
+    state: State,
+    write: Callable[[Path], None],
+    *,
+    keep: int,
+    strip: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write a checkpoint.
+
+    Args:
+        run: the run's folder.
+        state: where it stands.
+        write: writes the backend's files into a folder.
+        keep: checkpoints that stay; older ones go.
+        strip: removes from older ones what only going on needs; None leaves them whole.
+
+    Returns:
+        The folder; ``run/checkpoint`` links to it.
+
+    Raises:
+        ConfigError: the disk is full or not writable; checkpoints that were there before stay.
+    """
+    final = run / FOLDER / f"step-{state.step:06d}"
+    draft = final.with_name(f".{final.name}.{os.getpid()}")
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        write(draft)
+        (draft / STATE_NAME).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+        for path in draft.rglob("*"):
+            _sync(path)
+        _put(draft, final)
+        _link(run / NEWEST, final)
+        _prune(run, keep)
+        if strip is not None:
+            for older in _by_age(run)[:-1]:
+                _strip(older, strip)
+    except OSError as error:
+        raise ConfigError(_unwritten(run, final, error)) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return final
+
+
+def find(resume: Path) -> tuple[Path, Path]:
+    """Find what to go on from.
+
+    Args:
+        resume: a run's folder, or one of its checkpoints.
+
+    Returns:
+        The run's folder and the checkpoint's.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    checkpoint = resume / NEWEST if (resume / NEWEST).exists() else resume
+    checkpoint = checkpoint.resolve()
+    if not (checkpoint / STATE_NAME).is_file():
+        raise ConfigError(
+            f"{resume} holds no checkpoint: there is no {NEWEST} or {STATE_NAME} in it. Give a run's folder."
+        )
+    return checkpoint.parent.parent, checkpoint
+
+
+def read_state(checkpoint: Path) -> State:
+    """Read where a run stood.
+
+    Raises:
+        ConfigError: the file can't be read.
+    """
+    try:
+        values = json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8"))
+        return State(**{**values, "agents": tuple(values["agents"]), "rewards": tuple(values["rewards"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{checkpoint / STATE_NAME} can't be read: {error}. Give another checkpoint.") from None
+
+
+def identity_of(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, Any]:
+    """Return what must stay the same for a run to go on: with it the next batch is the same."""
+    return {
+        "data": digest(tasks),
+        "batch_size": config.batch_size,
+        "group_size": config.group_size,
+        "seed": config.seed,
+    }
+
+
+def check_resumable(state: State, checkpoint: Path) -> None:
+    """Make sure that a checkpoint has what going on needs.
+
+    Raises:
+        ConfigError: it holds weights alone.
+    """
+    if not state.resumable:
+        run = checkpoint.parent.parent
+        newest = (run / NEWEST).resolve()
+        whole = newest != checkpoint and (newest / STATE_NAME).is_file() and read_state(newest).resumable
+        first = f"Go on from the newest, which is whole: --resume {run}. Or start" if whole else "Start"
+        then = "" if whole else " A run without --checkpoint weights keeps what going on needs."
+        raise ConfigError(
+            f"{checkpoint} holds weights alone (checkpoint = {'newest' if whole else 'weights'}), from which no run"
+            f" goes on exactly. {first} a new run from these weights, without --resume: --model {checkpoint}.{then}"
+        )
+
+
+def check_identity(state: State, identity: Mapping[str, Any], checkpoint: Path) -> None:
+    """Make sure that a run that goes on is the same run.
+
+    Raises:
+        ConfigError: an option differs; the message names it with both values.
+    """
+    for name, now in identity.items():
+        before = state.identity.get(name)
+        if before != now:
+            raise ConfigError(
+                f"{checkpoint} is of a run with {name} = {before!r}, not {now!r}. "
+                f"Go on with the same, or start a new run without --resume. Only {', '.join(identity)}, the model and "
+                "its adapters must stay; every other option may change, such as steps, until, learning_rate or val."
+            )
+
+
+def _put(draft: Path, final: Path) -> None:
+    """Move a folder to its place, where an older one may be: a run that goes on may take the same step again."""
+    aside = draft.with_name(f"{draft.name}.old")
+    if final.exists():
+        final.rename(aside)
+    draft.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _link(link: Path, target: Path) -> None:
+    draft = link.with_name(f".{link.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(os.path.relpath(target, link.parent))
+    draft.replace(link)
+
+
+def _prune(run: Path, keep: int) -> None:
+    for old in _by_age(run)[:-keep]:
+        shutil.rmtree(old)
+
+
+def _by_age(run: Path) -> list[Path]:
+    return sorted((run / FOLDER).glob("step-*"), key=lambda path: (path / STATE_NAME).stat().st_mtime_ns)
+
+
+def _strip(checkpoint: Path, strip: Callable[[Path], None]) -> None:
+    """Say that a run can't go on from a checkpoint, and only then make it so. Its place in time stays."""
+    path = checkpoint / STATE_NAME
+    times = path.stat()
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if values.get("resumable", True):
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(json.dumps({**values, "resumable": False}, indent=2) + "\n", encoding="utf-8")
+        os.utime(draft, ns=(times.st_atime_ns, times.st_mtime_ns))
+        draft.replace(path)
+    strip(checkpoint)
+
+
+def _unwritten(run: Path, final: Path, error: OSError) -> str:
+    """Say that a checkpoint can't be written, and what is left to go on from."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    free = f" ({shutil.disk_usage(run).free / 1e9:.2f} GB are free)" if full and run.exists() else ""
+    what = f"the checkpoint {final} can't be written: {error.strerror}{free}."
+    if not (run / NEWEST).exists():
+        return f"{what} There is none before it. --checkpoint weights writes smaller ones."
+    return f"{what} {(run / NEWEST).resolve().name} is whole; make room, then go on with --resume {run}."
+
+
+def _sync(path: Path) -> None:
+    if path.is_file():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,174 @@
+"""`train()`: looks up the backend, opens what a run needs, lets the backend take the steps, closes everything again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from lightning_spans import hooks
+from lightning_spans.errors import ConfigError
+from lightning_spans.store import Store
+from lightning_trainer import registry
+from lightning_trainer.backends.protocol import Backend, Described, OpenRun, Start
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
+from lightning_trainer.judging.options import JudgeOptions, read_judge
+from lightning_trainer.report import trackers
+from lightning_trainer.report.metrics import MetricLog
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.rl.algorithms.protocol import credit_of
+from lightning_trainer.rl.rewards import read_rules
+from lightning_trainer.run.data import load_tasks
+from lightning_trainer.run.folders import STORE_NAME, held, new_folder
+from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.run.local import opened
+from lightning_trainer.run.result import Result, result_of
+from lightning_trainer.run.state import NEWEST, OPEN, identity_of
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+
+def train(config: TrainConfig, progress: Progress | None = None) -> Result:
+    """Train the agents that a configuration names.
+
+    Ctrl-C or SIGTERM ends the step that is under way, saves, and raises `KeyboardInterrupt`; a second one ends the
+    program at once. A backend that can't be stopped between two steps ends at once, and the run goes on from its last
+    checkpoint.
+
+    Args:
+        config: what, on what, and how.
+        progress: told what happens; by default nobody is.
+
+    Returns:
+        Rewards before and after, the curve, and where the checkpoint is.
+
+    Raises:
+        LightningError: an option, a file or the agent is wrong, or there is nothing to learn. What was learned until
+            then is saved.
+    """
+    began, progress = time.monotonic(), progress or Silent()
+    hooks.load_all()
+    backend: Backend = registry.by_name("backend", config.backend)
+    trackers.check(config.trackers)
+    _check_port(config.port)
+    tasks, val = load_tasks(config.data), load_tasks(config.val) if config.val else []
+    credit_of(config)  # or refuse
+    rules = read_rules(config.rewards, credit=config.credit, gamma=config.gamma)
+    judging = read_judge(config.reward, config.judge)
+    identity = identity_of(config, tasks)
+    start = backend.start(config, identity)
+    with ExitStack() as stack:
+        check = stack.enter_context(deferred(progress.stopping))
+        folder = stack.enter_context(_folder(config, start))
+        runner = stack.enter_context(_runner(config, folder, progress))
+        check()
+        store = stack.enter_context(_store(config, folder))
+        judge = stack.enter_context(_judge(judging, store, folder, config.seed))
+        run = OpenRun(
+            config=config,
+            tasks=tasks,
+            val=val,
+            rules=rules,
+            identity=identity,
+            start=start,
+            folder=folder,
+            store=store,
+            judge=judge,
+            runner=runner,
+            log=stack.enter_context(_log(config, folder, start.step)),
+            progress=progress,
+            check=check,
+        )
+        try:
+            steps = backend.train(run)
+        except Interrupted:
+            raise Interrupted(_stopped(run)) from None
+        run.log.draw()
+        return result_of(run, steps, time.monotonic() - began)
+
+
+def describe(config: TrainConfig, progress: Progress | None = None) -> Described:
+    """Say what training would do and take. Nothing stays of what is tried for that.
+
+    Raises:
+        LightningError: an option or a file is wrong, or what was tried failed.
+    """
+    hooks.load_all()
+    backend: Backend = registry.by_name("backend", config.backend)
+    return backend.describe(config, progress or Silent())
+
+
+def _check_port(port: int) -> None:
+    """Refuse a port that is in use before anything is begun; the server itself comes minutes later.
+
+    Raises:
+        ConfigError: it is.
+    """
+    from lightning_trainer.gateway.http.serving import ServerThread
+
+    if port:
+        ServerThread(None, port=port).check()
+
+
+@contextmanager
+def _folder(config: TrainConfig, start: Start) -> Iterator[Path]:
+    """Return the run's folder; a new one goes again when the run fails before it has begun."""
+    if start.folder is not None:
+        if config.out is not None and config.out.resolve() != start.folder.resolve():
+            raise ConfigError(
+                f"a run goes on in its own folder, {start.folder}, not in {config.out}. Leave --out away."
+            )
+        with held(start.folder):
+            yield start.folder
+        return
+    with new_folder(config.out) as folder:
+        yield folder
+
+
+@contextmanager
+def _runner(config: TrainConfig, folder: Path, progress: Progress) -> Iterator[Runner]:
+    progress.phase("importing the agent")
+    job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
+    runner = Runner(job, workers=config.worker_count(), concurrency=config.concurrency, logs=folder / "logs")
+    runner.start()
+    try:
+        yield runner
+    finally:
+        runner.stop()
+
+
+@contextmanager
+def _store(config: TrainConfig, folder: Path) -> Iterator[Store]:
+    """Open the store; what an earlier life of this run left in its own is cancelled: nobody waits for it any more."""
+    with opened(config.store or str(folder / STORE_NAME)) as store:
+        if config.resume is not None and config.store is None:
+            store.cancel([r.rollout_id for status in OPEN for r in store.rollouts(status=status)])
+        yield store
+
+
+@contextmanager
+def _judge(options: JudgeOptions | None, store: Store, folder: Path, seed: int) -> Iterator[GroupJudge | None]:
+    if options is None:
+        yield None
+        return
+    with closing(GroupJudge(options, store, seed=seed, cache=folder / CACHE_NAME)) as judge:
+        yield judge
+
+
+@contextmanager
+def _log(config: TrainConfig, folder: Path, step: int) -> Iterator[MetricLog]:
+    with (
+        trackers.opened(config.trackers, folder, config.model_dump(mode="json")) as told,
+        closing(MetricLog(folder, from_step=step, trackers=told)) as log,
+    ):
+        yield log
+
+
+def _stopped(run: OpenRun) -> str:
+    count = len(run.log.lines("train"))
+    steps = "1 step" if count == 1 else f"{count} steps"
+    if not (run.folder / NEWEST).exists():
+        return f"stopped after {steps}, before anything was learned"
+    return f"stopped after {steps}. Go on with: lightning-rl train --resume {run.folder}"

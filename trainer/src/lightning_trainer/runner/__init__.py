@@ -1,0 +1,1 @@
+"""Runners: rollouts are claimed, and the agent is run on them in worker processes."""

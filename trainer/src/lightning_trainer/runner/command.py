@@ -1,0 +1,166 @@
+"""An agent that is a command: started once for each attempt, in any language."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.json import dumps
+
+OUTPUT_LIMIT = 1 << 20  # bytes kept of each output stream: its end
+ENVIRONMENT_LIMIT = 100_000  # Linux refuses to start a program with a variable above 128 KiB
+KILL_AFTER_S = 2.0
+_FIELD: Final = re.compile(r"(?<!\$)\{(\w+)\}")
+
+
+class CommandError(Exception):
+    """The command ended with another status than 0."""
+
+
+async def run_command(
+    words: Sequence[str], task: dict[str, Any], attempt: Attempt, *, folder: Path | None = None
+) -> Any:
+    """Run the command on a task.
+
+    It gets the task as JSON on stdin and, up to 100 kB, in ``LIGHTNING_TASK``; ``{field}`` in its words stands for the
+    task's, or for a variable that it gets. A command whose words have a field of the task gets nothing on stdin: some
+    add what stands there to their prompt. Where agents are trained, ``OPENAI_BASE_URL``, ``ANTHROPIC_BASE_URL`` and
+    their keys lead its model calls to the gateway. The ``LIGHTNING_*`` variables tell `attach()` the attempt.
+
+    Args:
+        words: program and arguments.
+        task: the row of the user's data.
+        attempt: it belongs to.
+        folder: it works in; None: where we are.
+
+    Returns:
+        The last line of its standard output read as JSON, where it is JSON; else all of the output as text, None when
+        there is none.
+
+    Raises:
+        CommandError: its exit status is not 0; the message has the end of its standard error.
+    """
+    body = dumps(task).strip()  # without the mark of numbers beyond 64 bits: other languages read this
+    given = environment(attempt, body)
+    told = any(name in task for word in words for name in _FIELD.findall(word))
+    values = {**given, **texts(task)}
+    ended = await run_to_end([filled(word, values) for word in words], b"" if told else body, given, folder)
+    if ended.status != 0:
+        raise CommandError(f"the command ended with {status_text(ended.status)}:\n{ended.told()}")
+    return _result(ended.output)
+
+
+class Ended(NamedTuple):
+    """How a program ended, and the end of what it printed."""
+
+    status: int
+    output: str
+    errors: str
+
+    def told(self) -> str:
+        """Return what it printed last, its errors first."""
+        return self.errors.strip()[-4000:] or self.output.strip()[-4000:] or "it printed nothing"
+
+
+async def run_to_end(words: Sequence[str], body: bytes, given: Mapping[str, str], folder: Path | None) -> Ended:
+    """Run a program, with `body` on its stdin and the variables `given` on top of our own; end all that it leaves."""
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=folder,
+        env={**os.environ, **given, **({} if folder is None else {"PWD": str(folder)})},
+        start_new_session=True,  # so that all it starts can be ended with it
+    )
+    try:
+        output, errors, _, status = await asyncio.gather(
+            _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, body), process.wait()
+        )
+    finally:
+        await _end_all(process)
+    return Ended(status, output, errors)
+
+
+def filled(word: str, values: Mapping[str, str]) -> str:
+    """Put values in the place of ``{name}``; names that are not there, and ``${name}``, stay as they are."""
+    return _FIELD.sub(lambda found: values.get(found[1], found[0]), word)
+
+
+def texts(task: Mapping[str, Any]) -> dict[str, str]:
+    """Return a task's fields as texts: what is none, as JSON."""
+    return {name: value if isinstance(value, str) else dumps(value).decode() for name, value in task.items()}
+
+
+def environment(attempt: Attempt, body: bytes) -> dict[str, str]:
+    """Return the variables that a command gets on top of the runner's own."""
+    values = attempt.environment()
+    if len(body) <= ENVIRONMENT_LIMIT:
+        values["LIGHTNING_TASK"] = body.decode()
+    if attempt.endpoint and attempt.agents:
+        # OPENAI_API_BASE, the older name, goes before OPENAI_BASE_URL in LangChain.
+        values["OPENAI_BASE_URL"] = values["OPENAI_API_BASE"] = f"{attempt.endpoint}/v1"
+        values["ANTHROPIC_BASE_URL"] = attempt.endpoint
+        # codex and Claude Code take a key of the environment from their own variables; a token would go before the key.
+        for name in ("OPENAI_API_KEY", "CODEX_API_KEY", "ANTHROPIC_API_KEY"):
+            values[name] = attempt.key or "none"
+        values["ANTHROPIC_AUTH_TOKEN"] = ""
+    return values
+
+
+def status_text(status: int) -> str:
+    """Say what an exit status means: a number, or the signal's name."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def _result(output: str) -> Any:
+    text = output.strip()
+    if not text:
+        return None
+    try:
+        return json.loads(text.splitlines()[-1])
+    except ValueError:
+        return text
+
+
+async def _tail(stream: asyncio.StreamReader | None) -> str:
+    kept = b""
+    while stream is not None and (piece := await stream.read(65_536)):
+        kept = (kept + piece)[-OUTPUT_LIMIT:]
+    return kept.decode(errors="replace")
+
+
+async def _feed(stream: asyncio.StreamWriter | None, body: bytes) -> None:
+    if stream is None:
+        return
+    with contextlib.suppress(ConnectionError):  # the command need not read its stdin
+        stream.write(body)
+        await stream.drain()
+    stream.close()
+
+
+async def _end_all(process: asyncio.subprocess.Process) -> None:
+    """End the command and whatever it left running in its session."""
+    _signal(process, signal.SIGTERM)
+    if process.returncode is None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), KILL_AFTER_S)
+    _signal(process, signal.SIGKILL)
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

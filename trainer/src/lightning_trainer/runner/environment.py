@@ -1,0 +1,51 @@
+"""What of a runner's environment its agents get: a list of what programs need, and what the user names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Final
+
+# What programs need to start, to find their files and to speak: names, and globs.
+_NEEDED: Final = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "LANG", "LANGUAGE", "LC_*", "TZ", "TERM", "COLORTERM",
+    "NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TMPDIR", "TMP", "TEMP", "XDG_*_HOME", "XDG_RUNTIME_DIR",
+    "SYSTEMROOT", "PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "PYTHONHASHSEED", "PYTHONWARNINGS", "PYTHONUTF8",
+    "PYTHONIOENCODING", "PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONASYNCIODEBUG", "PYTHONDEVMODE",
+    "VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH",
+    "NODE_PATH", "JAVA_HOME", "GOPATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+    "NODE_EXTRA_CA_CERTS", "NO_PROXY", "no_proxy", "CUDA_*", "NVIDIA_*", "OMP_*", "MKL_*", "OPENBLAS_*", "NUMBA_*",
+    "TOKENIZERS_PARALLELISM", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_*", "TRANSFORMERS_CACHE",
+    "TRANSFORMERS_OFFLINE", "OTEL_SDK_DISABLED", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES",
+    "LIGHTNING_BOUNDS", "LIGHTNING_SPOOL", "LIGHTNING_REDACT",
+)  # fmt: skip
+_PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})  # in any case of letters
+_OWN: Final = re.compile(r"LIGHTNING_(.*_)?KEY(_.*)?")  # of the runner, of upstreams, of the provider
+_WITH_PASSWORD: Final = re.compile(r"[^/]*://[^/@]*@")
+
+
+def allowed(environment: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
+    """Return what an agent under `lightning-rl runner` gets.
+
+    Args:
+        environment: the runner's.
+        named: what the user wants passed: names, or globs such as ``MYAPP_*``. The keys of ours never are: an agent
+            gets that of its attempt.
+    """
+    wanted = (*_NEEDED, *named)
+    return {
+        name: value
+        for name, value in without_keys(environment).items()
+        if any(fnmatchcase(name, each) for each in wanted)
+        or (name.lower() in _PROXIES and not _WITH_PASSWORD.match(value))
+    }
+
+
+def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what an agent gets that somebody trains on a machine of his own, from his own shell: all but our keys."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not _OWN.fullmatch(name) and not (name == "LIGHTNING_STORE" and _WITH_PASSWORD.match(value))
+    }

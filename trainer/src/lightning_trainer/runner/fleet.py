@@ -1,0 +1,383 @@
+"""Workers and the attempts that run in them: placing, time limits, crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from lightning_spans.errors import LightningError
+from lightning_spans.record import stalls
+from lightning_spans.schema.attempts import Attempt, AttemptRecord
+from lightning_spans.schema.rewards import Reward
+from lightning_trainer.runner.crashes import Ended, Victim, too_late, verdict
+from lightning_trainer.runner.protocol import Message, attempt_to_json
+from lightning_trainer.runner.workers import Blocking, Start, Worker
+
+logger = logging.getLogger("lightning_trainer")
+
+RESPAWN_S: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+SPAWN_TRIES: Final = 3  # in a row, with no worker left, before the runner gives up
+SUSPECT_S: Final = 600.0  # as long after a crash, attempts that ran in its process are looked for among the claimed
+LEAKED_MOST: Final = 32  # threads that attempts may leave behind in a process before it is replaced
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    number: int
+    record: AttemptRecord
+    alone: bool
+    wait: stalls.Wait
+    forgotten: bool = False  # nobody waits for its result any more
+    overdue: bool = False  # its time is up, and it was told so
+    heard: bool = False  # the worker's event loop took that message, so it is not blocked
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def stop_timers(self) -> None:
+        self.wait.end()
+        for timer in self.timers:
+            timer.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A worker, and what runs in it."""
+
+    worker: Worker
+    running: dict[int, _Running] = field(default_factory=dict)
+    waiting: deque[AttemptRecord] = field(default_factory=deque)  # to run alone in this process
+    draining: bool = False  # takes no more work: a thread in it hangs, or too many were left behind
+    stood_still: bool = False  # was killed because its event loop did not answer
+    held_by: Blocking | None = None  # what blocked it then
+
+    @property
+    def reserved(self) -> bool:
+        return self.draining or bool(self.waiting) or any(running.alone for running in self.running.values())
+
+
+class Fleet:
+    """The workers of a runner. All methods belong to its event loop.
+
+    An attempt that outlives its time limit is cancelled; when its thread hangs, its process takes no more work and is
+    ended once its other attempts have ended; when the event loop does not answer, the process is ended at once. A
+    process that dies takes all its attempts with it; `deaths` says which of them pays. Those that may have killed it
+    are run again alone in a process, so that the next crash costs nobody else.
+
+    Args:
+        start: starts a worker.
+        workers: number of them; with 0, runners elsewhere do the work.
+        concurrency: attempts at once in each.
+        on_end: told once of each attempt placed, unless it was forgotten by `cancel`.
+        grace_s: seconds that a cancelled attempt gets to end.
+        isolate: replace a worker after each attempt, so that nothing of one is left for the next.
+        wait_for_all: whether `start` waits for all workers, or for the first: on a cluster, room may come later.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        workers: int,
+        concurrency: int,
+        on_end: Callable[[AttemptRecord, Ended], None],
+        grace_s: float = 5.0,
+        isolate: bool = False,
+        wait_for_all: bool = True,
+    ) -> None:
+        self._start = start
+        self._size = workers
+        self._concurrency = concurrency
+        self._on_end = on_end
+        self._grace_s = grace_s
+        self._isolate = isolate
+        self._wait_for_all = wait_for_all
+        self._places: list[_Place] = []
+        self._homeless: list[AttemptRecord] = []
+        self._suspects: dict[str, float] = {}  # rollouts that ran in a process when it died, and when
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = 0
+        self._started = 0
+        self._crashes = 0
+        self._stopping = False
+        self.attached: tuple[str, ...] = ()
+        self.unrecorded: Counter[str] = Counter()  # model-like calls that nothing recorded, by host and path
+        self.failure: LightningError | None = None
+
+    async def start(self) -> None:
+        """Start the workers; the first goes ahead, so that a wrong target is told once.
+
+        Raises:
+            LightningError: the agent can't be imported or called.
+        """
+        if self._size == 0:
+            return
+        await self._spawn()
+        if self._wait_for_all:
+            await asyncio.gather(*(self._spawn() for _ in range(self._size - 1)))
+        else:
+            for _ in range(self._size - 1):
+                self._begin(self._replace(0.0))
+
+    def free(self) -> int:
+        """Attempts that could be placed now. After a crash, one for each idle worker, for it may have to run alone."""
+        now = time.monotonic()
+        self._suspects = {rollout: at for rollout, at in self._suspects.items() if now - at < SUSPECT_S}
+        open_places = [place for place in self._places if not place.reserved]
+        if self._suspects:
+            return sum(not place.running for place in open_places) if not self._homeless else 0
+        return sum(max(0, self._concurrency - len(place.running)) for place in open_places)
+
+    def held(self) -> list[AttemptRecord]:
+        """Attempts placed and not ended."""
+        placed = [record for p in self._places for record in (*(r.record for r in p.running.values()), *p.waiting)]
+        return [*placed, *self._homeless]
+
+    def place(self, record: AttemptRecord) -> None:
+        """Run an attempt in the worker with the fewest; one that may end processes waits for a worker to itself."""
+        usable = [place for place in self._places if not place.draining]
+        if not usable:
+            self._homeless.append(record)  # until the next worker is there
+            return
+        place = min(usable, key=lambda p: (p.reserved, len(p.running) + len(p.waiting)))
+        if place.reserved or record.disturbed:
+            place.waiting.append(record)
+            self._advance(place)
+        else:
+            self._run(place, record, alone=False)
+
+    def cancel(self, attempt_id: str) -> None:
+        """End an attempt whose result nobody wants any more: its lease is lost. `on_end` is not told."""
+        self._homeless = [record for record in self._homeless if record.attempt_id != attempt_id]
+        for place in self._places:
+            for record in [r for r in place.waiting if r.attempt_id == attempt_id]:
+                place.waiting.remove(record)
+            for running in [r for r in place.running.values() if r.record.attempt_id == attempt_id]:
+                running.forgotten = True
+                self._time_is_up(place, running)
+
+    async def stop(self) -> None:
+        """End all workers. Attempts that still run are released, so that another runner takes them."""
+        self._stopping = True
+        stopped = Ended("released", error="the runner stopped")
+        for record in self._homeless:
+            self._on_end(record, stopped)
+        for place in self._places:
+            for record in place.waiting:
+                self._on_end(record, stopped)
+            for running in list(place.running.values()):
+                self._end(place, running, stopped)
+        with stalls.waiting("shutdown", lambda: f"the end of the workers:\n{self.describe()}"):
+            await asyncio.gather(*(place.worker.stop() for place in self._places))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def describe(self) -> str:
+        """Say what each worker does, for messages about what stalls."""
+        lines = []
+        for place in self._places:
+            ids = [running.record.rollout.rollout_id for running in place.running.values()]
+            doing = f"runs {len(ids)}: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''}" if ids else "is idle"
+            held = place.worker.blocking
+            still = f"; its event loop has stood still for {held.seconds:.0f} s at {held.where}" if held else ""
+            lines.append(f"worker {place.worker.name} {doing}{still}; its log: {place.worker.log}")
+        return "\n".join(lines) or "no worker is alive"
+
+    async def _spawn(self) -> None:
+        number = self._started
+        self._started += 1
+        worker = await self._start(number % self._size)
+        if self._stopping:
+            await worker.stop()
+            return
+        place = _Place(worker)
+        self.attached = worker.attached or self.attached
+        self._places.append(place)
+        self._begin(self._listen(place))
+        homeless, self._homeless = self._homeless, []
+        for record in homeless:
+            self.place(record)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _listen(self, place: _Place) -> None:
+        looking = asyncio.ensure_future(_look_at_loop(place.worker))
+        try:
+            while (message := await place.worker.receive()) is not None:
+                self._take(place, message)
+        finally:
+            looking.cancel()
+        if not self._stopping:
+            await self._lost(place)
+
+    def _take(self, place: _Place, message: Message) -> None:
+        running = place.running.get(message["id"])
+        if running is None:
+            return
+        if message["type"] == "cancelling":
+            running.heard = True
+            return
+        if message["type"] == "scoring":
+            running.wait.moved("reward function", f"the reward of attempt {running.record.attempt_id}")
+            return
+        if message["type"] == "flushing":
+            running.wait.moved("sink flush", f"the spans of attempt {running.record.attempt_id} to be delivered")
+            return
+        self.attached = tuple(message["attached"]) or self.attached
+        self.unrecorded.update(message["unrecorded"])
+        if not message["flushed"]:
+            logger.warning("spans of attempt %s were not delivered in time", running.record.attempt_id)
+        self._watch_threads(place, message["threads"])
+        if running.overdue:
+            self._end(place, running, too_late(running.record))
+        else:
+            self._crashes = 0
+            rewards = tuple(Reward(**reward) for reward in message["rewards"])
+            self._end(place, running, Ended(message["status"], rewards, message["error"]))
+
+    def _watch_threads(self, place: _Place, leaked: int) -> None:
+        if leaked > LEAKED_MOST and not place.draining:
+            logger.warning(
+                "attempts left %d threads running in worker %s: it takes no more work", leaked, place.worker.name
+            )
+            self._drain(place)
+
+    def _drain(self, place: _Place) -> None:
+        if not place.draining:
+            place.draining = True
+            self._begin(self._replace(0.0))
+
+    def _run(self, place: _Place, record: AttemptRecord, *, alone: bool) -> None:
+        # A store without a server gives no context: such an attempt is recorded, its calls go nowhere else.
+        context = record.context or Attempt(record.rollout.rollout_id, record.attempt_id)
+        self._numbers += 1
+        limit_s = record.rollout.timeout_s
+        bound_s = None if limit_s is None else limit_s + 2 * self._grace_s + 1.0
+        what = f"attempt {record.attempt_id} in worker {place.worker.name}"
+        running = _Running(self._numbers, record, alone, stalls.begin("agent", what, bound_s))
+        place.running[running.number] = running
+        place.worker.send(
+            {
+                "type": "run",
+                "id": running.number,
+                "task": record.rollout.task,
+                "context": attempt_to_json(context),
+            }
+        )
+        if limit_s is not None:
+            loop = asyncio.get_running_loop()
+            running.timers.append(loop.call_later(limit_s, self._time_is_up, place, running))
+
+    def _time_is_up(self, place: _Place, running: _Running) -> None:
+        running.overdue = True
+        place.worker.send({"type": "cancel", "id": running.number})
+        loop = asyncio.get_running_loop()
+        running.timers.append(loop.call_later(self._grace_s, self._does_not_end, place, running))
+
+    def _does_not_end(self, place: _Place, running: _Running) -> None:
+        if running.number not in place.running or place.stood_still:
+            return
+        if running.heard:
+            logger.warning("attempt %s does not end: its worker takes no more work", running.record.attempt_id)
+            self._drain(place)
+            self._end(place, running, too_late(running.record))
+        else:
+            place.stood_still, place.held_by = True, place.worker.blocking
+            logger.warning("the event loop of worker %s stands still: it is ended", place.worker.name)
+            place.worker.kill()  # `_lost` then tells of all its attempts
+
+    def _end(self, place: _Place, running: _Running, ended: Ended) -> None:
+        del place.running[running.number]
+        self._tell(running, ended)
+        if self._isolate and not self._stopping:
+            self._drain(place)
+        self._advance(place)
+
+    def _tell(self, running: _Running, ended: Ended) -> None:
+        running.stop_timers()
+        rollout_id = running.record.rollout.rollout_id
+        if ended.status == "disturbed":
+            self._suspects[rollout_id] = time.monotonic()
+        else:
+            self._suspects.pop(rollout_id, None)
+        if not running.forgotten:
+            self._on_end(running.record, ended)
+
+    def _advance(self, place: _Place) -> None:
+        """Go on after a change: end a process that was drained, start the next attempt that runs alone."""
+        if place.running or self._stopping:
+            return
+        if place.draining:
+            place.worker.kill()
+        elif place.waiting:
+            self._run(place, place.waiting.popleft(), alone=True)
+
+    async def _lost(self, place: _Place) -> None:
+        """Tell of the attempts of a worker that has ended, and start another one."""
+        place.draining, drained = True, place.draining  # nothing more is placed there
+        death = await place.worker.ended()
+        self._places.remove(place)
+        company = len(place.running)
+        for running in list(place.running.values()):
+            victim = Victim(
+                number=running.number,
+                record=running.record,
+                company=company,
+                told=running.overdue and running.heard,
+                overdue=running.overdue,
+            )
+            self._tell(running, verdict(victim, death, stood_still=place.stood_still, blocking=place.held_by))
+        for record in place.waiting:
+            self.place(record)
+        if drained:
+            return  # its successor was started before
+        logger.warning("worker %s ended with %s; see %s", place.worker.name, death.how, place.worker.log)
+        self._crashes += not (place.stood_still or death.outside)
+        self._begin(self._replace(RESPAWN_S[min(self._crashes, len(RESPAWN_S) - 1)]))
+
+    async def _replace(self, delay_s: float) -> None:
+        """Start another worker; goes on trying while others work, and gives up after some tries when none is left."""
+        tries = 0
+        while not self._stopping:
+            await asyncio.sleep(delay_s)
+            try:
+                await self._spawn()
+            except (LightningError, OSError) as error:
+                tries += 1
+                logger.warning("a worker can't be started: %s", error)
+                if tries >= SPAWN_TRIES and not self._places:
+                    self.failure = error if isinstance(error, LightningError) else LightningError(str(error))
+                    return
+                delay_s = RESPAWN_S[min(tries, len(RESPAWN_S) - 1)]
+            else:
+                return
+
+
+async def _look_at_loop(worker: Worker) -> None:
+    """Name a worker whose event loop stands still, while it does."""
+    wait: stalls.Wait | None = None
+    try:
+        while True:
+            await asyncio.sleep(0.25)
+            held = worker.blocking
+            if held is None and wait is not None:
+                wait.end()
+                wait = None
+            elif held is not None and wait is None:
+                wait = stalls.begin("worker", lambda: _standing(worker))
+                wait.since -= held.seconds
+    finally:
+        if wait is not None:
+            wait.end()
+
+
+def _standing(worker: Worker) -> str:
+    held = worker.blocking
+    return f"the event loop of worker {worker.name}, at {held.where if held else 'a place it has left'}"

@@ -1,0 +1,217 @@
+"""A worker process of this machine as the runner sees it: started, spoken to, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Final
+
+from lightning_spans import errors
+from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.record.stalls import waiting
+from lightning_trainer.runner.command import status_text
+from lightning_trainer.runner.environment import without_keys
+from lightning_trainer.runner.limits import NO_LIMITS, WorkerLimits
+from lightning_trainer.runner.protocol import Message, encode, receive
+from lightning_trainer.runner.subprocesses import WORKER, end_of_worker
+from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.workers import Blocking, Death
+
+IMPORT_LIMIT_S: Final = 300.0
+STOP_S: Final = 8.0
+
+
+class WorkerProcess:
+    """One worker process. Made by `start`."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        log: Path,
+        mark: str,
+    ) -> None:
+        self._process = process
+        self._mark = mark
+        self._reader = reader
+        self._writer = writer
+        self._log = log
+        self._signs: asyncio.Task[None] | None = None
+        self.attached: tuple[str, ...] = ()
+        self.blocking: Blocking | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        job: Job,
+        concurrency: int,
+        log: Path,
+        *,
+        number: int = 0,
+        limits: WorkerLimits = NO_LIMITS,
+        environment: Mapping[str, str] | None = None,
+    ) -> WorkerProcess:
+        """Start a process and wait until it has imported the agent.
+
+        Args:
+            job: what it runs.
+            concurrency: attempts at once.
+            log: file that what the agent prints is added to.
+            number: of the worker, which says which cores it gets where they are limited.
+            limits: what it may use.
+            environment: what the agent gets; None: ours without our keys.
+
+        Raises:
+            LightningError: the agent can't be imported or called, in the words of the process.
+            ConfigError: the process ended, or said nothing for five minutes.
+            OSError: the system has no room for a process.
+        """
+        mark = secrets.token_hex(8)
+        ours, theirs = socket.socketpair()
+        signs, told = os.pipe()
+        with theirs, _open_log(log) as output, os.fdopen(told, "wb"), contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            undo.callback(os.close, signs)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "lightning_trainer.runner.worker",
+                str(theirs.fileno()),
+                str(told),
+                pass_fds=(theirs.fileno(), told),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=_environment(log, without_keys(os.environ) if environment is None else environment, mark),
+                start_new_session=True,  # Ctrl-C at the terminal is for the runner, which then ends its workers
+            )
+            undo.pop_all()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        worker = cls(process, reader, writer, log, mark)
+        worker._signs = asyncio.create_task(worker._watch(signs))
+        try:
+            await worker._begin({"job": asdict(job), "concurrency": concurrency, "limits": asdict(limits), "n": number})
+        except BaseException:
+            worker.kill()
+            await process.wait()
+            worker._close()
+            raise
+        return worker
+
+    async def _begin(self, settings: Message) -> None:
+        self.send(settings)
+        try:
+            with waiting("worker start", f"worker {self.name} imports the agent; its log: {self.log}"):
+                answer = await asyncio.wait_for(receive(self._reader), IMPORT_LIMIT_S)
+        except TimeoutError:
+            raise ConfigError(f"the agent was not imported within {IMPORT_LIMIT_S:.0f} s. See {self.log}.") from None
+        if answer is None:
+            status = status_text(await self._process.wait())
+            raise ConfigError(f"a worker ended with {status} while it imported the agent. See {self.log}.")
+        if answer["type"] == "refused":
+            kind = getattr(errors, answer["kind"], ConfigError)
+            raise kind(answer["message"]) if issubclass(kind, LightningError) else ConfigError(answer["message"])
+        self.attached = tuple(answer["attached"])
+
+    async def _watch(self, pipe: int) -> None:
+        """Hear what the worker says of its event loop."""
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
+        )
+        try:
+            while line := await reader.readline():
+                told = json.loads(line)
+                self.blocking = None if told is None else Blocking(**told)
+        finally:
+            transport.close()
+
+    @property
+    def name(self) -> str:
+        """The process's number."""
+        return str(self._process.pid)
+
+    @property
+    def log(self) -> str:
+        """The file with what its agent prints."""
+        return str(self._log)
+
+    def send(self, message: Message) -> None:
+        """Send a message; a process that has gone does not get it, and `receive` tells."""
+        with contextlib.suppress(ConnectionError):
+            self._writer.write(encode(message))
+
+    async def receive(self) -> Message | None:
+        """Return the next message; None when the process has gone or hung up."""
+        reading = asyncio.ensure_future(receive(self._reader))
+        gone = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                # It has gone, but something it started may hold the line open: take what it said before, no more.
+                await asyncio.wait({reading}, timeout=0.2)
+            return reading.result() if reading.done() else None
+        finally:
+            reading.cancel()
+            gone.cancel()
+
+    async def ended(self) -> Death:
+        """Wait for the end of a process that hung up, and say how it ended; one that lives on is killed."""
+        try:
+            status = await asyncio.wait_for(self._process.wait(), STOP_S)
+        except TimeoutError:
+            self.kill()
+            status = await self._process.wait()
+        self.kill()  # what it started may live on
+        self._close()
+        return Death(status_text(status))
+
+    async def stop(self) -> None:
+        """Let the process deliver its spans and end; kill it when it does not."""
+        self.send({"type": "stop"})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), STOP_S)
+        self.kill()
+        await self._process.wait()
+        self._close()
+
+    def _close(self) -> None:
+        self._writer.close()
+        if self._signs is not None:
+            self._signs.cancel()
+
+    def kill(self) -> None:
+        """End the process and what it started, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        end_of_worker(self._mark)
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Its owner's alone: agents print what they see.
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
+    except OSError as error:
+        raise ConfigError(f"the worker's log {path} can't be written: {error.strerror}.") from None
+
+
+def _environment(log: Path, kept: Mapping[str, str], mark: str) -> dict[str, str]:
+    # An agent whose calls all go to the policy needs no key of its own, but the openai client refuses to be without.
+    return {
+        "OPENAI_API_KEY": "none",
+        "LIGHTNING_SPOOL": str(log.parent.absolute() / "spool"),
+        "PYTHONUNBUFFERED": "1",
+        **kept,
+        WORKER: mark,
+    }

@@ -1,0 +1,317 @@
+"""The runner: claims rollouts from a store, runs the agent on them in worker processes, and tells how they ended.
+
+It needs nothing but a `Store`: the server's own, or one reached over HTTP, on as many machines as you like. It runs in
+a thread of its own, with its own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, TypeVar
+
+from lightning_spans.errors import ConfigError, LeaseLostError, LightningError, RefusedError
+from lightning_spans.record import stalls
+from lightning_spans.schema.attempts import AttemptRecord
+from lightning_spans.store import Store
+from lightning_trainer.runner.crashes import Ended
+from lightning_trainer.runner.fleet import Fleet
+from lightning_trainer.runner.limits import NO_LIMITS, WorkerLimits
+from lightning_trainer.runner.process import WorkerProcess
+from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.workers import Start
+
+logger = logging.getLogger("lightning_trainer")
+T = TypeVar("T")
+
+IDLE_S: Final = (0.02, 0.05, 0.1, 0.25)  # pauses between claims while there is nothing to do
+RETRY_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)  # pauses while the store can't be reached
+STORE_THREADS: Final = 8
+
+
+class Runner:
+    """Runs rollouts until it is stopped.
+
+    Args:
+        job: the agent.
+        workers: number of worker processes.
+        concurrency: attempts at once in each.
+        logs: folder for what the agents print.
+        lease_s: a runner that dies is noticed after this long; renewed three times in that time.
+        grace_s: seconds that an attempt gets to end once its time is up.
+        limits: what each worker process may use.
+        environment: what the agents get; None: ours without our keys.
+        isolate: a worker process for each attempt, ended with all it started.
+        start: starts a worker elsewhere than in a process of this machine.
+
+    Raises:
+        ConfigError: this system can't keep the limits.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        workers: int,
+        concurrency: int,
+        logs: Path,
+        lease_s: float = 60.0,
+        grace_s: float = 5.0,
+        limits: WorkerLimits = NO_LIMITS,
+        environment: Mapping[str, str] | None = None,
+        isolate: bool = False,
+        start: Start | None = None,
+    ) -> None:
+        limits.check()
+        self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
+        self._lease_s = lease_s
+
+        async def process(number: int) -> WorkerProcess:
+            log = logs / f"worker-{number}.log"
+            return await WorkerProcess.start(
+                job, concurrency, log, number=number, limits=limits, environment=environment
+            )
+
+        self._fleet = Fleet(
+            start or process,
+            workers=workers,
+            concurrency=1 if isolate else concurrency,
+            on_end=self._ended,
+            isolate=isolate,
+            grace_s=grace_s,
+            wait_for_all=start is None,
+        )
+        self._beats = ThreadPoolExecutor(1, thread_name_prefix="runner-beat")  # not held up by results that wait
+        self._finishing: dict[str, AttemptRecord] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._drain_s = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="lightning-runner", daemon=True)
+        self._ready = threading.Event()
+        self._failure: LightningError | None = None
+
+    def start(self) -> None:
+        """Start the worker processes. Nothing is claimed before `serve`.
+
+        Raises:
+            LightningError: the agent can't be imported or called.
+        """
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+
+    def serve(self, store: Store) -> None:
+        """Begin to claim rollouts from this store, which also hears how they end."""
+        self._store = store
+        self._call(self._begin)
+
+    def drain(self, drain_s: float) -> None:
+        """Claim no more, let what runs go on for `drain_s` seconds, then end the workers; what still runs is released.
+
+        Does not wait. Another call, or `stop`, changes the time.
+        """
+        self._drain_s = drain_s
+        self._call(self._stop)
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """Drain, and wait until it is done."""
+        self.drain(drain_s)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Claim at once: rollouts were queued."""
+        self._call(self._wake)
+
+    def check(self) -> None:
+        """See that it still works.
+
+        Raises:
+            LightningError: why it stopped by itself.
+        """
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._thread.is_alive()
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """The frameworks that were attached in the workers."""
+        return self._fleet.attached
+
+    @property
+    def unrecorded(self) -> Mapping[str, int]:
+        """How many calls that look like a model's nothing recorded in the workers, by host and path."""
+        return self._fleet.unrecorded
+
+    def describe(self) -> str:
+        """Say what the workers do, for messages about what stalls."""
+        return self._fleet.describe()
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has just been closed
+                self._loop.call_soon_threadsafe(function)
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        self._given.set()
+        self._woken.set()
+
+    def _begin(self) -> None:
+        self._given.set()
+
+    def _wake(self) -> None:
+        self._woken.set()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except LightningError as error:
+            self._failure = error
+        except BaseException as error:
+            logger.exception("the runner failed")
+            self._failure = LightningError(f"the runner failed: {type(error).__name__}: {error}")
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="runner-store"))
+        self._stopping, self._woken, self._given = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._fleet.start()
+            self._ready.set()
+            await self._given.wait()
+            await self._claim_all()
+            await self._drain()
+        finally:
+            await self._fleet.stop()
+            await self._settle(self._lease_s)
+            beating.cancel()
+            await asyncio.gather(beating, *self._tasks, return_exceptions=True)
+            self._beats.shutdown(wait=False)
+
+    async def _claim_all(self) -> None:
+        idle = failures = 0
+        while not self._stopping.is_set():
+            if self._fleet.failure is not None:
+                raise self._fleet.failure
+            self._woken.clear()
+            try:
+                records = await self._claim(self._fleet.free())
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the store may be back soon: a runner outlives its server
+                logger.warning("rollouts can't be claimed: %s", error)
+                await self._pause(RETRY_S[min(failures, len(RETRY_S) - 1)])
+                failures += 1
+                continue
+            failures = 0
+            for record in records:
+                self._fleet.place(record)
+            idle = 0 if records else idle + 1
+            await self._pause(IDLE_S[min(idle, len(IDLE_S) - 1)])
+
+    async def _claim(self, limit: int) -> list[AttemptRecord]:
+        if limit == 0:
+            return []
+        with stalls.waiting("runner claim", f"rollouts, from the store {_name(self._store)}"):
+            return await self._ask(self._store.claim, self.name, limit=limit, lease_s=self._lease_s)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), seconds)
+
+    async def _drain(self) -> None:
+        began = time.monotonic()
+        while self._fleet.held() and (left_s := began + self._drain_s - time.monotonic()) > 0:
+            self._woken.clear()
+            await self._pause(left_s)
+
+    async def _settle(self, limit_s: float) -> None:
+        """Wait until every end is told."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=limit_s)
+
+    def _ended(self, record: AttemptRecord, ended: Ended) -> None:
+        self._finishing[record.attempt_id] = record
+        task = asyncio.create_task(self._finish(record, ended))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._woken.set()  # there is room for another one
+
+    async def _finish(self, record: AttemptRecord, ended: Ended) -> None:
+        end = functools.partial(self._store.finish, status=ended.status, rewards=ended.rewards, error=ended.error)
+        until = time.monotonic() + self._lease_s
+        failures = 0
+        wait = stalls.begin("runner result", f"the store {_name(self._store)} to take the end of {record.attempt_id}")
+        try:
+            while True:
+                try:
+                    await self._ask(end, record.attempt_id, record.fence)
+                    return
+                except LeaseLostError:
+                    logger.info("the result of attempt %s came too late", record.attempt_id)
+                    return
+                except RefusedError as error:
+                    if ended.status == "failed":
+                        logger.exception("the end of attempt %s is refused", record.attempt_id)
+                        return
+                    logger.warning("the end of attempt %s is refused: %s", record.attempt_id, error)
+                    ended = Ended("failed", error=f"its end was refused: {error}")
+                    end = functools.partial(self._store.finish, status="failed", error=ended.error)
+                    continue
+                except Exception as error:
+                    if time.monotonic() > until:
+                        logger.exception("the end of attempt %s can't be told", record.attempt_id)
+                        return
+                    logger.warning("the end of attempt %s can't be told yet: %s", record.attempt_id, error)
+                await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
+                failures += 1
+        finally:
+            wait.end()
+            self._finishing.pop(record.attempt_id, None)
+
+    async def _beat(self) -> None:
+        """Renew the leases, and end what has lost its own."""
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            held = [*self._fleet.held(), *self._finishing.values()]
+            if not held:
+                continue
+            leases = list({record.attempt_id: record.fence for record in held}.items())
+            try:
+                with stalls.waiting(
+                    "runner heartbeat", f"the store {_name(self._store)} to renew {len(leases)} leases"
+                ):
+                    beat = functools.partial(self._store.heartbeat, leases, lease_s=self._lease_s)
+                    lost = await asyncio.get_running_loop().run_in_executor(self._beats, beat)
+            except Exception as error:  # noqa: BLE001 - the next beat may come through
+                logger.warning("leases can't be renewed: %s", error)
+                continue
+            for attempt_id in lost:
+                self._fleet.cancel(attempt_id)
+
+    @staticmethod
+    async def _ask(function: Callable[..., T], *args: object, **options: object) -> T:
+        return await asyncio.to_thread(function, *args, **options)
+
+
+def _name(store: Store) -> str:
+    return str(getattr(store, "name", type(store).__name__))

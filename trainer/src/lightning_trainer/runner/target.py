@@ -1,0 +1,148 @@
+"""The user's own functions: found by `module:function`, checked before anything starts."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shlex
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.work import Work
+
+JUDGE: Final = "judge"  # the reward that a judge gives, once all rollouts of a group have ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a runner runs for each rollout.
+
+    Attributes:
+        target: ``module:function``, called as run(task); None where `command` is given.
+        command: program and arguments, started for each attempt; None where `target` is given.
+        reward: ``module:function``, called as score(task, result); None: the agent gives the reward; `JUDGE`: what it
+            returns is no reward, for a judge gives it later.
+        needs_reward: whether an attempt without a reward is an error.
+        work: of a command: where it works, and the command that gives its reward.
+    """
+
+    target: str | None = None
+    command: str | None = None
+    reward: str | None = None
+    needs_reward: bool = True
+    work: Work = field(default_factory=Work)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.work, dict):  # as it comes to a worker
+            object.__setattr__(self, "work", Work(**self.work))
+        self.work.check(command=self.command, reward=self.reward)
+
+    @property
+    def judged(self) -> bool:
+        """Whether a judge gives the reward."""
+        return self.reward == JUDGE
+
+
+def load_function(spec: str, *, option: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+    """Import a function of the user's, with the current folder on the path.
+
+    Args:
+        spec: ``module:function``; the part after the colon may have dots.
+        option: what the message calls it: ``target`` or ``reward``.
+        parameters: names of what it will be called with, by position.
+
+    Raises:
+        ConfigError: it can't be imported, is not there, is no function, or takes other parameters.
+    """
+    module_name, colon, path = spec.partition(":")
+    if not (module_name and colon and path):
+        raise ConfigError(f"{option} {spec!r}: write it as module:function, for example my_app:run.")
+    found: Any = _import(module_name, spec, option)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise ConfigError(f"{option} {spec!r}: {module_name} has no {path!r}.{_functions_of(found)}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise ConfigError(f"{option} {spec!r} is a {type(found).__name__}, not a function. Name a function.")
+    _check_signature(found, spec, option, parameters)
+    return found  # type: ignore[no-any-return]
+
+
+def split_command(command: str, *, folder: str | None = None) -> list[str]:
+    """Split a command as a shell would, and check that its program is there.
+
+    Args:
+        command: as the user wrote it.
+        folder: where it will run, if that is a folder of its own: a program there is not looked for now.
+
+    Raises:
+        ConfigError: it can't be split, is empty, or its program is not found.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"command {command!r}: {error}. Check its quotes.") from None
+    if not words:
+        raise ConfigError("command is empty. Give the program and its arguments, such as 'node agent.js'.")
+    if folder is not None and not words[0].startswith(("/", "~")) and "/" in words[0]:
+        return words  # a program of the folder's own
+    if shutil.which(words[0]) is None:
+        raise ConfigError(f"command {command!r}: no program {words[0]!r} is found. Check the path, or install it.")
+    return words
+
+
+def _import(module_name: str, spec: str, option: str) -> Any:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(module_name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{option} {spec!r} can't be imported: there is no module {error.name!r} in {folder} or on the path. "
+                "Start in the folder that holds it."
+            ) from None
+        raise ConfigError(
+            f"{option} {spec!r} can't be imported: {module_name} raises {type(error).__name__}: {error}{_where(error)}"
+        ) from error
+
+
+def _where(error: BaseException) -> str:
+    """Say where the user's code failed: the last frame that is not Python's own import machinery."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    frames = [f for f in frames if f.filename != __file__]
+    return f"\n  at {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _functions_of(module: Any) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == getattr(module, "__name__", None) and name[0] != "_"
+    ]
+    return f" Its functions: {', '.join(names)}." if names else ""
+
+
+def _check_signature(function: Callable[..., Any], spec: str, option: str, parameters: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # some callables written in C have none
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        name = spec.partition(":")[2]
+        wanted = f"{name}({', '.join(parameters)})"
+        raise ConfigError(
+            f"{option} {spec!r} has the wrong signature: it is {name}{signature}, "
+            f"and it is called as {wanted}. Give it these parameters; any more need defaults."
+        ) from None
