@@ -14,7 +14,7 @@ settings.load_profile("ours")
 @pytest.fixture(autouse=True)
 def _patient_detach(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with other things to do, opening a store takes longer than `detach()` waits."""
-    monkeypatch.setattr("lightning_spans.sinks.DETACH_S", 60.0)
+    monkeypatch.setattr("lightning_spans.record.delivery.sink.DETACH_S", 60.0)
 
 
 @pytest.fixture(scope="session")

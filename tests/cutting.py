@@ -12,14 +12,14 @@ from typing import Any
 
 import httpx
 
-from lightning_spans.testing.faults import Fault
+from lightning_spans.testing.plugins.faults import Fault
 
 PASSED_ON = ("content-type", "authorization", "content-encoding")
 
 
 @contextmanager
 def cutting(url: str, plan: Callable[[str, int], Fault | None], *, delay_s: float = 0.05) -> Iterator[str]:
-    """Serve what the server at `url` serves, but for faults. Gives the proxy's URL.
+    """Serve what the server at `url` serves, but for faults. Returns the proxy's URL.
 
     ``before``: the connection closes and nothing is passed on. ``after``: the request is passed on and its answer lost.
     ``cut``: half of the answer arrives. ``delay``: all of it, late.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_spans.context import Attempt
-from lightning_spans.sinks import Ended
-from lightning_spans.spans import Span
+from lightning_spans.record.delivery.sink import EndedSpan
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.spans import Span
 
 
 class ListSink:
@@ -15,7 +15,7 @@ class ListSink:
     def spans(self) -> list[Span]:
         return [span for span, _ in self.taken]
 
-    def put(self, span: Span | Ended, attempt: Attempt | None) -> None:
+    def put(self, span: Span | EndedSpan, attempt: Attempt | None) -> None:
         self.taken.append((span if isinstance(span, Span) else span.record(), attempt))
 
     def flush(self, timeout_s: float) -> bool:

@@ -6,19 +6,23 @@ import asyncio
 import hashlib
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jinja2
 
-from lightning_spans.store import Call, Store, open_store
-from lightning_trainer.engine import Sampled, Sampling
-from lightning_trainer.server.app import App, create_app
-from lightning_trainer.server.keys import Keys
-from lightning_trainer.server.serving import ServerThread
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.replays import Replay
+from lightning_spans.store import Store, open_store
+from lightning_trainer.gateway.app import App, create_app
+from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.http.serving import ServerThread
 
 HERMES_TEMPLATE = (
     "{%- if tools %}<|im_start|>system\n"
@@ -61,9 +65,16 @@ class ByteTokenizer:
         self._template = environment.from_string(chat_template)
 
     def apply_chat_template(
-        self, conversation: Any, tools: Any = None, *, add_generation_prompt: bool = False, tokenize: bool = True
+        self,
+        conversation: Any,
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **switches: Any,
     ) -> Any:
-        text = self._template.render(messages=conversation, tools=tools, add_generation_prompt=add_generation_prompt)
+        shown = {"messages": conversation, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        text = self._template.render(**shown, **switches)
         return self.encode(text) if tokenize else text
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -182,6 +193,29 @@ def fake_logprob(token: int) -> float:
     return math.log((hashlib.sha256(str(token).encode()).digest()[0] + 1) / 257)
 
 
+class Attempts:
+    """A store in which attempts run, besides its own, that nobody queued."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner = inner
+        self.made: dict[str, AttemptRecord] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def attempts(self, *, attempt_ids: Sequence[str] | None = None, **filters: Any) -> list[AttemptRecord]:
+        found = self._inner.attempts(attempt_ids=attempt_ids, **filters)
+        known = {record.attempt_id for record in found}
+        return [*found, *(self.made[name] for name in attempt_ids or () if name in self.made and name not in known)]
+
+
+def run_attempt(app: App, attempt_id: str, rollout_id: str = "r", replay: Replay | None = None) -> None:
+    """Let an attempt run in the store of an app of `create_app(Attempts(store))`."""
+    rollout = Rollout(rollout_id=rollout_id, group_id="g", task={}, replay=replay)
+    made = AttemptRecord(attempt_id=attempt_id, rollout=rollout, number=1, fence=1, worker="w")
+    app.state.store.made.setdefault(attempt_id, made)
+
+
 @dataclass
 class Served:
     """A server that runs, and what it works with."""
@@ -192,12 +226,35 @@ class Served:
     keys: Keys
     engine: FakeEngine
 
-    def key(self, attempt_id: str, *, agent: str | None = None) -> str:
-        """The key of an attempt; its rollout is named after it."""
-        return self.keys.issue("attempt", rollout_id=f"rollout of {attempt_id}", attempt_id=attempt_id, agent=agent)
+    def key(
+        self,
+        attempt_id: str,
+        *,
+        rollout_id: str | None = None,
+        agent: str | None = None,
+        replay: Replay | None = None,
+    ) -> str:
+        """The key of an attempt that runs; its rollout is named after it."""
+        rollout_id = rollout_id or f"rollout of {attempt_id}"
+        run_attempt(self.app, attempt_id, rollout_id, replay)
+        given = {"rollout_id": rollout_id, "attempt_id": attempt_id, "agent": agent, "replay": replay is not None}
+        return self.keys.issue("attempt", fence=1, **given)
+
+    def end(self, attempt_id: str) -> None:
+        """End an attempt that `key` made."""
+        made = self.app.state.store.made
+        made[attempt_id] = replace(made[attempt_id], status="succeeded", ended_ns=time.time_ns())
+        self.app.state.forget(attempt_id)
 
     def calls(self, attempt_id: str) -> list[Call]:
         return self.store.calls(attempt_ids=[attempt_id])
+
+    def recorded(self, attempt_id: str, number: int) -> list[Call]:
+        """Wait for calls that are recorded after their client has gone, as those of a stream that it left."""
+        end = time.monotonic() + 120.0
+        while len(calls := self.calls(attempt_id)) < number and time.monotonic() < end:
+            time.sleep(0.01)
+        return calls
 
 
 @contextmanager
@@ -207,7 +264,7 @@ def served(
     """Serve an app with a store of its own on a free port; see `create_app` for the options."""
     kept = store or open_store(str(folder / "server.db"))
     engine, keys = engine or FakeEngine(), Keys.fresh()
-    app = create_app(kept, keys=keys, engine=engine, **options)
+    app = create_app(Attempts(kept), keys=keys, engine=engine, **options)
     thread = ServerThread(app)
     try:
         yield Served(thread.start(), app, kept, keys, engine)

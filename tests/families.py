@@ -44,7 +44,7 @@ _FROM_TRL = {
 
 
 def families() -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Give name, template and control tokens of each family there is here."""
+    """Return name, template and control tokens of each family there is here."""
     yield "own hermes", (files("lightning_trainer") / "templates" / "hermes.jinja").read_text("utf-8"), _CHATML_TOKENS
     yield "chatml", CHATML, _CHATML_TOKENS
     yield "thinking", THINKING, _CHATML_TOKENS

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lightning_spans import hookimpl
-from lightning_spans import spans as names
-from lightning_spans.attach import live_listeners
-from lightning_spans.spans import Span
+from lightning_spans.record.pipeline import live_pipeline
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.spans import Span
 
 
 class Listener:
@@ -19,8 +19,8 @@ class Listener:
     @property
     def spans(self) -> list[Span]:
         """What ended so far, in order: listeners are told in a thread of their own."""
-        told = live_listeners()
-        assert told is None or told.flush(60.0)
+        live = live_pipeline()
+        assert live is None or live.listeners.flush(60.0)
         return self._spans
 
     def of(self, operation: str) -> list[Span]:

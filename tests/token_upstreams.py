@@ -13,9 +13,9 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lightning_trainer.engine import Sampled, Sampling
-from lightning_trainer.server.chat import ChatFormat
-from lightning_trainer.server.serving import ServerThread
+from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.http.serving import ServerThread
+from lightning_trainer.gateway.prompt.template import ChatFormat
 
 
 class TokenUpstream:
@@ -25,8 +25,6 @@ class TokenUpstream:
 
     Attributes:
         kind: ``vllm``, ``sglang`` or ``sglang, incremental``.
-        reasoning: the parser of thinking that it was started with.
-        says_reasoning: False: a version that can't tell.
         form: of vLLM's ``structured_outputs`` that its backend takes.
         spoils: changes each reply or chunk before it is sent.
         holds: set by a test, to hold a stream after its first chunk until it is set.
@@ -34,17 +32,15 @@ class TokenUpstream:
 
     def __init__(self, engine: FakeEngine, kind: str = "vllm", *, template: Any = None) -> None:
         self.engine, self.kind = engine, kind
-        self.chat = ChatFormat(template or engine.tokenizer)
-        self.reasoning: str | None = None
-        self.says_reasoning = True
+        self.chat = ChatFormat(template or engine.tokenizer, "hermes")  # it reads calls by a parser of its own
         self.form = "structural_tag"
         self.spoils: Any = lambda data: data
         self.holds: asyncio.Event | None = None
         self.status = 200
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.tried: list[dict[str, Any]] = []
-        routes = [Route("/v1/models", self._models), Route("/server_info", self._info)]
-        paths = ("/tokenize", "/generate", "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/derender")
+        routes = [Route("/v1/models", self._models)]
+        paths = ("/tokenize", "/generate", "/v1/completions", "/v1/chat/completions")
         routes += [Route(path, self._ask, methods=["POST"]) for path in paths]
         self.app = Starlette(routes=routes)
 
@@ -64,23 +60,11 @@ class TokenUpstream:
         owner = self.kind.partition(",")[0]
         return JSONResponse({"data": [{"id": "m", "owned_by": owner, "max_model_len": self.engine.max_model_len}]})
 
-    async def _info(self, _: Any) -> Response:
-        if self.kind == "vllm" or not self.says_reasoning:
-            return JSONResponse({"detail": "Not Found"}, 404)
-        return JSONResponse({"reasoning_parser": self.reasoning})
-
     async def _ask(self, request: Any) -> Response:
         body, path = await request.json(), request.url.path
         if path == "/tokenize":
             text = body.get("prompt") or self.chat.render(body["messages"], ())
             return JSONResponse({"tokens": self.chat.encode(text)})
-        if path.endswith("derender"):
-            thought = "hm" if self.reasoning else None
-            message = {"reasoning": thought, "content": "19"}
-            found = {"choices": [{"message": message}]}
-            return JSONResponse(
-                found if self.says_reasoning else {"detail": "Not Found"}, 200 if self.says_reasoning else 404
-            )
         if self.status != 200:
             self.asked.append((path, body))
             return JSONResponse({"error": {"message": "overloaded"}}, self.status)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from figures import Figure, interleaved
 from records import agent_span, call_of, chat_span
 
-from lightning_spans.adapter import adapt
-from lightning_spans.spans import Span
-from lightning_spans.store import Call
-from lightning_spans.trace import Trace
+from lightning_spans.adapter.adapt import adapt
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.spans import Span
 
 SIZES = (10, 100, 1_000, 10_000)
 OTHERS = {  # agent-lightning 0.3, µs a call

@@ -98,7 +98,7 @@ def costs_of(wanted: Sequence[str]) -> list[Cost]:
 
 
 def figures_of(cost: Cost) -> list[Figure]:
-    """Give the two bars of one of our tracers."""
+    """Return the two bars of one of our tracers."""
     if cost.case not in {"otel", "embedded"}:
         return []
     what = f"{cost.framework}, {cost.kind}, {cost.case}"
@@ -176,12 +176,12 @@ def compared(framework: str, kind: str, call: Callable[[], object], url: str) ->
 
 
 def _quiet(times: list[float]) -> float:
-    """Give the time of the quickest quarter of the turns: those in which nobody else used the core."""
+    """Return the time of the quickest quarter of the turns: those in which nobody else used the core."""
     return statistics.mean(sorted(times)[: len(times) // 4])
 
 
 def one_turn(recorder: Callable[[], Any], call: Callable[[], object]) -> tuple[float, float, float]:
-    """Give µs of CPU of a call, of the process until all is sent and of this thread until it returns; and its spans."""
+    """Return µs of CPU of a call, of the process until all is sent and of this thread until it returns; and spans."""
     with recorder() as (flush, count):
         for _ in range(WARM_UP):
             call()
@@ -201,11 +201,11 @@ def one_turn(recorder: Callable[[], Any], call: Callable[[], object]) -> tuple[f
 @contextlib.contextmanager
 def ours(framework: str, tracer: str, url: str) -> Iterator[Recorder]:
     from lightning_spans import Attempt, attach, use_attempt
-    from lightning_spans.attach import live_delivery
+    from lightning_spans.record.pipeline import live_pipeline
 
     attachment = attach(framework, tracer=tracer)
     with attachment, use_attempt(Attempt("r", "a", endpoint=url, key="key")):
-        about = live_delivery().about  # "...;delivered=80;..."
+        about = live_pipeline().delivery.about  # "...;delivered=80;..."
         yield attachment.flush, lambda: int(about().partition("delivered=")[2].partition(";")[0])
 
 
@@ -259,10 +259,10 @@ def count_here(framework: str, folder: str) -> dict[str, dict[str, float]]:
     """Count what runs in this process, which valgrind runs, for a call of each kind in each case."""
     import capture_programs
 
-    from lightning_spans import sinks
+    from lightning_spans.record.delivery import sink
 
     logging.disable(logging.WARNING)
-    sinks.LINGER_S = sinks.IDLE_S = 3600.0  # else, as slow as they are, calls are sent one by one
+    sink.LINGER_S = sink.IDLE_S = 3600.0  # else, as slow as they are, calls are sent one by one
     with thrown_away() as url:
         os.chdir(folder)
         capture_programs.answer_here()

@@ -101,14 +101,14 @@ def _measured(case: Case) -> list[Figure]:
 
 
 def _beside(upstream: _Process, case: Case) -> float:
-    """Give the milliseconds of CPU that litellm's proxy spends on a request."""
+    """Return the milliseconds of CPU that litellm's proxy spends on a request."""
     with _LiteLlm(upstream.url) as proxy:
         _client(proxy, AT_ONCE, case)
         return statistics.median(_cpu_ms(proxy, case, REQUESTS // 3) for _ in range(2))
 
 
 def _cpu_ms(server: _Process, case: Case, number: int = REQUESTS) -> float:
-    """Give the milliseconds of CPU that a server spends on a request."""
+    """Return the milliseconds of CPU that a server spends on a request."""
     before = server.usage()["cpu_s"]
     _client(server, number, case)
     return (server.usage()["cpu_s"] - before) / number * 1000
@@ -243,7 +243,7 @@ class _LiteLlm(_Process):
 
 def serve(kind: str, argument: str, folder: str) -> None:
     """A child's part: serve until the input ends; tell the CPU and memory used for each line read."""
-    from lightning_trainer.server.serving import ServerThread
+    from lightning_trainer.gateway.http.serving import ServerThread
 
     key = "none"
     if kind == "upstream":
@@ -336,15 +336,18 @@ def forwarding(upstream: str) -> tuple[Any, Any]:
 
 
 def gateway(upstream: str, folder: Path) -> tuple[Any, str]:
+    from fakes import Attempts, run_attempt
+
     from lightning_spans.store import open_store
-    from lightning_trainer.server.app import create_app
-    from lightning_trainer.server.keys import Keys
-    from lightning_trainer.server.upstream import Upstream
+    from lightning_trainer.gateway.app import create_app
+    from lightning_trainer.gateway.auth.keys import Keys
+    from lightning_trainer.gateway.upstream.upstream import Upstream
 
     keys = Keys.fresh()
     store = open_store(str(folder / "bench.db"))
-    app = create_app(store, keys=keys, upstreams=[Upstream("m", f"{upstream}/v1")])
-    return app, keys.issue("attempt", rollout_id="r", attempt_id="a")
+    app = create_app(Attempts(store), keys=keys, upstreams=[Upstream("m", f"{upstream}/v1")])
+    run_attempt(app, "a")
+    return app, keys.issue("attempt", rollout_id="r", attempt_id="a", fence=1)
 
 
 def _asgi(answer: Any, close: Any = None) -> Any:

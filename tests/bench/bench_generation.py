@@ -24,12 +24,12 @@ def prompts(tokenizer) -> list[list[int]]:
 
 
 def measure() -> list[Figure]:
-    from lightning_trainer.backends.torch.backend import TorchBackend
-    from lightning_trainer.backends.torch.engine import available_cores
-    from lightning_trainer.engine import Sampling
-    from lightning_trainer.models import resolve_model
+    from lightning_trainer import models
+    from lightning_trainer.backends.torch.learner import TorchLearner
+    from lightning_trainer.backends.torch.threads import available_cores
+    from lightning_trainer.gateway.engine import Sampling
 
-    backend = TorchBackend(resolve_model("smollm2-135m"), dtype="bfloat16", max_model_len=1024)
+    backend = TorchLearner(models.resolve("smollm2-135m"), dtype="bfloat16", max_model_len=1024)
     engine = backend.engine
 
     async def chat(prompt: list[int], tokens: int) -> int:

@@ -64,7 +64,7 @@ def over_http(kind: str) -> list[Figure]:
 
 
 def bodies(count: int, first: int = 0) -> Iterator[bytes]:
-    from lightning_spans.otlp import encode
+    from lightning_spans.record.delivery.otlp import encode
 
     for start in range(first, first + count, BATCH):
         yield encode(chat_span(number, trace=1 + number // 20) for number in range(start, start + BATCH))
@@ -73,7 +73,7 @@ def bodies(count: int, first: int = 0) -> Iterator[bytes]:
 def post(served: Served, sent: list[bytes]) -> None:
     import httpx
 
-    from lightning_spans.otlp import PROTOBUF
+    from lightning_spans.record.delivery.otlp import PROTOBUF
 
     headers = {"authorization": f"Bearer {served.key}", "content-type": PROTOBUF}
     with httpx.Client(headers=headers, trust_env=False, timeout=60) as client:
@@ -88,7 +88,7 @@ def post(served: Served, sent: list[bytes]) -> None:
 
 
 def kept(served: Served) -> int:
-    from lightning_spans.store_http import HttpStore
+    from lightning_spans.store.http import HttpStore
 
     store = HttpStore(served.url, key=served.key)
     found = len(store.spans())

@@ -40,18 +40,19 @@ def measure() -> list[Figure]:
 
 
 async def _run() -> tuple[float, float]:
-    from fakes import FakeEngine
+    from fakes import Attempts, FakeEngine, run_attempt
 
-    from lightning_trainer.forgetful import ForgetfulStore
-    from lightning_trainer.server.app import create_app
-    from lightning_trainer.server.keys import Keys
+    from lightning_spans.store.null import NullStore
+    from lightning_trainer.gateway.app import create_app
+    from lightning_trainer.gateway.auth.keys import Keys
 
     engine, keys = FakeEngine(lambda _: "a short answer"), Keys.fresh()
-    app = create_app(ForgetfulStore(), keys=keys, engine=engine)
+    app = create_app(Attempts(NullStore()), keys=keys, engine=engine)
     early = 0.0
     for number in range(0, CALLS, 10):
         attempt = f"attempt {number}"
-        key = keys.issue("attempt", rollout_id="r", attempt_id=attempt)
+        run_attempt(app, attempt)
+        key = keys.issue("attempt", rollout_id="r", attempt_id=attempt, fence=1)
         for turn in range(10):
             path, body = list(BODIES.items())[turn % len(BODIES)]
             body = {"model": "policy", **body, "stream": turn % 2 == 0}

@@ -42,7 +42,7 @@ def prompts(tokenizer: Any) -> list[tuple[str, list[int], list[int]]]:
 
 
 def rows(calls: list[tuple[str, list[int], list[int]]]) -> list[Any]:
-    from lightning_trainer.rows import Row
+    from lightning_trainer.rl.rows import Row
 
     found = []
     for number, (agent, prompt, response) in enumerate(calls):
@@ -68,7 +68,7 @@ def rows(calls: list[tuple[str, list[int], list[int]]]) -> list[Any]:
 
 def generate(engines: dict[str, Any], calls: list[tuple[str, list[int], list[int]]]) -> None:
     """Answer the callers of all rollouts, and each answerer as soon as its caller is done."""
-    from lightning_trainer.engine import Sampling
+    from lightning_trainer.gateway.engine import Sampling
 
     async def answer(agent: str, prompt: list[int], seed: int) -> None:
         async for _ in engines[agent].generate(prompt, Sampling(max_tokens=ANSWER_LIMIT[agent], seed=seed)):
@@ -86,10 +86,10 @@ def generate(engines: dict[str, Any], calls: list[tuple[str, list[int], list[int
 
 def case(model: Any, adapters: tuple[str, ...], trained: tuple[str, ...]) -> tuple[Any, Callable[[], None]]:
     """A backend, and one step of it: generate all calls, learn from those of the trained agents."""
-    from lightning_trainer.backends.torch.backend import TorchBackend
+    from lightning_trainer.backends.torch.learner import TorchLearner
 
     options = {"dtype": "bfloat16", "max_model_len": 1024, "threads": 1, "lora_rank": 16, "learning_rate": 1e-6}
-    backend = TorchBackend(model, adapters=adapters, **options)
+    backend = TorchLearner(model, adapters=adapters, **options)
     calls = prompts(backend.engine.tokenizer)
     by_name = {engine.model: engine for engine in backend.engines}
     engines = {agent: by_name.get(agent, backend.engine) for agent in ANSWER_LIMIT}
@@ -103,9 +103,9 @@ def case(model: Any, adapters: tuple[str, ...], trained: tuple[str, ...]) -> tup
 
 
 def measure() -> list[Figure]:
-    from lightning_trainer.models import resolve_model
+    from lightning_trainer import models
 
-    model = resolve_model("smollm2-135m")
+    model = models.resolve("smollm2-135m")
     both = ("caller", "answerer")
     cases = {
         "one agent": case(model, ("caller",), ("caller",)),

@@ -9,9 +9,9 @@ from agl import others
 from figures import Figure
 from served import DATABASES, Served, server
 
-from lightning_spans.rewards import Reward
-from lightning_spans.store import End, Rollout
-from lightning_spans.store_http import HttpStore
+from lightning_spans.schema.attempts import End, Rollout
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.store.http import HttpStore
 
 ROLLOUTS = 2_000
 WORKERS = 16

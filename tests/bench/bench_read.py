@@ -10,9 +10,11 @@ from figures import Figure
 from records import call_of, chat_span
 from served import DATABASES, database
 
-from lightning_spans.rewards import Reward
-from lightning_spans.spans import Span
-from lightning_spans.store import Call, Rollout, Store, open_store
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import Span
+from lightning_spans.store import Store, open_store
 
 ROLLOUTS, CALLS = 64, 20
 OLDER = 10  # batches that are in the store already
@@ -65,7 +67,7 @@ def fill(store: Store, batch: int) -> None:
 
 
 def read(store: Store, rollout_ids: list[str]) -> None:
-    from lightning_spans.trace import traces_of
+    from lightning_spans.store.traces import traces_of
 
     traces = traces_of(store, rollout_ids=rollout_ids)
     calls = sum(chat.call is not None for trace in traces for chat in trace.chats)

@@ -7,8 +7,8 @@ import random
 import numpy as np
 from figures import Figure, interleaved
 
-from lightning_spans.transitions import Tokens, Transition
-from lightning_trainer.rows import make_rows
+from lightning_spans.schema.transitions import Tokens, Transition
+from lightning_trainer.rl.rows import make_rows
 
 ATTEMPTS, AGENTS, TURNS = 64, 3, 10
 SYSTEM, REPLY, OBSERVATION = 300, 60, 40  # tokens

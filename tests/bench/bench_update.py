@@ -21,7 +21,7 @@ from types import TracebackType
 import numpy as np
 from figures import Figure
 
-from lightning_trainer.rows import Row
+from lightning_trainer.rl.rows import Row
 
 STEPS = 2
 TRL = "bfloat16 8"
@@ -78,9 +78,9 @@ def measure() -> list[Figure]:
     from training_rows import make
     from transformers import AutoTokenizer
 
-    from lightning_trainer.models import resolve_model
+    from lightning_trainer import models
 
-    model = resolve_model(os.environ.get("BENCH_MODEL", "smollm2-135m"))
+    model = models.resolve(os.environ.get("BENCH_MODEL", "smollm2-135m"))
     rows = make(AutoTokenizer.from_pretrained(model))
     python = os.environ.get("BENCH_TRL_PYTHON")
     with tempfile.TemporaryDirectory() as folder:
@@ -103,9 +103,9 @@ def recorded(rows: list[Row], logprobs: np.ndarray) -> list[Row]:
 
 def side_by_side(model: Path, rows: list[Row], peer: Peer) -> list[Figure]:
     """Ours and TRL's steps in turns; ours also on the same rows made to share nothing, which is the same to TRL."""
-    from lightning_trainer.backends.torch.backend import TorchBackend
+    from lightning_trainer.backends.torch.learner import TorchLearner
 
-    backend, apart = TorchBackend(model, learning_rate=1e-5), unshared(rows)
+    backend, apart = TorchLearner(model, learning_rate=1e-5), unshared(rows)
     ours, alone, theirs = [], [], []
     for _ in range(STEPS + 1):
         ours.append(timed(backend, rows))
@@ -144,9 +144,9 @@ def unshared(rows: list[Row]) -> list[Row]:
 
 
 def ours_alone(model: Path, rows: list[Row]) -> list[Figure]:
-    from lightning_trainer.backends.torch.backend import TorchBackend
+    from lightning_trainer.backends.torch.learner import TorchLearner
 
-    backend = TorchBackend(model, learning_rate=1e-5)
+    backend = TorchLearner(model, learning_rate=1e-5)
     mine = typical([timed(backend, rows) for _ in range(STEPS + 1)])
     backend.close()
     return figures(rows, mine, note="; TRL was not measured: set BENCH_TRL_PYTHON")
@@ -175,4 +175,5 @@ def timed(backend: object, rows: list[Row]) -> dict[str, float]:
         "wall": time.perf_counter() - wall,
         "cpu": time.process_time() - cpu,
         "grad_norm": metrics["grad_norm"],
+        "update_threads": metrics["update_threads"],
     }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from lightning_spans import spans as names
-from lightning_spans.spans import Span
-from lightning_spans.store import Call, Choice
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.schema.spans import Span
 
 SYSTEM = "You are a careful assistant. Use the tools you are given, then answer in one line. " * 4
 START_NS = 1_790_000_000_000_000_000

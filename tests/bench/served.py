@@ -85,9 +85,9 @@ def server(kind: str) -> Iterator[Served]:
 def serve(url: str) -> None:
     """The other process: serve until the input ends."""
     from lightning_spans.store import open_store
-    from lightning_trainer.server.app import create_app
-    from lightning_trainer.server.keys import Keys
-    from lightning_trainer.server.serving import ServerThread
+    from lightning_trainer.gateway.app import create_app
+    from lightning_trainer.gateway.auth.keys import Keys
+    from lightning_trainer.gateway.http.serving import ServerThread
 
     keys, store = Keys.fresh(), open_store(url)
     with_app = ServerThread(create_app(store, keys=keys))

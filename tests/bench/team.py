@@ -15,11 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_spans.credit import credit_by_name
-from lightning_spans.credit_levels import levels_of
-from lightning_spans.rewards import Reward
-from lightning_spans.transitions import Transition
-from lightning_trainer.advantages import transition_advantages
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.transitions import Transition
+from lightning_trainer.rl.advantages import transition_advantages
+from lightning_trainer.rl.credit.assigners import credit_by_name
+from lightning_trainer.rl.credit.values import levels_of
 
 # One reward for all, one for each agent, both of these, or one for each call.
 Told = Literal["team", "agents", "both", "steps"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_spans.transitions import Tokens, Transition
-from lightning_trainer.advantages import group_advantages
-from lightning_trainer.rows import Row, make_rows
+from lightning_spans.schema.transitions import Tokens, Transition
+from lightning_trainer.rl.advantages import group_advantages
+from lightning_trainer.rl.rows import Row, make_rows
 
 TASKS, SAMPLES = 8, 8
 SYSTEM = "Use the calculator, then write Answer: NUMBER."

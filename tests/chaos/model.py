@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_spans.rewards import Reward
-from lightning_spans.spans import Span
-from lightning_spans.store import AttemptRecord, Call, Rollout
+from lightning_spans.schema.attempts import FAILED, AttemptRecord, Rollout
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import Span
 
 
 def lost(what: str, acknowledged: Iterable[str], kept: Iterable[str]) -> list[str]:
@@ -63,13 +64,20 @@ def trace_problems(attempts: Sequence[AttemptRecord], calls: Sequence[Call], spa
 def batch_problems(
     batches: Sequence[Mapping[str, Any]], undisturbed: Sequence[Mapping[str, Any]], attempts: Sequence[AttemptRecord]
 ) -> list[str]:
-    """Every batch hashes as in the undisturbed run, in whichever life it was made, and holds each rollout once."""
+    """Every batch hashes as in the undisturbed run, in whichever life it was made, and holds each rollout once.
+
+    An agent that was killed while it ran alone has failed, as far as anybody can know: that counts in its group, and
+    its next attempt samples anew, so such a batch has no hash to be compared with.
+    """
     expected = {batch["step"]: batch["hash"] for batch in undisturbed}
-    good = {attempt.attempt_id: attempt for attempt in attempts if attempt.status == "succeeded"}
-    problems = []
+    good = {attempt.attempt_id: attempt for attempt in attempts if attempt.status in {"succeeded", "failed"}}
+    failed = {_group(attempt.attempt_id) for attempt in attempts if attempt.status in FAILED}
+    problems, compared = [], 0
     for batch in batches:
         step = batch["step"]
-        if batch["hash"] != expected.get(step):
+        same = failed.isdisjoint(map(_group, batch["attempts"]))
+        compared += same
+        if same and batch["hash"] != expected.get(step):
             problems.append(f"the batch of step {step} is {batch['hash'][:12]}, undisturbed {expected.get(step)}")
         rollouts = [attempt_id.rpartition(".")[0] for attempt_id in batch["attempts"]]
         if len(set(rollouts)) != len(rollouts):
@@ -77,7 +85,15 @@ def batch_problems(
         strangers = [attempt_id for attempt_id in batch["attempts"] if attempt_id not in good]
         if strangers:
             problems.append(f"the batch of step {step} holds {strangers[0]}, which did not succeed")
+    print(f"{compared} of {len(batches)} batches compared with the undisturbed run's")
+    if batches and not compared:
+        problems.append("no batch could be compared")
     steps = sorted({batch["step"] for batch in batches})
     if steps != list(range(len(steps))):
         problems.append(f"steps are missing: {steps}")
     return problems
+
+
+def _group(attempt_id: str) -> str:
+    """Return ``run:step-task`` of an attempt ``run:step-task-member.number``."""
+    return attempt_id.rpartition("-")[0]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from lightning_trainer.server.keys import Keys
+from lightning_trainer.gateway.auth.keys import Keys
 
 HERE = Path(__file__).parent
 PARTS = ("server", "runner", "agent", "trainer")
@@ -48,7 +48,7 @@ class Run:
             "server": [str(HERE / "serve.py"), self.store, str(self.folder / "secret"), str(self._port)],
             "runner": [
                 "-m", "lightning_trainer.cli", "runner", "chaos_agent:run", "--server", self.url, "--workers", "2",
-                "--concurrency", "8", "--lease-s", "3", "--logs", str(self.folder / "logs"),
+                "--concurrency", "8", "--lease-s", "3", "--logs", str(self.folder / "logs"), "--pass-env", "CHAOS_*",
             ],
             "trainer": [str(HERE / "train.py"), str(self.folder), self.url, str(self._steps)],
         }  # fmt: skip
@@ -122,7 +122,7 @@ class Run:
 
 
 def children(pid: int) -> list[int]:
-    """Give the worker processes of a runner: each is the child of one of its threads."""
+    """Return the worker processes of a runner: each is the child of one of its threads."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:

@@ -1,4 +1,4 @@
-"""The trainer that chaos kills: the real loop, with a backend that writes down a hash of each batch it is given."""
+"""The trainer that chaos kills: the real loop, with a learner that writes down a hash of each batch it is given."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import hashlib
 import json
 import os
 import sys
-import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_spans.store_http import HttpStore
-from lightning_trainer.algorithms import algorithm_by_name
-from lightning_trainer.checkpoints import State, find, read_state
+from lightning_spans.store.http import HttpStore
+from lightning_trainer.backends.protocol import OpenRun
 from lightning_trainer.config import TrainConfig
-from lightning_trainer.local import Local
-from lightning_trainer.loop import Loop, Parts
-from lightning_trainer.progress import Silent
+from lightning_trainer.report.progress import Silent
+from lightning_trainer.run.local import Local
+from lightning_trainer.run.loop import Loop
+from lightning_trainer.run.state import State, find, read_state
 
 TASKS = [{"question": f"question {n}"} for n in range(12)]
 
@@ -35,7 +34,7 @@ class Log:
         return []
 
 
-class Backend:
+class Learner:
     """Writes a line for each update: the step, a hash of all that a model would learn from, and the rollouts in it."""
 
     engine = SimpleNamespace(model="policy", version=0)
@@ -58,8 +57,11 @@ class Backend:
         os.write(self._file, (json.dumps(line) + "\n").encode())
         return {}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, resumable: bool = True) -> None:
         (folder / "weights").write_text("none")
+
+    def strip(self, folder: Path) -> None:
+        pass
 
 
 def main(folder: Path, url: str, steps: int) -> None:
@@ -75,15 +77,14 @@ def main(folder: Path, url: str, steps: int) -> None:
     # What the last life left in the queue, nobody waits for any more.
     old = [r.rollout_id for status in ("queued", "running") for r in store.rollouts(status=status)]
     store.cancel(old)
-    backend: Any = Backend(folder / "batches.jsonl")
+    learner: Any = Learner(folder / "batches.jsonl")
     log: Any = Log()
-    parts = Parts(
-        config=config, tasks=TASKS, val=[], local=Local(store, runner, url), backend=backend,
-        algorithm=algorithm_by_name(config), log=log, progress=Silent(), check=lambda: None, folder=folder,
-        name=f"chaos-{uuid.uuid4().hex[:8]}",
+    run = OpenRun(
+        config=config, tasks=TASKS, val=[], store=store, runner=runner, log=log, progress=Silent(),
+        check=lambda: None, folder=folder,
     )  # fmt: skip
-    backend.loop = Loop(parts, state)
-    backend.loop.run()
+    learner.loop = Loop(run, Local(store, runner, url), learner, state)
+    learner.loop.run()
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_tokens_are_counted_and_models_listed(attempt, client):
 
 
 def test_errors_are_those_of_the_client(attempt, client):
-    thinking = {"type": "enabled", "budget_tokens": 1024}
+    thinking = {"type": "soon"}
     with pytest.raises(anthropic.BadRequestError, match="thinking"):
         client.messages.create(model="policy", max_tokens=2000, messages=[USER], thinking=thinking)
     wrong = anthropic.Anthropic(base_url=attempt.url, api_key="lk-wrong", max_retries=0)

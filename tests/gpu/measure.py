@@ -2,7 +2,8 @@
 
     python tests/gpu/measure.py [--device cuda] [--backends torch,verl] [--steps 14] [--model smollm2-135m] [--out DIR]
 
-`nox -s gpu` runs it. With verl among the backends, a run of a program with one call is then given to verl's own trainer
+`nox -s gpu` runs it; `nox -s gpu -- --backends torch` needs, and installs, neither verl nor vLLM. With verl among the
+backends, a run of a program with one call is then given to verl's own trainer
 again, row by row (`replay.py`): the difference of what both need for a step, without sampling, is what we add.
 Tables go to the screen and to DIR/report.md, which names machine and versions.
 """
@@ -47,9 +48,11 @@ class Memory:
         before = self._used()
         thread = threading.Thread(target=self._watch, args=(before,), daemon=True)
         thread.start()
-        yield self
-        self._over.set()
-        thread.join()
+        try:
+            yield self
+        finally:
+            self._over.set()
+            thread.join()
 
     def _watch(self, before: float) -> None:
         while not self._over.wait(0.5):
@@ -96,9 +99,10 @@ def demo(backend: str, args: argparse.Namespace) -> list[str]:
     last = json.loads(done.stdout.splitlines()[-1])
     steps = steps_of(out / "run")
     parts = [f"{mean(steps, name):.2f}" if any(name in step for step in steps) else "" for name in PARTS.values()]
-    speed = sum(step["tokens"] for step in steps) / sum(step["rollout_seconds"] for step in steps)
+    speed = sum(step["tokens_generated"] for step in steps) / sum(step["rollout_seconds"] for step in steps)
+    gap = f"{mean(steps, 'logprob_gap'):.4f}"
     reward = f"{last['reward_before']:.2f} to {last['reward_after']:.2f}"
-    return [backend, reward, f"{speed:,.0f}", f"{mean(steps, 'seconds'):.2f}", *parts, f"{memory.peak:.1f}"]
+    return [backend, reward, f"{speed:,.0f}", f"{mean(steps, 'seconds'):.2f}", *parts, gap, f"{memory.peak:.1f}"]
 
 
 def overhead(args: argparse.Namespace) -> str:
@@ -120,9 +124,9 @@ def overhead(args: argparse.Namespace) -> str:
 
 
 def model_folder(name: str) -> str:
-    from lightning_trainer.models import resolve_model
+    from lightning_trainer import models
 
-    return str(resolve_model(name))
+    return str(models.resolve(name))
 
 
 def machine(device: str) -> str:
@@ -142,7 +146,7 @@ def installed(package: str) -> str | None:
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:
-    heads = ["backend", "held-out reward", "tokens/s", "s a step", *PARTS, "memory, GiB"]
+    heads = ["backend", "held-out reward", "tokens/s", "s a step", *PARTS, "gap, nats", "memory, GiB"]
     return "\n".join(f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *lines))
 
 
@@ -160,6 +164,8 @@ def main() -> None:
         sys.exit("The first step warms up and is not counted: give at least 2.")
     backends = args.backends.split(",")
     args.out = args.out.absolute()
+    if args.out.exists():
+        sys.exit(f"{args.out} is there already. Give another --out.")
     args.out.mkdir(parents=True)
     report = [machine(args.device), "", table([demo(backend, args) for backend in backends])]
     if "verl" in backends:

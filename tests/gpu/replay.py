@@ -28,18 +28,17 @@ def config_of(run: Path) -> Any:
 
 
 class Replay:
-    """Gives the rows of a run again, step by step, at once."""
+    """Return the rows of a run again, step by step, at once."""
 
     def __init__(self, run: Path) -> None:
-        from lightning_spans import plugins
+        from lightning_spans import hooks
         from lightning_spans.store import open_store
-        from lightning_spans.trace import traces_of
-        from lightning_trainer.algorithms.rl import make_batch
-        from lightning_trainer.backends.verl.collect import settings_of
-        from lightning_trainer.rollouts import outcomes
-        from lightning_trainer.scores import total
+        from lightning_spans.store.traces import traces_of
+        from lightning_trainer.backends.verl.steps.collect import make_batch
+        from lightning_trainer.rl.rollouts import outcomes
+        from lightning_trainer.rl.scores import total
 
-        plugins.load_all()
+        hooks.load_all()
         self._config = config_of(run)
         groups = defaultdict(list)
         store = open_store(str(run / "lightning.db"))
@@ -50,7 +49,7 @@ class Replay:
             self._groups = {}
             for place, members in groups.items():
                 ended = outcomes(store, sorted(members, key=lambda rollout: rollout.rollout_id))
-                batch = make_batch(settings_of(self._config), ended, lambda ids: traces_of(store, attempt_ids=ids))
+                batch = make_batch(self._config, ended, lambda ids: traces_of(store, attempt_ids=ids))
                 rows = defaultdict(list)
                 for row in batch.rows:
                     rows[row.rollout_id].append(row)
@@ -66,11 +65,11 @@ class Replay:
     def generate_sequences(self, prompts: Any) -> None:
         import transfer_queue as tq
 
-        from lightning_trainer.backends.verl.collect import PARTITION, as_dicts, write
-        from lightning_trainer.backends.verl.trajectories import Prompt, trajectories
+        from lightning_trainer.backends.verl.steps.collect import PARTITION, as_dicts, write
+        from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories
 
         for row in as_dicts(prompts):
-            prompt = Prompt(uid=str(row["uid"]), step=int(row["global_steps"]))
+            prompt = VerlPrompt(uid=str(row["uid"]), step=int(row["global_steps"]))
             rows, rewards = self._groups[divmod(int(row["index"]), self._config.batch_size)]
             tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
             laid = trajectories(prompt, rows, rewards)
@@ -78,9 +77,9 @@ class Replay:
 
 
 def main(run: Path, log: Path) -> None:
-    from lightning_trainer.backends.verl.describe import composed, count_steps, has_flash_attention
-    from lightning_trainer.backends.verl.overrides import Place, overrides
-    from lightning_trainer.backends.verl.shape import read_shape
+    from lightning_trainer.backends.verl.options.describe import composed, count_steps, has_flash_attention
+    from lightning_trainer.backends.verl.options.overrides import Site, overrides
+    from lightning_trainer.models.shape import read_shape
 
     config = config_of(run)
     os.environ |= {RUN: str(run), "VERL_FILE_LOGGER_PATH": str(log), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -88,8 +87,8 @@ def main(run: Path, log: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     if config.device == "cpu":
         os.environ["VERL_PLATFORM"] = "cpu"
-    place = Place(folder=run.with_name("replayed"), steps=count_steps(config))
-    values = overrides(config, place, read_shape(config.model), flash_attention=has_flash_attention())
+    site = Site(folder=run.with_name("replayed"), steps=count_steps(config))
+    values = overrides(config, site, read_shape(config.model), flash_attention=has_flash_attention())
     values |= {
         "algorithm.adv_estimator": "grpo",
         "trainer.v1.trainer_mode": "sync",

@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _events(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Give a message as the events of Anthropic's stream."""
+    """Return a message as the events of Anthropic's stream."""
     start = {**message, "content": [], "stop_reason": None, "usage": {"input_tokens": 11, "output_tokens": 0}}
     yield {"type": "message_start", "message": start}
     for index, block in enumerate(message["content"]):

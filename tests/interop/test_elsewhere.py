@@ -14,10 +14,10 @@ import pytest
 from providers import Providers
 
 from lightning_spans import attach, open_store
-from lightning_spans import spans as names
-from lightning_spans.adapter import adapt
-from lightning_spans.spans import Span
-from lightning_spans.trace import Trace
+from lightning_spans.adapter.adapt import adapt
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.schema import spans as names
+from lightning_spans.schema.spans import Span
 
 os.environ |= {f"CREWAI_{name}": "true" for name in ("DISABLE_TELEMETRY", "DISABLE_TRACKING", "TESTING")}
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # else LiteLLM fetches prices when it is imported
@@ -38,7 +38,7 @@ def add(a: int, b: int) -> int:
 
 
 def text_of(content: Any) -> str:
-    """Give a message's content as text; Anthropic's comes in parts when it is streamed."""
+    """Return a message's content as text; Anthropic's comes in parts when it is streamed."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 

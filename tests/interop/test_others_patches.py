@@ -14,9 +14,9 @@ from openai._base_client import AsyncAPIClient, SyncAPIClient
 
 import lightning_openai
 from lightning_spans import open_store
-from lightning_spans import spans as names
+from lightning_spans.schema import spans as names
 from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins import MODEL
+from lightning_spans.testing.plugins.suite import MODEL
 
 if os.environ.get("INTEROP") != "1":
     pytest.importorskip("openinference.instrumentation.openai", exc_type=ImportError)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lightning_spans import open_store
-from lightning_spans import spans as names
-from lightning_spans.adapter import adapt
+from lightning_spans.adapter.adapt import adapt
+from lightning_spans.schema import spans as names
+from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins import MODEL, instructions
-from lightning_spans.trace import traces_of
+from lightning_spans.testing.plugins.suite import MODEL, instructions
 
 QUESTION = "Say something."
 

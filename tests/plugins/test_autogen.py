@@ -17,8 +17,8 @@ pytest.importorskip("autogen_agentchat")
 
 import openai
 from autogen_agentchat import teams
-from autogen_agentchat.agents import AssistantAgent, BaseChatAgent, SocietyOfMindAgent
-from autogen_agentchat.base import Response
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent, CodeExecutorAgent, SocietyOfMindAgent
+from autogen_agentchat.base import Handoff, Response
 from autogen_agentchat.conditions import HandoffTermination, MaxMessageTermination, SourceMatchTermination
 from autogen_agentchat.messages import ModelClientStreamingChunkEvent, TextMessage
 from autogen_agentchat.teams import (
@@ -40,10 +40,12 @@ from autogen_core import (
     message_handler,
 )
 from autogen_core._message_handler_context import MessageHandlerContext
+from autogen_core.code_executor import CodeExecutor, CodeResult
 from autogen_core.models import ChatCompletionClient, CreateResult, RequestUsage, SystemMessage, UserMessage
 from autogen_core.tool_agent import ToolAgent, tool_agent_caller_loop
-from autogen_core.tools import BaseStreamTool, FunctionTool
+from autogen_core.tools import BaseStreamTool, FunctionTool, StaticStreamWorkbench, StaticWorkbench
 from autogen_ext.models.openai import OpenAIChatCompletionClient
+from autogen_ext.tools.code_execution import PythonCodeExecutionTool
 from opentelemetry import context as otel_context
 from opentelemetry import trace as otel_trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -52,12 +54,21 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel
 
 import lightning_autogen
-from lightning_spans import Attempt, open_store, plugins, use_attempt
-from lightning_spans import spans as names
-from lightning_spans.context import current_agent
+from lightning_spans import Attempt, hooks, open_store, use_attempt
+from lightning_spans.record.context import current_agent
+from lightning_spans.schema import spans as names
 from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
-from lightning_spans.testing.script import Reply, agent_of, follow
+from lightning_spans.testing.plugins.replayed import NOTES, run_twice
+from lightning_spans.testing.plugins.script import Reply, agent_of, follow
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    instructions,
+    noted,
+)
 
 INFO = {
     "vision": False,
@@ -92,6 +103,11 @@ async def add(a: int, b: int) -> int:
 
 def fail(reason: str) -> str:
     raise ValueError(reason)
+
+
+def note(text: str) -> str:
+    """Note a text."""
+    return noted(text)
 
 
 class TestConformance(PluginConformance):
@@ -157,6 +173,12 @@ class TestConformance(PluginConformance):
     def tool_error(self, url):
         return run(ask("caller", url, PROMPTS["tool_error"], tools=[fail], reflect_on_tool_use=True))
 
+    def unknown_tool(self, url):
+        return run(ask("caller", url, PROMPTS["unknown_tool"], tools=[add], reflect_on_tool_use=True))
+
+    def unreadable_arguments(self, url):
+        return run(ask("caller", url, PROMPTS["unreadable_arguments"], tools=[add], reflect_on_tool_use=True))
+
     def parallel(self, url):
         async def work():
             return await asyncio.gather(*(ask(name, url, PROMPTS["parallel"]) for name in ("left", "right")))
@@ -205,6 +227,19 @@ class TestConformance(PluginConformance):
             run(work())
         return seen, type(error.value).__name__
 
+    def effects(self, url):
+        return run(ask("caller", url, REPLAY_PROMPTS["effects"], tools=[note], reflect_on_tool_use=True))
+
+    def effect_fails(self, url):
+        return run(ask("caller", url, REPLAY_PROMPTS["effect_fails"], tools=[note], reflect_on_tool_use=True))
+
+    async def effects_awaited(self, url):
+        async def note(text: str) -> str:
+            return noted(text)
+
+        tools = [FunctionTool(note, "Note a text.")]
+        return await ask("caller", url, REPLAY_PROMPTS["effects_awaited"], tools=tools, reflect_on_tool_use=True)
+
     def callbacks(self, url):
         async def work():
             seen = []
@@ -232,10 +267,10 @@ def server():
 def seen(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
     listener = Listener()
-    plugins.register(listener, "listener")
+    hooks.register(listener, "listener")
     with lightning_autogen.attach(store=str(tmp_path / "traces.db")):
         yield listener
-    plugins.unregister("listener")
+    hooks.unregister("listener")
 
 
 def check_calls(seen, server, *, names_of=agent_of):
@@ -355,6 +390,55 @@ def test_a_swarm_hands_over_with_a_tool(server, seen):
     assert [span.agent for span in seen.chats] == ["left", "right"]
     (handoff,) = seen.tools
     assert (handoff.name, handoff.agent, handoff.status) == ("transfer_to_right", "left", "ok")
+    assert handoff.attributes[names.HANDOFF] == "right"
+
+
+def test_a_handoff_of_another_name_says_to_whom(server, seen):
+    async def work():
+        shared = model(server.url)
+        agents = [make("left", shared, handoffs=[Handoff(target="right", name="escalate")]), make("right", shared)]
+        ends = SourceMatchTermination(["right"])
+        return await Swarm(agents, termination_condition=ends).run(task="call escalate {}")
+
+    run(work())
+    (handoff,) = seen.tools
+    assert (handoff.name, handoff.attributes[names.HANDOFF]) == ("escalate", "right")
+
+
+class Calculator(CodeExecutor):
+    """Runs code by counting its letters."""
+
+    async def execute_code_blocks(self, code_blocks, cancellation_token):
+        total = sum(len(block.code) for block in code_blocks)
+        return CodeResult(exit_code=int(total > 10), output=f"{total} letters")
+
+    async def start(self): ...
+    async def stop(self): ...
+    async def restart(self): ...
+
+
+@pytest.mark.parametrize(("code", "status"), [("1 + 1", "ok"), ("1 + 1 + 1 + 1", "error")])
+def test_code_that_an_agent_runs_is_a_tool_call(code, status, seen):
+    async def work():
+        coder = CodeExecutorAgent("coder", Calculator())
+        message = TextMessage(content=f"```python\n{code}\n```", source="user")
+        await coder.on_messages([message], CancellationToken())
+
+    run(work())
+    (span,) = seen.tools
+    assert (span.name, span.agent, span.status) == ("code_executor", "coder", status)
+    assert json.loads(span.attributes[names.TOOL_ARGUMENTS])["code_blocks"][0]["code"].strip() == code
+    assert span.attributes[names.TOOL_RESULT].endswith("letters")
+
+
+def test_code_that_a_tool_runs_is_that_tools_call(server, seen):
+    async def work():
+        tools = [PythonCodeExecutionTool(Calculator())]
+        caller = make("caller", server.url, tools=tools, reflect_on_tool_use=True)
+        await caller.run(task='call CodeExecutor {"code": "1 + 1"}')
+
+    run(work())
+    assert [span.name for span in seen.tools] == ["CodeExecutor"]
 
 
 @STREAMED
@@ -879,3 +963,76 @@ def test_detach_restores_classes_that_came_later(seen, tmp_path):
     lightning_autogen.attach(store=str(tmp_path / "traces.db")).detach()
     assert inspect.getattr_static(Later, "on_messages") is patched.__wrapped__
     assert "__init_subclass__" not in vars(BaseChatAgent)
+
+
+# Tools in a replay
+
+
+def replayed(program, folder):
+    """Run a program and a replay of it; give what both gave, how often a tool did something, and its spans."""
+    before = len(NOTES)
+    outputs, spans = run_twice(program, folder, "autogen")
+    tools = [span for span in spans if span.operation == names.EXECUTE_TOOL]
+    assert {span.attributes[names.REPLAYED] for span in tools} == {True}
+    return outputs, len(NOTES) - before, tools
+
+
+class Asked(BaseModel):
+    text: str
+
+
+class Found(BaseModel):
+    text: str
+
+
+class Streaming(BaseStreamTool[Asked, str, Found]):
+    def __init__(self):
+        super().__init__(Asked, Found, "note", "Note a text, step by step.")
+
+    async def run(self, args, cancellation_token):
+        return Found(text=noted(args.text))
+
+    async def run_stream(self, args, cancellation_token):
+        yield "begun"
+        yield Found(text=noted(args.text))
+
+
+@pytest.mark.parametrize("kind", [StaticWorkbench, StaticStreamWorkbench])
+@pytest.mark.parametrize("text", ["one", "fail"])
+def test_a_tool_of_a_workbench_is_not_run_again_in_a_replay(text, kind, tmp_path):
+    def program(url):
+        tools = kind([FunctionTool(note, "Note.")])
+        prompt = f'call note {{"text": "{text}"}}'
+        return run(ask("caller", url, prompt, workbench=tools, reflect_on_tool_use=True))
+
+    (first, second), made, (span,) = replayed(program, tmp_path)
+    assert first == second
+    assert (made, span.status) == (1, "error" if text == "fail" else "ok")
+
+
+def test_a_streaming_tool_gives_its_result_in_a_replay(tmp_path):
+    async def program(url):
+        tool = Streaming()
+        told = await ask("caller", url, 'call note {"text": "a"}', tools=[tool], reflect_on_tool_use=True)
+        items = [item async for item in tool.run_json_stream({"text": "b"}, CancellationToken())]
+        return told, items[-1]
+
+    (first, second), made, _ = replayed(program, tmp_path)
+    assert first == second
+    assert type(second[1]) is Found
+    assert made == 2
+
+
+def test_a_tool_that_a_program_runs_itself_gives_what_it_gave(tmp_path):
+    async def data(text: str) -> dict[str, str]:
+        return {"seen": noted(text)}
+
+    async def program(url):
+        tool = FunctionTool(data, "Look.")
+        result = await StaticWorkbench([tool]).call_tool("data", {"text": "a"})
+        return await tool.run_json({"text": "b"}, CancellationToken()), result.result, result.is_error
+
+    (first, second), made, _ = replayed(program, tmp_path)
+    assert first == second
+    assert type(second[0]) is dict
+    assert made == 2

@@ -30,13 +30,22 @@ from crewai.llms.base_llm import BaseLLM, llm_call_context
 from crewai.tools import tool
 
 import lightning_crewai
-from lightning_crewai.following import entries
-from lightning_openai import elsewhere
-from lightning_spans import Attempt, open_store, plugins, use_attempt
-from lightning_spans import spans as names
+from lightning_crewai.agents import entries
+from lightning_openai import other_clients
+from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import hooks as plugins
+from lightning_spans.schema import spans as names
 from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance
-from lightning_spans.testing.script import Reply, agent_of
+from lightning_spans.testing.plugins.replayed import NOTES, run_twice
+from lightning_spans.testing.plugins.script import Reply, agent_of
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    noted,
+)
 
 NEW = tuple(int(part) for part in crewai.__version__.split(".")[:2]) >= (1, 15)
 
@@ -93,11 +102,18 @@ def fail(reason: str) -> str:
     raise ValueError(reason)
 
 
+@tool("note")
+def note(text: str) -> str:
+    """Note a text."""
+    return noted(text)
+
+
 class TestConformance(PluginConformance):
     framework = "crewai"
     unsupported: ClassVar[dict[str, str]] = {
         "abandoned": "CrewAI itself reads a model's stream to its end, whoever reads its own",
         **({} if NEW else dict.fromkeys(["responses", "responses_streaming"], "the way through /responses is young")),
+        **({} if NEW else dict.fromkeys(["unknown_tool", "unreadable_arguments"], "CrewAI tells nobody before 1.15")),
     }
 
     def patched(self):
@@ -137,6 +153,12 @@ class TestConformance(PluginConformance):
 
     def tool_error(self, url):
         return crew(task(PROMPTS["tool_error"], make("caller", url, tools=[fail]))).kickoff().raw
+
+    def unknown_tool(self, url):
+        return crew(task(PROMPTS["unknown_tool"], make("caller", url, tools=[add]))).kickoff().raw
+
+    def unreadable_arguments(self, url):
+        return crew(task(PROMPTS["unreadable_arguments"], make("caller", url, tools=[add]))).kickoff().raw
 
     def parallel(self, url):
         async def work():
@@ -181,6 +203,16 @@ class TestConformance(PluginConformance):
         with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
             ask("writer", model(url, stream=True), PROMPTS["cut"])
         return type(error.value).__name__
+
+    def effects(self, url):
+        return crew(task(REPLAY_PROMPTS["effects"], make("caller", url, tools=[note])), cache=False).kickoff().raw
+
+    def effect_fails(self, url):
+        return crew(task(REPLAY_PROMPTS["effect_fails"], make("caller", url, tools=[note]))).kickoff().raw
+
+    async def effects_awaited(self, url):
+        given = task(REPLAY_PROMPTS["effects_awaited"], make("caller", url, tools=[note]))
+        return (await crew(given, cache=False).kickoff_async()).raw
 
     def callbacks(self, url):
         seen = []
@@ -287,6 +319,7 @@ def test_a_manager_delegates_to_its_coworkers(kickoff, server, seen):
     ]
     (tool_span,) = seen.tools
     assert (tool_span.agent, tool_span.status) == ("boss", "ok")
+    assert tool_span.attributes[names.HANDOFF] == "writer"
     assert "writer answers" in tool_span.attributes[names.TOOL_RESULT]
     assert {span.attributes[names.AGENT_PATH] for span in seen.of(names.INVOKE_AGENT)} == {"boss", "boss/writer"}
     check_clean(seen, server)
@@ -536,7 +569,7 @@ def test_a_model_reached_elsewhere_that_fails_is_one_error(seen):
 
 
 def test_a_model_reached_elsewhere_is_said_to_be_untrainable(seen, caplog):
-    elsewhere._told.clear()
+    other_clients._told.clear()
     attempt = Attempt("r", "a", endpoint="http://127.0.0.1:9", agents=("writer",))
     with use_attempt(attempt), caplog.at_level("WARNING", logger="lightning_spans"):
         crew(task("hello", make("writer", talker()))).kickoff()
@@ -799,7 +832,7 @@ def test_an_event_that_breaks_our_handler_harms_nothing(server, seen, monkeypatc
     def broken(*_):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr("lightning_crewai.following.Following._hear", broken)
+    monkeypatch.setattr("lightning_crewai.agents.CrewTracker._begin", broken)
     assert ask("writer", server.url, "hello").startswith("writer answers")
     assert "lightning_crewai failed" in caplog.text
 
@@ -819,3 +852,46 @@ def test_crews_in_threads_keep_their_attempts_apart(server, seen):
     for request in server.requests:
         assert by_id[request.headers["traceparent"].split("-")[2]].attempt_id == f"a{request.path[2]}"
     assert {span.attempt_id for span in seen.spans} == {"a0", "a1", "a2"}
+
+
+# Tools in a replay
+
+
+def replayed(program, folder):
+    """Run a program and a replay of it; give what both gave, how often a tool did something, and its spans."""
+    before = len(NOTES)
+    outputs, spans = run_twice(program, folder, "crewai")
+    return outputs, len(NOTES) - before, [span for span in spans if span.operation == names.EXECUTE_TOOL]
+
+
+@pytest.mark.parametrize("text", ["one", "fail"])
+def test_a_tool_in_the_text_of_an_answer_is_not_run_again_in_a_replay(text, tmp_path):
+    def program(url):
+        action = f'Thought: note\nAction: note\nAction Input: {{"text": "{text}"}}'
+        given = talker(answers=[action, "Thought: done\nFinal Answer: 5"])
+        given.__class__ = type("Texter", (Talker,), {"supports_function_calling": lambda _: False})
+        told = []
+        writer = make("writer", given, tools=[note], step_callback=lambda step: told.append(str(step)))
+        return crew(task("hello", writer)).kickoff().raw, told
+
+    (first, second), made, tools = replayed(program, tmp_path)
+    assert first == second
+    assert (made == 1) if text == "one" else (made > 1)  # CrewAI tries again, also in a replay
+    assert {span.attributes[names.REPLAYED] for span in tools} == {True}
+    assert {span.status for span in tools} == {"ok" if text == "one" else "error"}
+
+
+def test_uses_are_counted_in_a_replay_too(tmp_path):
+    @tool("once", max_usage_count=3)
+    def once(text: str) -> str:
+        """Note."""
+        return noted(text)
+
+    def program(url):
+        once.current_usage_count = 0
+        given = task('call once {"text": "a"}', make("writer", url, tools=[once]))
+        return crew(given).kickoff().raw, once.current_usage_count
+
+    (first, second), made, _ = replayed(program, tmp_path)
+    assert first == second
+    assert made == 1

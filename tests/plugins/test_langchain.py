@@ -3,6 +3,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import operator
+import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Annotated, Any, TypedDict
@@ -20,7 +22,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.outputs import ChatGeneration, ChatResult
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import tool
+from langchain_core.tools import InjectedToolCallId, ToolException, tool
 from langchain_core.tracers import context as tracers_context
 from langchain_openai import ChatOpenAI, OpenAI
 from langgraph.checkpoint.memory import InMemorySaver
@@ -30,18 +32,27 @@ from langgraph.prebuilt import ToolNode, tools_condition
 from langgraph.types import Command, Send, interrupt
 from opentelemetry import context as otel_context
 
-from lightning_langchain import agent, attach
-from lightning_langchain.runs import Run
-from lightning_openai import wire
+from lightning_langchain import agent, attach, libraries
+from lightning_langchain.agents import Run
+from lightning_openai import patch
 from lightning_spans import Attempt, emit_reward, open_store, use_attempt
-from lightning_spans import spans as names
-from lightning_spans.context import current_agent, settled
-from lightning_spans.recorder import current_span
-from lightning_spans.stays import current_watch
-from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
-from lightning_spans.testing.program import record
-from lightning_spans.testing.script import agent_of
-from lightning_spans.testing.server import ScriptedServer
+from lightning_spans.record.context import current_agent, settled
+from lightning_spans.record.instrument.scope import current_scope
+from lightning_spans.record.recorder import current_span
+from lightning_spans.schema import spans as names
+from lightning_spans.testing.plugins.program import record
+from lightning_spans.testing.plugins.replayed import NOTES, run_twice
+from lightning_spans.testing.plugins.script import agent_of
+from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    instructions,
+    noted,
+)
 
 try:
     from langchain.agents import create_agent
@@ -81,7 +92,7 @@ def asked(name, text):
 
 @tool
 def add(a: int, b: int) -> int:
-    """Give the sum of two numbers."""
+    """Return the sum of two numbers."""
     return a + b
 
 
@@ -89,6 +100,12 @@ def add(a: int, b: int) -> int:
 def fail(reason: str) -> str:
     """Fail for a reason."""
     raise ValueError(reason)
+
+
+@tool
+def note(text: str) -> str:
+    """Note a text."""
+    return noted(text)
 
 
 class Notes(TypedDict):
@@ -146,7 +163,7 @@ class TestConformance(PluginConformance):
     framework = "langchain"
 
     def patched(self):
-        return [(owner, name) for owner, name, _ in wire._PATCHES]
+        return [(owner, name) for owner, name, _ in patch._PATCHES]
 
     def one_agent(self, url):
         return last(named(url, "writer").invoke(user(PROMPTS["one_agent"])))
@@ -194,6 +211,12 @@ class TestConformance(PluginConformance):
             return last(named(url, "caller", [fail]).invoke(user(PROMPTS["tool_error"])))
         except ValueError as error:
             return str(error)
+
+    def unknown_tool(self, url):
+        return last(named(url, "caller", [add]).invoke(user(PROMPTS["unknown_tool"])))
+
+    def unreadable_arguments(self, url):
+        return last(named(url, "caller", [add]).invoke(user(PROMPTS["unreadable_arguments"])))
 
     def parallel(self, url):
         text = PROMPTS["parallel"]
@@ -247,10 +270,27 @@ class TestConformance(PluginConformance):
         answer = named(url, "writer").invoke(user(PROMPTS["callbacks"]), config={"callbacks": [events]})
         return [last(answer), events.seen]
 
+    def effects(self, url):
+        return last(named(url, "caller", [note]).invoke(user(REPLAY_PROMPTS["effects"])))
+
+    def effect_fails(self, url):
+        try:
+            return last(named(url, "caller", [note]).invoke(user(REPLAY_PROMPTS["effect_fails"])))
+        except ValueError as error:
+            return str(error)
+
+    async def effects_awaited(self, url):
+        @tool("note")
+        async def take_note(text: str) -> str:
+            """Note a text."""
+            return noted(text)
+
+        return last(await named(url, "caller", [take_note]).ainvoke(user(REPLAY_PROMPTS["effects_awaited"])))
+
 
 @pytest.fixture
 def spans_of(tmp_path):
-    """Give a function that runs a program attached, and gives its spans, after what every program must keep."""
+    """Return a function that runs a program attached, and gives its spans, after what every program must keep."""
 
     def run(program):
         found = record(program, tmp_path, framework="langchain", tracer="embedded")
@@ -387,7 +427,9 @@ def test_a_tool_call_that_waited_for_approval_belongs_to_the_agent_that_asked_fo
 
 @pytest.mark.parametrize("order", [("left", "right"), ("right", "left")])
 def test_equal_calls_of_two_agents_are_told_apart(spans_of, monkeypatch, order):
-    monkeypatch.setattr("lightning_spans.testing.script._call_id", lambda key, choice, index: f"functions.add:{index}")
+    monkeypatch.setattr(
+        "lightning_spans.testing.plugins.script._call_id", lambda key, choice, index: f"functions.add:{index}"
+    )
 
     def program(url):
         def team(state):
@@ -591,12 +633,15 @@ def test_several_prompts_in_one_generate_are_a_span_each(spans_of):
     assert len(found.chats) == 2
 
 
-def test_a_handoff_between_agents_is_no_error(spans_of):
+@pytest.mark.parametrize(
+    ("goal", "told"), [("writer", "writer"), ([Send("writer", {"messages": []})], "writer"), (END, None), ((), None)]
+)
+def test_a_handoff_between_agents_is_no_error_and_says_to_whom(goal, told, spans_of):
     def program(url):
         @tool
         def hand_over(to: str) -> Command:
             """Hand over."""
-            return Command(update={"messages": [ToolMessage("handed over", tool_call_id=self_id[0])]}, goto=END)
+            return Command(update={"messages": [ToolMessage("handed over", tool_call_id=self_id[0])]}, goto=goal)
 
         self_id = ["?"]
 
@@ -605,16 +650,45 @@ def test_a_handoff_between_agents_is_no_error(spans_of):
             self_id[0] = answer.tool_calls[0]["id"]
             return {"messages": [answer]}
 
-        nodes = [caller, ("tools", ToolNode([hand_over]))]
+        def writer(state):
+            return {"messages": []}
+
+        nodes = [caller, ("tools", ToolNode([hand_over])), writer]
         graph_of(*nodes, edges=[(START, "caller"), ("caller", "tools")], state=MessagesState).invoke(user("hello"))
 
     found = spans_of(program)
     assert {span.status for span in found.spans} == {"ok"}
     assert found.tools[0].attributes[names.TOOL_RESULT] == "handed over"
+    assert found.tools[0].attributes.get(names.HANDOFF) == told
+
+
+def test_a_tool_that_the_program_runs_itself_is_not_taken_for_unknown(spans_of):
+    def program(url):
+        def caller(state):
+            answer = model(url).bind_tools([add]).invoke(asked("caller", 'call subtract {"a": 2, "b": 3}'))
+            return {"messages": [answer]}
+
+        def tools(state):  # knows more than the model was offered
+            (call,) = state["messages"][-1].tool_calls
+            return {"messages": [ToolMessage("-1", tool_call_id=call["id"])]}
+
+        edges = [(START, "caller"), ("caller", "hands")]
+        graph_of(caller, ("hands", tools), edges=edges, state=MessagesState).invoke(user("hello"))
+
+    assert not spans_of(program).tools
+
+
+def test_a_call_of_an_unknown_tool_that_nobody_answers_is_an_error(spans_of):
+    def program(url):
+        model(url).bind_tools([add]).invoke(asked("caller", 'call subtract {"a": 2, "b": 3}'))
+
+    (span,) = spans_of(program).tools
+    assert (span.name, span.status, span.status_message) == ("subtract", "error", "there is no tool 'subtract'")
 
 
 def test_equal_calls_of_tools_that_begin_at_once_are_taken_once_each():
-    from lightning_langchain.asked import Asked, who_asked
+    from lightning_langchain.tools import take_request
+    from lightning_spans.record.instrument.tool_requests import ToolRequest
 
     class Contested(list):
         def remove(self, known):
@@ -622,10 +696,9 @@ def test_equal_calls_of_tools_that_begin_at_once_are_taken_once_each():
             if known.call_id == "one":
                 raise ValueError("another thread was first")
 
-    run = Run(None, "tool", "add", {})
-    run.asked = Contested([Asked("one", "x", "add", {"a": 1}), Asked("two", "x", "add", {"a": 1})])
-    assert who_asked(run, None, {"a": 1}, "x").call_id == "two"
-    assert who_asked(run, None, {"a": 1}, "x") is None
+    requests = Contested(ToolRequest(call_id, "add", {"a": 1}, "x") for call_id in ("one", "two"))
+    assert take_request(requests, "add", None, {"a": 1}, "x").call_id == "two"
+    assert take_request(requests, "add", None, {"a": 1}, "x") is None
 
 
 # What comes after an asynchronous run in the same task
@@ -971,7 +1044,9 @@ def test_detach_in_the_middle_of_a_run_ends_what_is_open(tmp_path, monkeypatch):
 
 def test_detach_ends_a_span_that_a_request_has_named(tmp_path, monkeypatch):
     sent, named = [], []
-    monkeypatch.setattr("lightning_spans.delivery.Delivery.__call__", lambda self, to, spans: sent.extend(spans))
+    monkeypatch.setattr(
+        "lightning_spans.record.delivery.deliver.Delivery.__call__", lambda self, to, spans: sent.extend(spans)
+    )
 
     class Posting(FakeListChatModel):
         def _call(self, *args, **kwargs):
@@ -987,30 +1062,251 @@ def test_detach_ends_a_span_that_a_request_has_named(tmp_path, monkeypatch):
 
 
 def test_runs_that_nobody_ended_are_let_go_with_their_root():
-    from lightning_langchain.runs import Runs
+    from lightning_langchain.agents import Runs
 
     class NoRecorder:
         pass
 
-    runs = Runs(NoRecorder())
-    root = runs.begin(1, None, "chain", "root", {})
-    runs.begin(2, 1, "chain", "child", {})
-    runs.end(1)
+    runs = Runs(NoRecorder(), "langchain")
+    root = runs.begin_run(1, None, "chain", "root", {})
+    runs.begin_run(2, 1, "chain", "child", {})
+    runs.end_run(1)
     assert root.inner == {}
-    assert runs._open == {}
+    assert runs.scopes == {}
 
 
 def test_contexts_that_outlive_their_run_are_settled():
-    from lightning_langchain.runs import Runs
+    from lightning_langchain.agents import Runs
 
-    runs = Runs(None)
-    first = runs.begin(1, None, "chat", "first", {})
+    runs = Runs(None, "langchain")
+    first = runs.begin_run(1, None, "chat", "first", {})
     first.enter(otel_context.get_current())
-    second = runs.begin(2, None, "chat", "second", {})
+    second = runs.begin_run(2, None, "chat", "second", {})
     second.enter(otel_context.get_current())
     left = otel_context.get_current()
-    runs.end(1)  # ends before what began later in the same context, as two streams read in turn do
+    runs.end_run(1)  # ends before what began later in the same context, as two streams read in turn do
     assert otel_context.get_current() is left
-    runs.end(2)
-    assert current_watch() is None
-    assert current_watch(settled(left)) is None
+    runs.end_run(2)
+    assert current_scope() is None
+    assert current_scope(settled(left)) is None
+
+
+# Tools in a replay
+
+
+def replayed(program, folder):
+    """Run a program and a replay of it; give what both gave, after what every replay must keep."""
+    before = len(NOTES)
+    outputs, spans = run_twice(program, folder, "langchain")
+    made = len(NOTES) - before
+    tools = [span for span in spans if span.operation == names.EXECUTE_TOOL]
+    assert {span.attributes[names.REPLAYED] for span in tools} == {True}
+    return outputs, made, tools
+
+
+def test_a_tool_that_goes_elsewhere_in_the_graph_does_so_in_a_replay(tmp_path):
+    @tool
+    def hand_over(text: str, tool_call_id: Annotated[str, InjectedToolCallId]) -> Command:
+        """Hand over."""
+        message = ToolMessage(noted(text), tool_call_id=tool_call_id, artifact={"a": 1})
+        return Command(goto="second", update={"messages": [message]})
+
+    def program(url):
+        def first(state):
+            messages = [SystemMessage(instructions("first")), *state["messages"]]
+            return {"messages": [model(url).bind_tools([hand_over]).invoke(messages)]}
+
+        def second(state):
+            return {"messages": [AIMessage(f"second saw {state['messages'][-1].content!r}")]}
+
+        builder = StateGraph(MessagesState).add_node(first).add_node("tools", ToolNode([hand_over])).add_node(second)
+        builder.add_edge(START, "first").add_edge("first", "tools").add_edge("second", END)
+        state = builder.compile().invoke(user('call hand_over {"text": "one"}'))
+        return last(state), state["messages"][-2].artifact
+
+    (first, second), made, _ = replayed(program, tmp_path)
+    assert first == second
+    assert first[0].startswith("second saw 'note")
+    assert made == 1
+
+
+def test_data_and_artifacts_come_back_as_they_were(tmp_path):
+    @tool(response_format="content_and_artifact")
+    def find(text: str) -> tuple[str, dict]:
+        """Find."""
+        return noted(text), {"hits": (1, 2)}
+
+    @tool
+    def look(text: str) -> dict:
+        """Look."""
+        return {"seen": noted(text)}
+
+    def program(url):
+        state = named(url, "caller", [find, look]).invoke(user('call find {"text": "a"}\ncall look {"text": "b"}'))
+        direct = look.invoke({"text": "c"})
+        return last(state), [getattr(message, "artifact", None) for message in state["messages"]], direct
+
+    (first, second), made, tools = replayed(program, tmp_path)
+    assert first == second
+    assert type(second[2]) is dict
+    assert {"hits": (1, 2)} in second[1]
+    assert (made, len(tools)) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "how", [True, "it is out of order", lambda error: f"caught {error}"], ids=["true", "text", "own"]
+)
+def test_a_failure_that_the_tool_handles_is_told_alike(how, tmp_path):
+    @tool
+    def note_badly(text: str) -> str:
+        """Note."""
+        raise ToolException(noted(text))
+
+    note_badly.handle_tool_error = how
+    program = lambda url: last(named(url, "caller", [note_badly]).invoke(user('call note_badly {"text": "a"}')))  # noqa: E731
+    (first, second), made, (span,) = replayed(program, tmp_path)
+    assert first == second
+    assert made == 1
+    assert span.status == "error"
+
+
+def test_a_node_of_tools_tells_of_a_failure_alike(tmp_path):
+    def program(url):
+        def caller(state):
+            messages = [SystemMessage(instructions("caller")), *state["messages"]]
+            return {"messages": [model(url).bind_tools([note]).invoke(messages)]}
+
+        builder = (
+            StateGraph(MessagesState).add_node(caller).add_node("tools", ToolNode([note], handle_tool_errors=True))
+        )
+        builder.add_edge(START, "caller").add_edge("tools", "caller")
+        builder.add_conditional_edges("caller", tools_condition)
+        return last(builder.compile().invoke(user('call note {"text": "fail"}')))
+
+    (first, second), made, (span,) = replayed(program, tmp_path)
+    assert first == second
+    assert "is out of order" in first
+    assert (made, span.attributes[names.ERROR_TYPE]) == (1, "ValueError")
+
+
+def test_a_tool_that_waits_for_approval_waits_in_a_replay_too(tmp_path):
+    @tool
+    def pay(amount: int) -> str:
+        """Pay."""
+        return noted(f"{amount} {interrupt('fine?')}")
+
+    def program(url):
+        def writer(state):
+            messages = [SystemMessage(instructions("writer")), *state["messages"]]
+            return {"messages": [model(url).bind_tools([pay]).invoke(messages)]}
+
+        builder = StateGraph(MessagesState).add_node(writer).add_node("tools", ToolNode([pay]))
+        builder.add_edge(START, "writer").add_edge("tools", "writer")
+        builder.add_conditional_edges("writer", tools_condition)
+        graph = builder.compile(checkpointer=InMemorySaver())
+        config = {"configurable": {"thread_id": "t"}}
+        graph.invoke(user('call pay {"amount": 5}'), config)
+        return last(graph.invoke(Command(resume="yes"), config))
+
+    before = len(NOTES)
+    (first, second), spans = run_twice(program, tmp_path, "langchain")
+    assert first == second
+    assert len(NOTES) - before == 1
+    asked = [span.attributes[names.REPLAYED] for span in spans if span.operation == names.EXECUTE_TOOL]
+    assert asked == [False, True]  # it began, and was answered only then
+
+
+# Graphs of libraries
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Return what makes a function one of an installed package."""
+
+    def of(package, function):
+        module = types.ModuleType(package)
+        module.__file__ = str(tmp_path / "site-packages" / package / "__init__.py")
+        monkeypatch.setitem(sys.modules, package, module)
+        function.__module__ = f"{package}.graphs"
+        return function
+
+    libraries._is_installed.cache_clear()
+    yield of
+    libraries._is_installed.cache_clear()
+
+
+def extractor(url, mark=lambda function: function):
+    """A graph as a library makes one: its step `extract` asks the model what it is given."""
+
+    def extract(state):
+        return {"notes": [model(url).invoke(asked("extractor", state["notes"][0])).content]}
+
+    return graph_of(mark(extract), edges=[(START, "extract")])
+
+
+def two_nodes(of_billing, of_profile=None):
+    def billing(state):
+        return {"notes": of_billing.invoke({"notes": ["one"]})["notes"]}
+
+    async def profile(state):
+        return {"notes": (await (of_profile or of_billing).ainvoke({"notes": ["two"]}))["notes"]}
+
+    return graph_of(billing, profile, edges=[(START, "billing"), ("billing", "profile")])
+
+
+def who(found):
+    return [(span.agent, span.attributes.get(names.AGENT_PATH)) for span in found.chats]
+
+
+def either_way(graph, given=None):
+    return asyncio.run(graph.ainvoke(given or {"notes": []}))
+
+
+def test_a_librarys_graph_does_not_take_the_name_from_the_users_node(spans_of, installed):
+    found = spans_of(lambda url: either_way(two_nodes(extractor(url, lambda f: installed("trusted", f)))))
+    assert who(found) == [("billing", None), ("profile", None)]
+    assert {span.name for span in found.spans if span.operation == names.INVOKE_AGENT} == {"billing", "profile"}
+
+
+def test_an_agent_around_a_librarys_graph_counts(spans_of, installed):
+    def program(url):
+        graph = extractor(url, lambda f: installed("trusted", f))
+        with agent("billing"):
+            graph.invoke({"notes": ["one"]})
+        graph.invoke({"notes": ["one"]})  # nothing else names this one
+
+    assert who(spans_of(program)) == [("billing", None), ("extract", None)]
+
+
+def test_an_installed_program_keeps_the_names_of_its_own_graphs(spans_of, installed):
+    def program(url):
+        graph = two_nodes(extractor(url, lambda f: installed("program", f)))
+        for node in graph.builder.nodes.values():
+            for function in filter(None, (node.runnable.func, node.runnable.afunc)):
+                installed("program", function)
+        either_way(graph)
+
+    assert who(spans_of(program)) == [("extract", "billing/extract"), ("extract", "profile/extract")]
+
+
+def test_a_mark_says_whose_a_graph_is(spans_of, installed):
+    def marked(url):
+        own = extractor(url).with_config(tags=[libraries.LIBRARY])
+        either_way(
+            two_nodes(own, extractor(url, lambda f: installed("agents", f)).with_config(tags=[libraries.AGENTS]))
+        )
+
+    assert who(spans_of(marked)) == [("billing", None), ("extract", "profile/extract")]
+
+
+def test_agents_of_one_name_are_selected_by_their_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "unused")
+    with ScriptedServer() as origin, ScriptedServer() as policy:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("billing/**",))
+        with attach(store=str(tmp_path / "own.db")) as attachment, use_attempt(attempt):
+            either_way(two_nodes(extractor(origin.url)))
+            attachment.flush()
+        (sent,) = policy.requests
+        assert sent.body["messages"][-1]["content"] == "one"
+        assert sent.headers["x-lightning-agent"] == "billing/extract"
+        assert [request.body["messages"][-1]["content"] for request in origin.requests] == ["two"]

@@ -23,18 +23,19 @@ from openai._base_client import SyncAPIClient
 from pydantic import BaseModel, ValidationError
 
 import lightning_openai
-from lightning_openai import agent, gateway, wire
-from lightning_openai.assemble import is_whole, put_together, read_events
+from lightning_openai import agent, patch, reroute
+from lightning_openai.abandoned import abandoned
+from lightning_openai.attributes import response_attributes
 from lightning_openai.call import endpoint_of, unfinished
-from lightning_openai.facts import response_facts
-from lightning_openai.leftovers import leftovers
+from lightning_openai.events import is_whole, read_events
 from lightning_spans import Attempt, open_store, use_attempt
-from lightning_spans import spans as names
-from lightning_spans.recorder import Recorder
-from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
-from lightning_spans.testing.script import Reply, ToolCall, answer, pieces
-from lightning_spans.testing.server import ScriptedServer
-from lightning_spans.tracers import make_tracer
+from lightning_spans.chat.stream import put_together
+from lightning_spans.record.recorder import SpanRecorder
+from lightning_spans.record.tracers import make_tracer
+from lightning_spans.schema import spans as names
+from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, answer, pieces
+from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_spans.testing.plugins.suite import MODEL, PROMPTS, REPLAYS, TIMEOUT_S, PluginConformance, instructions
 
 
 def ask(url, name, prompt, *, client=None, **options):
@@ -60,11 +61,12 @@ def text_of(completion):
 class TestConformance(PluginConformance):
     framework = "openai"
     unsupported = dict.fromkeys(
-        ["tool_call", "parallel_tools", "tool_error", "nested"], "the openai client runs no tools"
+        ["tool_call", "parallel_tools", "tool_error", "unknown_tool", "unreadable_arguments", "nested", *REPLAYS],
+        "the openai client runs no tools",
     )
 
     def patched(self):
-        return [(owner, name) for owner, name, _ in wire._PATCHES]
+        return [(owner, name) for owner, name, _ in patch._PATCHES]
 
     def one_agent(self, url):
         with agent("writer"):
@@ -176,23 +178,23 @@ class Recorded(NamedTuple):
     server: ScriptedServer
     client: openai.OpenAI
     sink: ListSink
-    recorder: Recorder
+    recorder: SpanRecorder
 
 
 @pytest.fixture
 def wired():
     """A client, its server, and the spans of its calls. The client is older than the patch."""
     sink = ListSink()
-    recorder = Recorder(make_tracer("embedded", sink))
+    recorder = SpanRecorder(make_tracer("embedded", sink))
     with ScriptedServer() as server, openai.OpenAI(base_url=server.url, api_key="sk-user") as client:
-        undo = wire.bind(recorder)
+        undo = patch.bind(recorder)
         yield Recorded(server, client, sink, recorder)
         undo()
 
 
 def only(wired):
     """The one span and the one request there must be."""
-    leftovers.wait(60)
+    abandoned.wait(60)
     (span,) = wired.sink.spans
     (request,) = wired.server.requests
     assert request.headers["traceparent"] == f"00-{span.trace_id}-{span.span_id}-01"
@@ -447,10 +449,10 @@ def test_a_late_body_that_is_never_read_is_a_span(wired):
 
 
 def test_detach_ends_the_streams_that_are_open(wired):
-    undo = wire.bind(wired.recorder)
+    undo = patch.bind(wired.recorder)
     stream = wired.client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
     first = next(stream)
-    wire._end_unfinished()
+    patch._end_unfinished()
     undo()
     rest = list(stream)  # the agent reads on undisturbed
     assert "".join(c.choices[0].delta.content or "" for c in [first, *rest]).startswith("writer answers")
@@ -460,7 +462,7 @@ def test_detach_ends_the_streams_that_are_open(wired):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_call_that_waits_for_its_answer_at_detach_is_an_abandoned_span(stream):
     sink, arrived, go_on = ListSink(), threading.Event(), threading.Event()
-    recorder = Recorder(make_tracer("embedded", sink))
+    recorder = SpanRecorder(make_tracer("embedded", sink))
 
     def wait(body, seen):
         arrived.set()
@@ -476,12 +478,12 @@ def test_a_call_that_waits_for_its_answer_at_detach_is_an_abandoned_span(stream)
         ThreadPoolExecutor(1) as pool,
         openai.OpenAI(base_url=server.url, api_key="sk") as client,
     ):
-        undo = wire.bind(recorder)
+        undo = patch.bind(recorder)
         asked = pool.submit(work, client)
         arrived.wait(60)
         undo()
         spans = sink.spans
-        undo = wire.bind(recorder)  # to be recorded again changes nothing for this call
+        undo = patch.bind(recorder)  # to be recorded again changes nothing for this call
         go_on.set()
         assert asked.result() == "late"
         assert not unfinished
@@ -527,7 +529,7 @@ async def test_a_cancelled_call_is_an_error(wired):
         task = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=slow))
         while not wired.server.requests and not task.done():
             await asyncio.sleep(0.01)
-            if wire._current.get() is None and task.get_stack():
+            if patch._current.get() is None and task.get_stack():
                 await asyncio.sleep(0.05)
                 break
         task.cancel()
@@ -626,7 +628,7 @@ class WaitingSink(ListSink):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_waits_for_delivery_holds_nothing_of_the_clients(wired, stream):
     responses, sink = [], WaitingSink()
-    undo = wire.bind(Recorder(make_tracer("embedded", sink)))
+    undo = patch.bind(SpanRecorder(make_tracer("embedded", sink)))
     hooks = {"response": [lambda response: responses.append(weakref.ref(response))]}
     with openai.OpenAI(
         base_url=wired.server.url, api_key="sk", http_client=openai.DefaultHttpxClient(event_hooks=hooks)
@@ -700,7 +702,7 @@ def test_a_recorder_that_fails_harms_nothing(wired, caplog):
 
 def test_two_plugins_share_one_patch_and_the_last_undo_restores(wired):
     patched = SyncAPIClient.request
-    undo = wire.bind(wired.recorder)
+    undo = patch.bind(wired.recorder)
     assert SyncAPIClient.request is patched
     wired.client.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert len(wired.sink.spans) == 1
@@ -711,9 +713,9 @@ def test_two_plugins_share_one_patch_and_the_last_undo_restores(wired):
 
 def test_a_patch_that_somebody_put_over_ours_stays():
     sink = ListSink()
-    recorder = Recorder(make_tracer("embedded", sink))
+    recorder = SpanRecorder(make_tracer("embedded", sink))
     original = SyncAPIClient.request
-    undo = wire.bind(recorder)
+    undo = patch.bind(recorder)
     ours = SyncAPIClient.request
     calls = []
 
@@ -725,7 +727,7 @@ def test_a_patch_that_somebody_put_over_ours_stays():
         SyncAPIClient.request = theirs
         undo()
         assert SyncAPIClient.request is theirs
-        undo = wire.bind(recorder)  # now we are above theirs, and below it
+        undo = patch.bind(recorder)  # now we are above theirs, and below it
         with ScriptedServer() as server, openai.OpenAI(base_url=server.url, api_key="sk") as client:
             client.chat.completions.create(model=MODEL, messages=MESSAGES)
         assert len(calls) == len(sink.spans) == 1
@@ -858,13 +860,13 @@ def test_rerouting_works_in_one_event_loop_after_the_other(wired, policy):
         for _ in range(3):
             asyncio.run(work())
     assert len(policy.requests) == 9
-    assert len(gateway._by_loop) == 1  # those of loops that are over were let go
+    assert len(reroute._by_loop) == 1  # those of loops that are over were let go
 
 
 def test_the_agents_name_is_sent_in_ascii(wired, policy):
     with attempt_at(policy, "*"), agent("rédacteur/1 ✓"):
         wired.client.chat.completions.create(model=MODEL, messages=MESSAGES)
-    assert unquote(policy.requests[0].headers["x-lightning-agent"]) == "rédacteur/1 ✓"
+    assert unquote(policy.requests[0].headers["x-lightning-agent"]) == "rédacteur//1 ✓"  # a part of a path
 
 
 def test_a_call_without_a_known_agent_is_never_rerouted(wired, policy):
@@ -918,7 +920,7 @@ REROUTED = pytest.mark.parametrize("rerouted", [False, True], ids=["recorded", "
 
 
 def around(wired, policy, *, rerouted):
-    """Give an attempt that reroutes or does not, and the server that its calls go to."""
+    """Return an attempt that reroutes or does not, and the server that its calls go to."""
     return attempt_at(policy, *["writer"] * rerouted), policy if rerouted else wired.server
 
 
@@ -997,7 +999,7 @@ def test_a_call_inside_a_clients_own_request_is_a_span_of_its_own(wired, policy,
 FORKING = """
 import gc, multiprocessing, os, sys
 import openai, lightning_openai
-from lightning_openai import agent, gateway, wire
+from lightning_openai import agent, patch, reroute
 from lightning_spans import Attempt, open_store, use_attempt
 
 url, base = sys.argv[1:]
@@ -1017,21 +1019,21 @@ def rerouted():
         ask()
 
 def work():
-    assert not gateway._sync
+    assert not reroute._sync
     rerouted()
-    assert gateway._sync.keys() == parents.keys()
-    assert all(gateway._sync[key] is not parents[key] for key in parents)
+    assert reroute._sync.keys() == parents.keys()
+    assert all(reroute._sync[key] is not parents[key] for key in parents)
     attachment.detach()
 
 rerouted()
-parents = dict(gateway._sync)
-gateway._lock.acquire()
-wire._lock.acquire()
+parents = dict(reroute._sync)
+reroute._lock.acquire()
+patch._lock.acquire()
 child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
 child.start()
 child.join(60)
-gateway._lock.release()
-wire._lock.release()
+reroute._lock.release()
+patch._lock.release()
 if child.is_alive():
     child.kill()
     sys.exit("the child hangs")
@@ -1071,7 +1073,7 @@ def test_a_forked_child_has_connections_and_locks_of_its_own(tmp_path, policy):
 
 
 @FORKS
-@pytest.mark.parametrize("end", ["sys.exit()", "del stream; gc.collect(); wire.leftovers.wait(60); sys.exit()"])
+@pytest.mark.parametrize("end", ["sys.exit()", "del stream; gc.collect(); patch.abandoned.wait(60); sys.exit()"])
 def test_a_child_that_ends_does_not_end_its_parents_stream(tmp_path, policy, end):
     run_forking(OPEN_STREAM.format(end=end), tmp_path, policy)
 
@@ -1086,7 +1088,8 @@ PIECES = st.lists(st.text(alphabet='ab \n"{}é✓', min_size=1, max_size=8).filt
 def test_a_stream_put_together_is_what_would_have_been_sent_without_it(texts, n, usage, logprobs):
     body = {"model": MODEL, "messages": [], "n": n, "stream": True, "logprobs": logprobs}
     body["stream_options"] = {"include_usage": usage}
-    for reply in (Reply(" ".join(texts)), Reply(tool_calls=[ToolCall("f", json.dumps({"x": text})) for text in texts])):
+    calls = [ScriptedToolCall("f", json.dumps({"x": text})) for text in texts]
+    for reply in (Reply(" ".join(texts)), Reply(tool_calls=calls)):
         whole = answer("/chat/completions", body, reply, 0)
         events = list(pieces("/chat/completions", body, whole))
         assert put_together("/chat/completions", events) == whole
@@ -1225,4 +1228,4 @@ def test_odd_streams_are_put_together():
     ],
 )
 def test_responses_end_for_reasons_in_the_words_of_completions(response, reasons):
-    assert response_facts("/responses", response).get(names.FINISH_REASONS) == reasons
+    assert response_attributes("/responses", response).get(names.FINISH_REASONS) == reasons

@@ -18,6 +18,7 @@ from agents import (
     Agent,
     GuardrailFunctionOutput,
     InputGuardrail,
+    ModelBehaviorError,
     ModelSettings,
     OpenAIChatCompletionsModel,
     OpenAIResponsesModel,
@@ -27,6 +28,7 @@ from agents import (
     Runner,
     function_tool,
     generation_span,
+    handoff,
     trace,
 )
 from agents.mcp import MCPServerStdio
@@ -36,12 +38,22 @@ from agents.tracing import spans as sdk_spans
 from agents.tracing import traces as sdk_traces
 
 import lightning_openai_agents
-from lightning_openai import elsewhere
-from lightning_spans import Attempt, open_store, plugins, use_attempt
-from lightning_spans import spans as names
+from lightning_openai import other_clients
+from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import hooks as plugins
+from lightning_spans.schema import spans as names
 from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
-from lightning_spans.testing.script import agent_of, answer, follow, pieces
+from lightning_spans.testing.plugins.replayed import NOTES, run_twice
+from lightning_spans.testing.plugins.script import agent_of, answer, follow, pieces
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    instructions,
+    noted,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +87,11 @@ def add(a: int, b: int) -> int:
 @function_tool
 def fail(reason: str) -> str:
     raise ValueError(reason)
+
+
+@function_tool
+def note(text: str) -> str:
+    return noted(text)
 
 
 class TestConformance(PluginConformance):
@@ -148,6 +165,14 @@ class TestConformance(PluginConformance):
     def tool_error(self, url):
         return run(ask("caller", url, PROMPTS["tool_error"], tools=[fail]))
 
+    def unknown_tool(self, url):
+        with pytest.raises(ModelBehaviorError) as error:
+            run(ask("caller", url, PROMPTS["unknown_tool"], tools=[add]))
+        return str(error.value)
+
+    def unreadable_arguments(self, url):
+        return run(ask("caller", url, PROMPTS["unreadable_arguments"], tools=[add]))
+
     def parallel(self, url):
         async def work():
             return await asyncio.gather(*(ask(name, url, PROMPTS["parallel"]) for name in ("left", "right")))
@@ -203,6 +228,19 @@ class TestConformance(PluginConformance):
         finally:
             agents.set_trace_processors([])
         return answered, hooks.seen, processor.seen
+
+    def effects(self, url):
+        return run(ask("caller", url, REPLAY_PROMPTS["effects"], tools=[note]))
+
+    def effect_fails(self, url):
+        return run(ask("caller", url, REPLAY_PROMPTS["effect_fails"], tools=[note]))
+
+    async def effects_awaited(self, url):
+        @function_tool(name_override="note")
+        async def take_note(text: str) -> str:
+            return noted(text)
+
+        return await ask("caller", url, REPLAY_PROMPTS["effects_awaited"], tools=[take_note])
 
     async def _hooked(self, url, hooks):
         await Runner.run(make("writer", url), PROMPTS["callbacks"], hooks=hooks)
@@ -300,6 +338,27 @@ def test_a_handoff_is_two_agents_one_after_the_other(kind, streamed, server, see
     assert agents_seen[0].end_ns <= agents_seen[1].start_ns
     (run_span,) = seen.of(names.INVOKE_WORKFLOW)
     assert {span.parent_id for span in agents_seen} == {run_span.span_id}
+    (over,) = seen.tools
+    assert (over.name, over.agent, over.status) == ("transfer_to_writer", "triage", "ok")
+    assert over.attributes[names.HANDOFF] == "writer"
+    assert over.attributes[names.TOOL_ARGUMENTS] == "{}"
+    assert over.attributes[names.TOOL_CALL_ID]
+
+
+@KINDS
+def test_a_handoff_of_another_name_is_told_from_tools_beside_it(kind, server, seen):
+    async def work():
+        shared = model(server.url, kind)
+        after = handoff(make("writer", shared), tool_name_override="escalate")
+        boss = make("triage", shared, handoffs=[after], tools=[add])
+        return await start(boss, 'call add {"a": 1, "b": 2}\ncall escalate {}', streamed=False)
+
+    run(work())
+    assert {(span.name, span.attributes.get(names.HANDOFF)) for span in seen.tools} == {
+        ("add", None),
+        ("escalate", "writer"),
+    }
+    assert len({span.attributes[names.TOOL_CALL_ID] for span in seen.tools}) == 2
 
 
 @KINDS
@@ -628,7 +687,7 @@ def test_responses_over_a_websocket_are_recorded_and_said_to_be_untrainable(stre
                 await given.close()
             return output
 
-    elsewhere._told.clear()
+    other_clients._told.clear()
     attempt = Attempt("r", "a", endpoint="http://127.0.0.1:9", agents=("writer",))
     with use_attempt(attempt), caplog.at_level(logging.WARNING, logger="lightning_spans"):
         assert run(work()).startswith("writer answers")
@@ -637,3 +696,86 @@ def test_responses_over_a_websocket_are_recorded_and_said_to_be_untrainable(stre
     assert chat.attributes[names.RESPONSE_ID].startswith("resp_")
     assert names.REROUTED not in chat.attributes
     assert "'writer' is to be trained" in caplog.text
+
+
+# Tools in a replay
+
+
+def replayed(program, folder):
+    """Run a program and a replay of it; give what both gave, how often a tool did something, and its spans."""
+    before = len(NOTES)
+    outputs, spans = run_twice(program, folder, "openai-agents")
+    tools = [span for span in spans if span.operation == names.EXECUTE_TOOL]
+    assert {span.attributes[names.REPLAYED] for span in tools} == {True}
+    return outputs, len(NOTES) - before, tools
+
+
+NOTING_SERVER = MCP_SERVER.replace(
+    "server.run()",
+    """
+@server.tool()
+def note(text: str) -> str:
+    with open(FILE, "a") as file:
+        file.write(text)
+    if text == "fail":
+        raise ValueError("out of order")
+    return "noted " + text
+server.run()
+""",
+)
+
+
+@pytest.mark.parametrize("text", ["one", "fail"])
+def test_a_tool_of_an_mcp_server_is_not_run_again_in_a_replay(text, tmp_path):
+    noted_in = tmp_path / "notes"
+    (tmp_path / "noting_server.py").write_text(f"FILE = {str(noted_in)!r}\n{NOTING_SERVER}")
+
+    async def program(url):
+        params = {"command": sys.executable, "args": [str(tmp_path / "noting_server.py")]}
+        async with MCPServerStdio(params=params, client_session_timeout_seconds=30) as mcp:
+            return await ask("caller", url, f'call note {{"text": "{text}"}}', mcp_servers=[mcp])
+
+    (first, second), _, (span,) = replayed(program, tmp_path)
+    assert first == second
+    assert noted_in.read_text() == text
+    assert span.status == ("error" if text == "fail" else "ok")
+
+
+def test_a_tool_that_ends_the_run_ends_a_replay_alike(tmp_path):
+    @function_tool(failure_error_function=None)
+    def fatal(text: str) -> str:
+        return noted(text)
+
+    def program(url):
+        with pytest.raises(agents.UserError) as error:
+            run(ask("caller", url, 'call fatal {"text": "fail"}', tools=[fatal]))
+        return str(error.value)
+
+    (first, second), made, (span,) = replayed(program, tmp_path)
+    assert first == second
+    assert (made, span.status) == (1, "error")
+
+
+def test_results_that_the_trace_may_not_hold_come_back_all_the_same(tmp_path):
+    @function_tool
+    def data(text: str) -> dict[str, str]:
+        return {"seen": noted(text)}
+
+    async def program(url):
+        config = RunConfig(trace_include_sensitive_data=False)
+        caller = make("caller", url, tools=[note, data])
+        prompt = 'call note {"text": "a"}\ncall data {"text": "b"}'
+        result = await Runner.run(caller, prompt, run_config=config)
+        return result.final_output, [item.output for item in result.new_items if item.type == "tool_call_output_item"]
+
+    (first, second), made, _ = replayed(program, tmp_path)
+    assert first == second
+    assert type(second[1][1]) is dict
+    assert made == 2
+
+
+def test_tools_are_what_they_were_when_nothing_is_attached(tmp_path):
+    before = note.on_invoke_tool
+    replayed(lambda url: run(ask("caller", url, 'call note {"text": "a"}', tools=[note])), tmp_path)
+    assert note.on_invoke_tool is before
+    assert "on_invoke_tool" not in vars(agents.FunctionTool)

@@ -11,14 +11,14 @@ pytest.importorskip("openai")
 
 from fake_sink import ListSink
 
-from lightning_openai import wire
-from lightning_openai.elsewhere import NOT_ASKED, OtherCall
+from lightning_openai import patch
+from lightning_openai.other_clients import NOT_ASKED, OtherCall
 from lightning_spans import Attempt, agent, use_attempt
-from lightning_spans import spans as names
-from lightning_spans.recorder import Recorder
-from lightning_spans.testing.plugins import MODEL
-from lightning_spans.testing.server import ScriptedServer
-from lightning_spans.tracers import make_tracer
+from lightning_spans.record.recorder import SpanRecorder
+from lightning_spans.record.tracers import make_tracer
+from lightning_spans.schema import spans as names
+from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_spans.testing.plugins.suite import MODEL
 
 REQUEST = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -30,8 +30,8 @@ def sink():
 
 @pytest.fixture
 def recorder(sink):
-    recorder = Recorder(make_tracer("embedded", sink))
-    undo = wire.bind(recorder)
+    recorder = SpanRecorder(make_tracer("embedded", sink))
+    undo = patch.bind(recorder)
     yield recorder
     undo()
 

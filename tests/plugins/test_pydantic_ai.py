@@ -15,7 +15,7 @@ import pydantic_ai
 from opentelemetry import context as otel_context
 from pydantic import BaseModel
 from pydantic_ai import Agent, CallToolsNode, ModelRequestNode, ModelRetry, UnexpectedModelBehavior
-from pydantic_ai.messages import ModelResponse, TextPart, ToolCallPart
+from pydantic_ai.messages import ModelResponse, TextPart, ToolCallPart, ToolReturn
 from pydantic_ai.models.function import FunctionModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.models.wrapper import WrapperModel
@@ -23,14 +23,24 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from pydantic_graph import End
 
 import lightning_pydantic_ai
-from lightning_pydantic_ai.at_work import TOOL_CALL, ToolManager
-from lightning_spans import Attempt, open_store, otlp, use_attempt
-from lightning_spans import spans as names
-from lightning_spans.context import current_agent
-from lightning_spans.testing.plugins import MODEL, PROMPTS, TIMEOUT_S, PluginConformance, instructions
-from lightning_spans.testing.program import record, span_of
-from lightning_spans.testing.script import Reply, ToolCall, agent_of
-from lightning_spans.testing.server import ScriptedServer
+from lightning_pydantic_ai.tools import TOOL_CALL, ToolManager
+from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans.record.context import current_agent
+from lightning_spans.record.delivery import otlp
+from lightning_spans.schema import spans as names
+from lightning_spans.testing.plugins.program import record, span_of
+from lightning_spans.testing.plugins.replayed import NOTES, run_twice
+from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
+from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    instructions,
+    noted,
+)
 
 NEW = not pydantic_ai.__version__.startswith("1.")
 
@@ -69,6 +79,11 @@ def add(a: int, b: int) -> int:
 def fail(reason: str) -> str:
     """Fail."""
     raise ValueError(reason)
+
+
+def note(text: str) -> str:
+    """Note a text."""
+    return noted(text)
 
 
 class TestConformance(PluginConformance):
@@ -131,6 +146,12 @@ class TestConformance(PluginConformance):
             run(ask("caller", url, PROMPTS["tool_error"], fail))
         return str(error.value)
 
+    def unknown_tool(self, url):
+        return run(ask("caller", url, PROMPTS["unknown_tool"], add))
+
+    def unreadable_arguments(self, url):
+        return run(ask("caller", url, PROMPTS["unreadable_arguments"], add))
+
     def parallel(self, url):
         return run(ask_all(["left", "right"], url, "parallel"))
 
@@ -168,6 +189,21 @@ class TestConformance(PluginConformance):
             run(stream("writer", url, PROMPTS["cut"]))
         return type(error.value).__name__
 
+    def effects(self, url):
+        return run(ask("caller", url, REPLAY_PROMPTS["effects"], note))
+
+    def effect_fails(self, url):
+        with pytest.raises(ValueError, match="out of order") as error:
+            run(ask("caller", url, REPLAY_PROMPTS["effect_fails"], note))
+        return str(error.value)
+
+    async def effects_awaited(self, url):
+        async def note(text: str) -> str:
+            """Note a text."""
+            return noted(text)
+
+        return await ask("caller", url, REPLAY_PROMPTS["effects_awaited"], note)
+
     def callbacks(self, url):
         seen = []
 
@@ -182,7 +218,7 @@ class TestConformance(PluginConformance):
 
 @pytest.fixture
 def found_of(tmp_path):
-    """Give a function that runs a program attached, and gives what it left, after what every program must keep."""
+    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
 
     def work(program, script=None):
         found = record(program, tmp_path, framework="pydantic-ai", tracer="embedded")
@@ -370,7 +406,7 @@ class Answer(BaseModel):
 
 def test_the_form_of_an_answer_is_no_tool(tmp_path):
     def form(body, seen):
-        return Reply(tool_calls=[ToolCall("final_result", '{"text": "done"}')])
+        return Reply(tool_calls=[ScriptedToolCall("final_result", '{"text": "done"}')])
 
     with ScriptedServer(form) as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENAI_API_KEY", "sk")
@@ -525,3 +561,45 @@ def test_only_the_attempts_own_agent_is_rerouted_from_inside_a_tool(tmp_path, mo
         assert {agent_of(request.body) for request in policy.requests} == {"writer"}
         assert {agent_of(request.body) for request in origin.requests} == {"boss"}
         assert len({span_of(request) for request in [*policy.requests, *origin.requests]}) == 3
+
+
+# Tools in a replay
+
+
+def replayed(program, folder):
+    """Run a program and a replay of it; give what both gave, how often a tool did something, and its spans."""
+    before = len(NOTES)
+    outputs, spans = run_twice(program, folder, "pydantic-ai")
+    tools = [span for span in spans if span.operation == names.EXECUTE_TOOL]
+    assert {span.attributes[names.REPLAYED] for span in tools} == {True}
+    return outputs, len(NOTES) - before, tools
+
+
+def test_data_and_what_goes_with_it_comes_back_as_it_was(tmp_path):
+    def look(text: str) -> ToolReturn:
+        """Look."""
+        return ToolReturn(return_value={"seen": noted(text)}, content=["look"], metadata={"at": (1, 2)})
+
+    async def program(url):
+        result = await make("caller", url, look).run('call look {"text": "a"}')
+        parts = [part for message in result.all_messages() for part in message.parts]
+        returned = next(part for part in parts if part.part_kind == "tool-return")
+        return result.output, returned.content, returned.metadata
+
+    (first, second), made, _ = replayed(program, tmp_path)
+    assert first == second
+    assert second[2] == {"at": (1, 2)}
+    assert made == 1
+
+
+def test_a_tool_that_asks_for_another_try_asks_alike(tmp_path):
+    def choosy(text: str) -> str:
+        """Note."""
+        raise ModelRetry(noted(text))
+
+    (first, second), made, (span,) = replayed(
+        lambda url: run(ask("caller", url, 'call choosy {"text": "a"}', choosy)), tmp_path
+    )
+    assert first == second
+    assert "is a" in first
+    assert (made, span.status) == (1, "error")

@@ -36,13 +36,14 @@ import lightning_crewai
 import lightning_langchain
 import lightning_openai
 import lightning_openai_agents
-from lightning_openai import wire
-from lightning_spans import Attempt, open_store, otlp, use_attempt
-from lightning_spans import spans as names
+from lightning_openai import patch
+from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans.record.delivery import otlp
+from lightning_spans.record.tracers import TRACERS
+from lightning_spans.schema import spans as names
 from lightning_spans.testing import ScriptedServer
-from lightning_spans.testing.program import PATIENCE_S, instructions, span_of, user_environment
-from lightning_spans.testing.script import agent_of
-from lightning_spans.tracers import TRACERS
+from lightning_spans.testing.plugins.program import PATIENCE_S, instructions, span_of, user_environment
+from lightning_spans.testing.plugins.script import agent_of
 
 MODEL = "test-model"
 PLUGINS = [lightning_openai, lightning_langchain, lightning_openai_agents, lightning_autogen, lightning_crewai]
@@ -156,7 +157,7 @@ async def autogen_of_all(url):
 
 @tool
 def add(a: int, b: int) -> int:
-    """Give the sum of two numbers."""
+    """Return the sum of two numbers."""
     return a + b
 
 
@@ -316,7 +317,7 @@ def test_a_model_that_two_frameworks_report_is_one_call(tmp_path):
 
 @pytest.mark.parametrize("order", [PLUGINS, PLUGINS[::-1]], ids=["forwards", "backwards"])
 def test_any_of_them_may_be_detached_first(order, tmp_path):
-    patched = [(owner, name) for owner, name, _ in wire._PATCHES] + [(CrewAIEventsBus, "emit")]
+    patched = [(owner, name) for owner, name, _ in patch._PATCHES] + [(CrewAIEventsBus, "emit")]
     before = [inspect.getattr_static(owner, name) for owner, name in patched]
     with ScriptedServer() as server:
         attachments = attach_all(tmp_path / "traces.db")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fakes import FakeEngine, Served, served
 
-from lightning_spans.store import Rollout
+from lightning_spans.schema.attempts import Rollout
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def ask(server):
 @pytest.fixture
 def running_attempt(server, request):
     """A rollout that a runner works on; gives the attempt with its context."""
-    from lightning_spans.store_http import HttpStore
+    from lightning_spans.store.http import HttpStore
 
     server.store.enqueue([Rollout(rollout_id=f"r {request.node.name}", group_id="g", task={})])
     runner = HttpStore(server.url, key=server.keys.issue("runner"))

@@ -125,7 +125,7 @@ _ENDS = ("[DONE]", "message_stop", "response.completed", "response.incomplete", 
 
 
 def broken(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Give a body with one to three values of another type, left out, or added."""
+    """Return a body with one to three values of another type, left out, or added."""
     body = copy.deepcopy(body)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         places = [place for place in _places(body) if place]

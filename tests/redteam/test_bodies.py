@@ -12,10 +12,10 @@ import pytest
 from flood import flood
 from surfaces import SURFACES
 
-from lightning_trainer.server.app import create_app
-from lightning_trainer.server.keys import Keys
-from lightning_trainer.server.serving import ServerThread
-from lightning_trainer.server.settings import Limits
+from lightning_trainer.gateway.app import create_app
+from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.gateway.http.serving import ServerThread
+from lightning_trainer.gateway.settings import Limits
 
 JSON_PATHS = [*SURFACES, "/v1/embeddings", "/api/query", "/api/rewards", "/api/rollouts", "/api/spans"]
 MALFORMED = [

@@ -14,11 +14,12 @@ import pytest
 from tiny import make_tiny_model
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.spans import Span
-from lightning_spans.spool import Spool
+from lightning_spans.record.delivery.outbox import Spool
+from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
-from lightning_trainer.backends.torch.backend import TorchBackend
-from lightning_trainer.server.keys import Keys, write_private
+from lightning_trainer.backends.torch.learner import TorchLearner
+from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.gateway.auth.register import write_private
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,7 @@ def model(tmp_path) -> Path:
 
 
 def load(folder: Path) -> None:
-    TorchBackend(folder, device="cpu")
+    TorchLearner(folder, device="cpu")
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -132,7 +133,7 @@ def test_a_malformed_safetensors_file_is_a_clear_error(model, kind):
 @pytest.fixture
 def adapters(model, tmp_path) -> Path:
     """A checkpoint of an adapter."""
-    backend = TorchBackend(model, device="cpu", adapters=("writer",), lora_rank=2)
+    backend = TorchLearner(model, device="cpu", adapters=("writer",), lora_rank=2)
     backend.save(tmp_path / "checkpoint")
     return tmp_path / "checkpoint"
 
@@ -166,7 +167,7 @@ def test_an_adapter_is_read_from_no_other_folder(adapters, tmp_path, name):
 
 
 def test_a_checkpoint_whose_state_is_damaged_is_a_clear_error(model, tmp_path):
-    backend = TorchBackend(model, device="cpu")
+    backend = TorchLearner(model, device="cpu")
     backend.save(tmp_path / "checkpoint")
     state = next(path for path in (tmp_path / "checkpoint").glob("*.json") if "random" in json.loads(path.read_text()))
     whole = json.loads(state.read_text())

@@ -14,12 +14,12 @@ from fakes import ByteTokenizer
 from surfaces import SURFACES
 
 import lightning_trainer
-from lightning_spans.agents import check_known, selects
+from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import UnknownAgentError
-from lightning_spans.spans import CHAT, EXECUTE_TOOL, INVOKE_AGENT, TOOL_RESULT, Span
+from lightning_spans.schema.agents import check_known, selects
+from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, INVOKE_AGENT, TOOL_RESULT, Span
 from lightning_spans.store import open_store
-from lightning_spans.trace import Trace
-from lightning_trainer.printable import PrintableFormatter, printable
+from lightning_trainer.report.terminal import PrintableFormatter, printable
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x1b[31mwriter\x9b31m\u202e\u200b\r\nFAKE LINE"
 
@@ -105,7 +105,7 @@ def test_names_and_errors_of_agents_are_not_obeyed_by_the_terminal(hostile_store
 
 
 def test_progress_shows_names_and_errors_and_obeys_none(capsys):
-    from lightning_trainer.progress import Shown, one_line
+    from lightning_trainer.report.progress import Shown, one_line
 
     with Shown("title") as shown:
         shown.note(f"failed: {ESCAPES} [red]x[/red]")

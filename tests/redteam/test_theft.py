@@ -9,21 +9,22 @@ import json
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
 from surfaces import SURFACES
 
-from lightning_spans.otlp import JSON, PROTOBUF, encode
-from lightning_spans.records import to_json
-from lightning_spans.rewards import Reward
-from lightning_spans.spans import CHAT, Span
-from lightning_spans.store import AttemptRecord
-from lightning_spans.trace import traces_of
-from lightning_trainer.server.keys import KeyRefusedError, Keys
+from lightning_spans.record.delivery.otlp import JSON, PROTOBUF, encode
+from lightning_spans.schema.attempts import AttemptRecord
+from lightning_spans.schema.json import to_json
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import CHAT, Span
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.gateway.auth.keys import KeyRefusedError, Keys
 
-EVERY_DOOR = [
+EVERY_ROUTE = [
     *(("POST", path) for path in SURFACES),
     *[("GET", "/v1/models"), ("POST", "/v1/embeddings"), ("POST", "/v1/traces"), ("POST", "/api/rollouts")],
     *[("GET", "/api/rollouts"), ("POST", "/api/rollouts/cancel"), ("POST", "/api/claims"), ("POST", "/api/heartbeats")],
@@ -48,12 +49,12 @@ def span_of(attempt_id: str | None, **changes) -> Span:
     return Span(**{**values, "start_ns": 1, "end_ns": 2, "status": "ok", "attempt_id": attempt_id, **changes})
 
 
-@pytest.mark.parametrize(("method", "path"), EVERY_DOOR)
+@pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)
 def test_nothing_opens_without_a_key(ask, method, path):
     assert ask(method, path, json={}).status_code == 401
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(set(EVERY_DOOR) - AGENTS_OWN))
+@pytest.mark.parametrize(("method", "path"), sorted(set(EVERY_ROUTE) - AGENTS_OWN))
 def test_an_agents_key_opens_nothing_but_sampling_and_its_own_spans(ask, running_attempt, method, path):
     assert ask(method, path, running_attempt.context.key, json={}).status_code == 403
 
@@ -95,7 +96,7 @@ def test_a_runner_can_not_pass_for_an_evaluator(ask, server, running_attempt):
 
 
 def test_an_evaluator_gives_rewards_and_nothing_else(ask, server):
-    for method, path in EVERY_DOOR:
+    for method, path in EVERY_ROUTE:
         if (method, path) != ("POST", "/api/rewards"):
             assert ask(method, path, server.keys.issue("evaluator"), json={}).status_code == 403
 
@@ -151,7 +152,7 @@ def test_a_span_can_not_be_replaced_by_sending_its_id_again(ask, server):
     ask("POST", "/v1/traces", server.key("owner"), content=encode([span]), headers=headers)
     ask("POST", "/v1/traces", server.key("other"), content=encode([replace(span, agent="thief")]), headers=headers)
     assert [s.agent for s in server.store.spans(attempt_ids=["owner"]) if s.span_id == "e" * 16] == ["writer"]
-    assert server.store.spans(attempt_ids=["other"]) == []
+    assert [s.agent for s in server.store.spans(attempt_ids=["other"])] == ["thief"]
 
 
 @pytest.mark.parametrize("path", SURFACES)
@@ -214,7 +215,7 @@ def _forged(payload: object, signature: bytes = b"") -> str:
 
 def test_an_altered_key_opens_nothing(ask, server):
     payload, signature = _parts(server.key("a"))
-    data = json.loads(base64.urlsafe_b64decode(payload + "==="))
+    data = json.loads(zlib.decompress(base64.urlsafe_b64decode(payload.removeprefix(".") + "===")))
     for changed in (["admin", *data[1:]], [data[0], data[1] + 1e6, *data[2:]], [*data[:3], "victim", *data[4:]]):
         text = base64.urlsafe_b64encode(json.dumps(changed, separators=(",", ":")).encode()).decode().rstrip("=")
         assert ask("GET", "/v1/models", f"lk-{text}.{signature}").status_code == 401
@@ -303,7 +304,7 @@ def test_keys_are_in_no_record_answer_metric_or_log(ask, server, caplog):
 
 
 def test_keys_are_in_no_representation_and_no_process_list(server, tmp_path):
-    from lightning_trainer.server.upstream import Upstream
+    from lightning_trainer.gateway.upstream.upstream import Upstream
 
     assert "hush" not in repr(Upstream("m", "http://127.0.0.1:9/v1", key="hush"))
     helped = subprocess.run(

@@ -16,13 +16,14 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 from surfaces import SURFACES
 
-from lightning_spans.adapter import adapt
-from lightning_spans.store import Call
-from lightning_spans.trace import Trace
-from lightning_trainer.rows import why_untrainable
-from lightning_trainer.server import connection, sse
-from lightning_trainer.server.serving import ServerThread
-from lightning_trainer.server.upstream import Upstream
+from lightning_spans.adapter.adapt import adapt
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.chat.stream import EventReader
+from lightning_spans.schema.calls import Call
+from lightning_trainer.gateway.http.serving import ServerThread
+from lightning_trainer.gateway.upstream import connection
+from lightning_trainer.gateway.upstream.upstream import Upstream
+from lightning_trainer.rl.rows import why_untrainable
 
 MODELS = {"data": [{"id": "policy", "owned_by": "vllm"}]}
 
@@ -101,7 +102,7 @@ def test_an_answer_without_end_is_cut(tmp_path, monkeypatch, stream):
 
 
 def test_an_event_without_end_is_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(sse, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(EventReader.__init__, "__defaults__", (100_000,))
 
     async def endless():
         yield b"data: "
@@ -239,7 +240,7 @@ def test_an_agent_can_not_choose_where_its_call_goes(tmp_path, path):
 
 
 def test_a_claim_under_a_strange_host_gives_agents_no_strange_endpoint(tmp_path):
-    from lightning_spans.store import Rollout
+    from lightning_spans.schema.attempts import Rollout
 
     with served(tmp_path) as running:
         running.store.enqueue([Rollout(rollout_id="r", group_id="g", task={})])
@@ -263,6 +264,38 @@ def test_a_cookie_that_it_sets_goes_out_with_no_other_attempts_call(tmp_path):
             body = SURFACES["/v1/chat/completions"]("hi")
             assert httpx.post(f"{front.url}/v1/chat/completions", json=body, headers=headers).is_success
     assert seen == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [("7", "7"), ("Wed, 21 Oct 2026 07:28:00 GMT", "Wed, 21 Oct 2026 07:28:00 GMT"), ("so\u00f6n", None), ("-1", None)],
+)
+def test_an_odd_retry_after_is_not_passed_on(tmp_path, sent, told):
+    def busy(_):
+        reply = JSONResponse({"error": {"message": "busy"}}, 429)
+        reply.raw_headers.append((b"retry-after", sent.encode()))
+        return reply
+
+    with rogue(tmp_path, busy) as front:
+        reply = ask(front)
+        assert (reply.status_code, reply.headers.get("retry-after")) == (429, told)
+        assert is_well(front)
+
+
+@pytest.mark.parametrize("levels", [110, 900, 100_000])
+def test_a_very_deep_reply_is_its_error(tmp_path, levels):
+    deep = b"[" * levels + b"]" * levels
+    whole = json.dumps(completion(extra=0)).encode().replace(b'"extra": 0', b'"extra": ' + deep)
+    replies = {False: (whole, "application/json"), True: (b"data: " + whole + b"\n\n", "text/event-stream")}
+
+    def reply(request):
+        body, kind = replies[front.streams]
+        return Response(body, media_type=kind)
+
+    with rogue(tmp_path, reply) as front:
+        for front.streams in (False, True):
+            assert ask(front, stream=front.streams).status_code == 502
+            assert is_well(front)
 
 
 @pytest.mark.parametrize("reason", [{}, [1], 7, True])

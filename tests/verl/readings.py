@@ -24,5 +24,5 @@ def weights(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def differs(left: Mapping[str, Any], right: Mapping[str, Any]) -> float:
-    """Give the largest difference of any weight."""
+    """Return the largest difference of any weight."""
     return max(float((left[name].float() - right[name].float()).abs().max()) for name in left)

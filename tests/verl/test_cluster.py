@@ -58,6 +58,7 @@ class Elsewhere(threading.Thread):
         process.wait(30)
 
 
+@pytest.mark.full
 def test_two_nodes_learn_together_with_agents_elsewhere(options, cluster, tmp_path):
     with socket.socket() as free:
         free.bind(("", 0))

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_trainer.advantages import transition_advantages
-from lightning_trainer.backends.torch import TorchBackend
-from lightning_trainer.backends.verl.describe import composed
-from lightning_trainer.backends.verl.encoding import encode, prompt_length, spans_of
-from lightning_trainer.backends.verl.estimators import estimate
-from lightning_trainer.backends.verl.overrides import Place, overrides
-from lightning_trainer.backends.verl.shape import read_shape
-from lightning_trainer.backends.verl.trajectories import Prompt, trajectories
+from lightning_trainer.backends.torch import TorchLearner
+from lightning_trainer.backends.verl.options.describe import composed
+from lightning_trainer.backends.verl.options.overrides import Site, overrides
+from lightning_trainer.backends.verl.steps.encoding import encode, prompt_length, spans_of
+from lightning_trainer.backends.verl.steps.estimators import estimate
+from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories
 from lightning_trainer.config import TrainConfig
-from lightning_trainer.rows import Row
+from lightning_trainer.models.shape import read_shape
+from lightning_trainer.rl.advantages import transition_advantages
+from lightning_trainer.rl.rows import Row
 
 pytestmark = pytest.mark.timeout(300)
 LEARNING_RATE = 1e-3
@@ -87,7 +87,7 @@ def worker_of(model, aggregation: str):
         group_size=3,
     )
     GlobalHydra.instance().clear()
-    options = overrides(config, Place(folder=model.parent), read_shape(str(model)), flash_attention=False)
+    options = overrides(config, Site(folder=model.parent), read_shape(str(model)), flash_attention=False)
     worker = ActorRolloutRefWorker(config=composed(options).actor_rollout_ref, role="actor")
     worker.init_model()
     return worker
@@ -97,7 +97,7 @@ def batch_of(rows: list[Row], aggregation: str):
     """The batch as verl's trainer would send it; recorded log-probabilities are the old ones."""
     from verl.utils import tensordict_utils as tu
 
-    laid = trajectories(Prompt(uid="u", step=1), [[row] for row in rows], [0.0] * len(rows))
+    laid = trajectories(VerlPrompt(uid="u", step=1), [[row] for row in rows], [0.0] * len(rows))
     fields = [dict(trajectory.fields) for trajectory in laid]
     longest = max(len(field["responses"]) for field in fields)
     padded = [
@@ -150,7 +150,7 @@ def test_one_update_is_that_of_the_torch_backend(model, rows, aggregation, tmp_p
     theirs, _ = worker.actor.engine.get_per_tensor_param()
     theirs = {name: value.detach().clone() for name, value in theirs}
 
-    backend = TorchBackend(
+    backend = TorchLearner(
         model, dtype="float32", device="cpu", learning_rate=LEARNING_RATE, loss_aggregation=aggregation, threads=1
     )
     try:

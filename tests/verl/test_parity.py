@@ -11,13 +11,8 @@ import torch
 from verl.trainer.config import AlgoConfig
 from verl.workers.config import FSDPActorConfig
 
-from lightning_trainer import losses
-from lightning_trainer.advantages import (
-    generalised_advantages,
-    group_advantages,
-    leave_one_out,
-    whitened,
-)
+from lightning_trainer.rl import losses
+from lightning_trainer.rl.advantages import generalised_advantages, group_advantages, leave_one_out, whitened
 
 pytestmark = pytest.mark.timeout(300)
 SEEDS = range(12)
@@ -197,3 +192,39 @@ def test_entropy(seed):
     mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(seed)) < 0.6
     theirs = core_algos.compute_entropy_loss(logits, mask.float())
     assert losses.entropy(logits[mask]).mean().item() == pytest.approx(theirs.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("cap", "mask"), [(2.0, None), (None, 1.5), (2.0, 1.5)])
+def test_importance_correction(tmp_path, cap, mask):
+    """What our options become gives tokens the weights that the torch backend gives them."""
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
+
+    from lightning_trainer.backends.torch.learn.update import _corrected, _Part
+    from lightning_trainer.backends.torch.options import TorchOptions
+    from lightning_trainer.backends.verl.options.describe import composed
+    from lightning_trainer.backends.verl.options.overrides import Site, overrides
+    from lightning_trainer.config import TrainConfig
+
+    given = {"importance_cap": cap, "importance_mask": mask}
+    config = TrainConfig(target="a:b", data="d.jsonl", model="m", backend="verl", **given)
+    values = overrides(config, Site(folder=tmp_path), None, flash_attention=False)
+    chosen = RolloutCorrectionConfig(**composed(values).algorithm.rollout_correction)
+    drawn = torch.rand(2, 3, 7, generator=torch.Generator().manual_seed(0))
+    engine, trainer = -drawn
+    all_tokens = torch.ones(3, 7)
+    weights, kept, _ = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=trainer,
+        rollout_log_prob=engine,
+        response_mask=all_tokens,
+        rollout_is=chosen.rollout_is,
+        rollout_is_threshold=chosen.rollout_is_threshold,
+        rollout_rs=chosen.rollout_rs,
+        rollout_rs_threshold=chosen.rollout_rs_threshold,
+    )
+    theirs = kept if weights is None else kept * weights.batch["rollout_is_weights"]
+    part = _Part(None, (), engine.flatten(), engine.flatten(), all_tokens.flatten())
+    options = TorchOptions(model=tmp_path, old_logprobs="recompute", **given)
+    ours = _corrected(part, trainer.flatten(), options).weights_P
+    assert ours.tolist() == pytest.approx(theirs.flatten().tolist(), rel=1e-6)
+    assert mask is None or 0.0 in ours.tolist()

@@ -26,7 +26,7 @@ def test_verl_still_asks_torch_for_what_torch_refuses():
 def test_the_patch_stands_where_the_platform_is_the_cpu():
     from verl.utils import distributed
 
-    from lightning_trainer.backends.verl import process_group
+    from lightning_trainer.backends.verl.cpu import process_group
 
     patched = distributed.initialize_global_process_group_ray
     assert inspect.unwrap(patched) is not patched
@@ -41,8 +41,9 @@ def test_verl_finds_what_we_registered():
     from verl.workers.engine import EngineRegistry
     from verl.workers.rollout.replica import get_rollout_replica_class
 
-    from lightning_trainer.backends.verl import registrations, trainers  # noqa: F401 - they register themselves
-    from lightning_trainer.backends.verl.vllm_cpu import ReplicaCPU
+    from lightning_trainer.backends.verl import registrations  # noqa: F401 - they register themselves
+    from lightning_trainer.backends.verl.cpu.vllm import ReplicaCPU
+    from lightning_trainer.backends.verl.steps import trainers  # noqa: F401 - they register themselves
 
     assert get_platform().device_name == "cpu"
     assert EngineRegistry.get_engine_cls("language_model", "fsdp2")

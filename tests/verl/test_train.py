@@ -11,7 +11,7 @@ pytest.importorskip("verl.protocol")
 from readings import differs, lines, weights
 
 from lightning_trainer import TrainConfig, train
-from lightning_trainer.progress import Silent
+from lightning_trainer.report.progress import Silent
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -44,6 +44,7 @@ def test_a_program_learns_is_saved_and_goes_on_exactly(options):
     assert differs(learned, weights(last)) < 1e-5
 
 
+@pytest.mark.full
 def test_adapters_and_a_critic_learn(options):
     """PPO with a critic, on LoRA."""
     result = train(TrainConfig(**{**options, "algorithm": "ppo", "lora_rank": 4, "steps": 2}))
@@ -73,10 +74,14 @@ class Noting(Silent):
     def note(self, text):
         self.notes.append(text)
 
+    def stopping(self) -> None:
+        pass
+
     def alarms(self, texts):
         self.standing.append(list(texts))
 
 
+@pytest.mark.full
 def test_groups_without_contrast_raise_an_alarm_and_a_silent_agent_a_warning(options):
     """Every rollout gets the same reward; one of the two agents named never speaks."""
     progress = Noting()

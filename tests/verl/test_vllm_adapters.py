@@ -14,10 +14,10 @@ from test_vllm_gateway import vllm_serving
 from tiny import make_tiny_model
 from transformers import AutoModelForCausalLM
 
-from lightning_trainer.backends.torch import TorchBackend
-from lightning_trainer.server.adapters import load_adapters
-from lightning_trainer.server.settings import Routing
-from lightning_trainer.server.upstream import Upstream
+from lightning_trainer.backends.torch import TorchLearner
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.gateway.upstream.adapters import load_adapters
+from lightning_trainer.gateway.upstream.upstream import Upstream
 
 pytestmark = pytest.mark.timeout(900)
 NAMES = ("writer", "rewriter")
@@ -40,7 +40,7 @@ def vllm(model, tmp_path_factory):
 
 def write_checkpoint(model, folder, seed):
     """Write a checkpoint as the torch backend does, of adapters far enough from the base to tell them apart."""
-    backend = TorchBackend(model, adapters=NAMES, lora_rank=4, dtype="float32")
+    backend = TorchLearner(model, adapters=NAMES, lora_rank=4, dtype="float32")
     try:
         torch.manual_seed(seed)
         for name, parameter in backend._model.causal.named_parameters():
@@ -63,6 +63,7 @@ def logprobs_of(model, call, adapter):
     return [float(row[token]) for row, token in zip(found, drawn, strict=True)]
 
 
+@pytest.mark.full
 def test_each_adapter_answers_under_its_name_and_a_newer_checkpoint_takes_its_place(model, vllm, tmp_path):
     base = Upstream("tiny", vllm)
     for seed in (5, 6):

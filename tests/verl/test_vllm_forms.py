@@ -24,8 +24,9 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
-from lightning_trainer.server import hermes
-from lightning_trainer.server.constraints import FORMS, constraint_of
+from lightning_trainer.gateway.formats.reader import Dialect, parse
+from lightning_trainer.gateway.formats.table import by_name
+from lightning_trainer.gateway.request.constraints import FORMS, constraint_of
 
 LEAF = st.sampled_from([
     {"type": "integer", "minimum": -3, "maximum": 12},
@@ -64,7 +65,7 @@ def tokenizer(tmp_path_factory):
 
 
 def by_xgrammar(constraint, tokenizer):
-    """Give a matcher's allowed tokens, and what takes one."""
+    """Return a matcher's allowed tokens, and what takes one."""
     read = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
     tag = constraint.structured_outputs("structural_tag")["structural_tag"]
     matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(read).compile_structural_tag(tag))
@@ -121,7 +122,7 @@ def test_what_a_backend_allows_is_what_was_asked_for(backend, tokenizer, schemas
     choice = "required" if also is None else "auto"
     constraint = constraint_of(choice, tools, shape, one_call=one_call)
     text = written(backend, constraint, tokenizer, random.Random(seed))
-    answer = hermes.parse(text)
+    answer = parse(Dialect(by_name("hermes")), text, tools)
     if also is not None and not answer.tool_calls:
         Draft202012Validator(also).validate(json.loads(text))
         return

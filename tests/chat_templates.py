@@ -1,0 +1,121 @@
+"""Chat templates in the manner of families of which no package brings one here, shortened to what matters for calls."""
+
+# ruff: noqa: RUF001 - DeepSeek's own letters
+
+from __future__ import annotations
+
+MISTRAL = (  # v3 (Mistral 7B v0.3, Nemo): a list of calls, ids of nine letters
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'user' %}"
+    "{% if tools and loop.index0 == ns.last %}"
+    "{{ '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{{ '[INST] ' + m.content + '[/INST]' }}"
+    "{% elif m.role == 'assistant' and m.tool_calls %}{{ '[TOOL_CALLS] [' }}"
+    "{% for c in m.tool_calls %}"
+    "{% if c.id is not defined or c.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    '{{ \'{"name": "\' + c.function.name + \'", "arguments": \' + (c.function.arguments | tojson) + \', "id": "\''
+    " + c.id + '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']' + eos_token }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+    "{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+    '{{ \'[TOOL_RESULTS] {"content": \' + (m.content | tojson) + \', "call_id": "\' + m.tool_call_id'
+    " + '\"}[/TOOL_RESULTS]' }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+MAGISTRAL = (  # v11 and later: name, then arguments; reasoning between tokens of its own
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}"
+    "{% elif m.role == 'user' %}"
+    "{% if tools and loop.index0 == ns.last %}"
+    "{{ '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{{ '[INST]' + m.content + '[/INST]' }}"
+    "{% elif m.role == 'assistant' %}"
+    "{% if m.reasoning_content %}{{ '[THINK]' + m.reasoning_content + '[/THINK]' }}{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]'"
+    " + (c.function.arguments | tojson) }}{% endfor %}{{ eos_token }}"
+    "{% elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}{% endif %}{% endfor %}"
+)
+KIMI = (
+    "{% if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' + (tools | tojson) + '<|im_end|>' }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ '<|im_user|>user<|im_middle|>' }}"
+    "{% elif m.role == 'assistant' %}{{ '<|im_assistant|>assistant<|im_middle|>' }}"
+    "{% elif m.role == 'tool' %}{{ '<|im_system|>tool<|im_middle|>## Return of ' + m.tool_call_id + '\n' }}"
+    "{% else %}{{ '<|im_system|>system<|im_middle|>' }}{% endif %}{{ m.content or '' }}"
+    "{% if m.tool_calls %}{{ '<|tool_calls_section_begin|>' }}{% for c in m.tool_calls %}"
+    "{{ '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' }}"
+    "{{ c.function.arguments if c.function.arguments is string else (c.function.arguments | tojson) }}"
+    "{{ '<|tool_call_end|>' }}{% endfor %}{{ '<|tool_calls_section_end|>' }}{% endif %}"
+    "{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"
+)
+MINIMAX = (
+    "{{ ']~!b[]~b]system\n' }}{% if tools %}{% for t in tools %}{{ '<tool>' + (t.function | tojson) + '</tool>\n' }}"
+    "{% endfor %}{{ '<minimax:tool_call>\n<invoke name=\"tool-name\">\n</invoke>\n</minimax:tool_call>' }}{% endif %}"
+    "{{ '[e~[\n' }}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{{ ']~b]ai\n' }}"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content or '' }}"
+    "{% if m.tool_calls %}{{ '\n<minimax:tool_call>\n' }}{% for c in m.tool_calls %}"
+    "{{ '<invoke name=\"' + c.function.name + '\">\n' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ '<parameter name=\"' + k + '\">' }}{{ v if v is string else (v | tojson) }}{{ '</parameter>\n' }}{% endfor %}"
+    "{{ '</invoke>\n' }}{% endfor %}{{ '</minimax:tool_call>' }}{% endif %}{{ '[e~[\n' }}"
+    "{% elif m.role == 'tool' %}{{ ']~b]tool\n<response>' + m.content + '</response>[e~[\n' }}"
+    "{% elif m.role == 'user' %}{{ ']~b]user\n' + m.content + '[e~[\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ']~b]ai\n<think>\n' }}{% endif %}"
+)
+DEEPSEEK_V31 = (
+    "{{ bos_token }}{% if tools %}{{ '## Tools\n' + (tools | tojson) }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content }}"
+    "{% elif m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
+    "{% elif m.role == 'assistant' %}"
+    "{% if loop.index0 > 0 and messages[loop.index0 - 1].role == 'user' %}{{ '<｜Assistant｜></think>' }}{% endif %}"
+    "{{ m.content or '' }}"
+    "{% if m.tool_calls %}{{ '<｜tool▁calls▁begin｜>' }}{% for c in m.tool_calls %}"
+    "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments + '<｜tool▁call▁end｜>' }}"
+    "{% endfor %}{{ '<｜tool▁calls▁end｜>' }}{% endif %}{{ '<｜end▁of▁sentence｜>' }}"
+    "{% elif m.role == 'tool' %}{{ '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}"
+    "{{ '<｜Assistant｜>' + ('<think>' if thinking else '</think>') }}{% endif %}"
+)
+DSML = (
+    "{% macro params(args) %}{% for k, v in args.items() %}"
+    "{{ '<｜DSML｜parameter name=\"' + k + '\" string=\"' + ('true' if v is string else 'false') + '\">' }}"
+    "{{ v if v is string else (v | tojson) }}{{ '</｜DSML｜parameter>\n' }}{% endfor %}{% endmacro %}"
+    "{{ bos_token }}{% if tools %}{{ '## Tools\n' + (tools | tojson) }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ m.content }}"
+    "{% elif m.role == 'user' %}{{ '<｜User｜>' + m.content + '<｜Assistant｜>' }}"
+    "{% elif m.role == 'assistant' %}{{ (m.content or '') }}{% if m.tool_calls %}"
+    "{{ '\n\n<｜DSML｜function_calls>\n' }}{% for c in m.tool_calls %}"
+    "{{ '<｜DSML｜invoke name=\"' + c.function.name + '\">\n' + params(c.function.arguments) + '</｜DSML｜invoke>\n' }}"
+    "{% endfor %}{{ '</｜DSML｜function_calls>' }}{% endif %}{{ '<｜end▁of▁sentence｜>' }}"
+    "{% elif m.role == 'tool' %}{{ '<function_results><result>' + m.content + '</result></function_results>' }}"
+    "{% endif %}{% endfor %}"
+)
+PYTHONIC = (  # Llama 3.2 and 4 as vLLM's examples have it
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}"
+    "{% if loop.first and tools %}{{ 'Functions: ' + (tools | tojson) + '\n\n' }}{% endif %}"
+    "{% if m.tool_calls %}{{ '[' }}{% for c in m.tool_calls %}{{ c.function.name + '(' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k + '=' + (v | tojson) }}"
+    "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ')' }}"
+    "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']' }}{% else %}{{ m.content | trim }}{% endif %}"
+    "{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+UNKNOWN = (  # takes tools, and writes calls as nobody does
+    "{% for t in tools or [] %}{{ '@' + (t | tojson) }}{% endfor %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ '@@CALL ' + c.function.name + ' WITH ' + (c.function.arguments | tojson) }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)

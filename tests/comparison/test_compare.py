@@ -1,0 +1,177 @@
+"""`lightning-rl compare`: several ways, one budget, the same held-out tasks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("torch")
+pytest.importorskip("openai")
+pytestmark = pytest.mark.torch
+
+from lightning_spans.errors import NothingToLearnError
+from lightning_spans.store import open_store
+from lightning_spans.testing import ScriptedServer
+from lightning_spans.testing.plugins.script import Reply
+from lightning_trainer.cli import cli
+from lightning_trainer.comparison import compare as room
+from lightning_trainer.comparison import methods
+
+AGENT = """
+import os
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded")
+client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
+
+def say(name, system, text):
+    with agent(name):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        reply = client.chat.completions.create(model="gpt-9", max_tokens=5, messages=messages)
+    return sum(letter.isascii() and letter.isalpha() for letter in reply.choices[0].message.content or "") / 5
+
+def run(task):
+    return {"writer": say("writer", "Write.", task["q"]), "checker": say("checker", "Check.", task["q"])}
+
+def flat(task):
+    say("writer", "Write.", task["q"])
+    return 0.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pair.py").write_text(AGENT)
+    for name, letters in (("tasks", "abcd"), ("val", "xyz")):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"q": q}) + "\n" for q in letters))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """Return a model that ends its answers: every other token does."""
+    made = tmp_path / "model"
+    shutil.copytree(tiny_model, made)
+    settings = json.loads((made / "generation_config.json").read_text())
+    (made / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [2, *range(3, 259, 2)]}))
+    return made
+
+
+def rl(target: str, model: Path, *args: str) -> Result:
+    small = ["--batch-size", "2", "--group-size", "4", "--workers", "1", "--device", "cpu", "--samples", "2"]
+    named = ["compare", target, "--data", "tasks.jsonl", "--val", "val.jsonl", "--model", str(model)]
+    return CliRunner().invoke(cli, [*named, *small, "--backend-options", "threads=1", *args])
+
+
+def rollouts(store: Path) -> int:
+    opened = open_store(str(store))
+    try:
+        return len(opened.rollouts())
+    finally:
+        opened.close()
+
+
+def test_each_way_spends_its_budget_and_all_are_measured_alike(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gepa")
+    taken = methods._sft
+
+    def gone(*_: Any) -> Any:
+        raise RuntimeError("the machine is gone")
+
+    with ScriptedServer(lambda _body, _seen: Reply(text="```\nWrite more.\n```")) as server:
+        monkeypatch.setattr(methods, "_sft", gone)
+        reflect = ["--reflect", f"big={server.url}", "--learning-rate", "3e-3", "--sft", "learning_rate=0.003"]
+        cut = rl("pair:run", model, "--budget", "20", "--agents", "writer,checker", "--out", "cmp", *reflect)
+        assert "the machine is gone" in str(cut.exception)
+        trained = (folder / "cmp" / "rl" / "metrics.jsonl").read_text()
+        monkeypatch.setattr(methods, "_sft", taken)
+        assert "leave out --seed" in CliRunner().invoke(cli, ["compare", "--resume", "cmp", "--seed", "1"]).output
+        result = CliRunner().invoke(cli, ["compare", "--resume", "cmp", "--json"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert (folder / "cmp" / "rl" / "metrics.jsonl").read_text() == trained  # what was done is not done again
+    assert list(told["methods"]) == ["rl", "sft", "prompts"]
+    assert told["methods"]["rl"]["rollouts"] == rollouts(folder / "cmp" / "rl" / "lightning.db") == 16  # whole steps
+    assert told["methods"]["sft"]["rollouts"] == rollouts(folder / "cmp" / "sft" / "lightning.db") == 16  # 2 rounds
+    assert 0 < told["methods"]["prompts"]["rollouts"] <= 24
+    for side in told["methods"].values():
+        assert side["tokens"] > 0
+        if side["nothing"] is None:
+            assert side["tasks"] == 3
+            assert side["difference"] == pytest.approx(side["mean"] - told["base"]["mean"])
+            assert side["by_agent"].keys() == {"writer", "checker"}
+    assert told["best_by_agent"].keys() == {"writer", "checker"}
+    assert told["best"] in {None, "rl", "sft", "prompts"}
+    assert json.loads((folder / "cmp" / "comparison.json").read_text()) == told
+    again = CliRunner().invoke(cli, ["compare", "--resume", "cmp"])
+    assert again.exit_code == 0, again.output
+    assert "3 held-out tasks, 2 samples of each" in again.stdout
+    for word in ("as it is", "rl", "sft", "writer", "checker"):
+        assert word in again.stdout
+
+
+def test_a_way_that_finds_nothing_to_learn_does_not_end_the_comparison(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(*_: Any) -> Any:
+        raise NothingToLearnError("all rewards were equal")
+
+    monkeypatch.setattr(methods, "_rl", nothing)
+    result = rl("pair:flat", model, "--budget", "16", "--out", "cmp")
+    assert result.exit_code == 0, result.output
+    assert "rl found nothing to learn: all rewards were equal" in result.stdout
+    assert "sft found nothing to learn" in result.stdout
+    assert "earned no more than the worst of the round" in result.stdout  # why, and what to do
+    assert "lightning-rl sft DATA" in result.stdout
+    assert "With 16 rollouts nothing is surely better than the model as it is." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--budget", "3"], "less than the rollouts of one training step, 8"),
+        (["--budget", "16", "--methods", "rl,magic"], "unknown method 'magic'"),
+        (["--budget", "16", "--methods", ","], "no method is named"),
+        (["--budget", "16", "--methods", "prompts"], "--reflect"),
+        (["--budget", "16", "--command", "true"], "one of them"),
+        (["--budget", "16", "--agents", "nobody"], "nobody"),
+        ([], "--budget N"),
+    ],
+)
+def test_mistakes_are_told(folder: Path, model: Path, more: list[str], said: str) -> None:
+    result = rl("pair:run", model, "--out", "cmp", *more)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert not (folder / "cmp").exists()
+
+
+def test_best_is_only_what_is_surely_better() -> None:
+    from lightning_trainer.comparison.methods import Made
+    from lightning_trainer.evaluation.samples import Sample
+    from lightning_trainer.evaluation.summary import Counting, difference, summarise
+
+    def measured(rewards: list[float]) -> Any:
+        samples = [
+            Sample(task=n, sample=0, rollout_id=f"{n}", attempt_id="a", status="succeeded", reward=value, seconds=1.0)
+            for n, value in enumerate(rewards)
+        ]
+        return summarise(samples, Counting())
+
+    made, base = Made(rollouts=8, tokens=9, seconds=1.0), measured([0.0] * 8)
+    sides = {}
+    for name, rewards in (("rl", [1.0] * 8), ("sft", [0.0] * 7 + [1.0])):
+        summary = measured(rewards)
+        sides[name] = room.Side(made=made, summary=summary, better=difference(summary, base)[0])
+    found = room.Comparison(base=base, budget=8, folder=Path(), sides=sides)
+    assert found.best == "rl"
+    assert room.Comparison(base=base, budget=8, folder=Path(), sides={"sft": sides["sft"]}).best is None

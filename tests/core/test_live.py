@@ -1,0 +1,319 @@
+"""Live use: an attached program in production streams its spans to the server, labelled, sampled, and masked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakes import Served, served
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cli import call, told
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.record.production import Live, read_live, sampled
+from lightning_spans.record.redaction import HIDES, MASK, read_rules
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, Span
+from lightning_spans.store import open_store
+from lightning_spans.store.traces import traces_of
+from lightning_spans.testing import ScriptedServer
+from lightning_spans.testing.stores.samples import a_span
+
+REQUEST_BODY = {
+    "model": "m",
+    "temperature": 0.5,
+    "messages": [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "my mail is bob@example.com"},
+                                     {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]},
+        {"role": "assistant",
+         "tool_calls": [{"function": {"name": "f", "arguments": '{"Password": "hunter2", "n": 1}'}}]},
+    ],
+    "tools": [{"type": "function", "function": {"name": "secret_tool"}}],
+}  # fmt: skip
+RESPONSE_BODY = {
+    "id": "c1",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "card 4111111111111111"}}],
+}
+
+
+def chat(**attributes: Any) -> Span:
+    kept = {REQUEST: json.dumps(REQUEST_BODY), RESPONSE: json.dumps(RESPONSE_BODY), **attributes}
+    return a_span(operation=CHAT, attributes=kept)
+
+
+def masked(span: Span, *rules: str, **hides: str) -> str:
+    clean = read_rules(rules, {f"OPENINFERENCE_HIDE_{name}": value for name, value in hides.items()})(span)
+    return json.dumps(dict(clean.attributes)) + clean.name + clean.status_message
+
+
+def test_field_is_masked_wherever_it_stands() -> None:
+    deep = {"a": [{"PassWord": ["x", "hunter2"]}], "api_token": "hunter2", "text": '{"password": {"v": "hunter2"}}'}
+    text = masked(chat(data=json.dumps(deep), password="hunter2"), "password", "*_token")
+    assert "hunter2" not in text
+    assert "my mail is" in text
+    assert '\\"n\\": 1' in text.replace("\\\\", "\\") or "n" in text
+
+
+def test_cut_json_that_names_a_masked_field_is_masked_whole() -> None:
+    assert "hunter2" not in masked(chat(cut='{"password": "hunter2'), "password")
+    assert "plain" in masked(chat(cut='{"other": "plain'), "password")
+
+
+def test_pattern_is_masked_in_text_numbers_names_and_errors() -> None:
+    span = a_span(name="call bob@example.com", status_message="no bob@example.com", attributes={"n": 4111111111111111})
+    text = masked(span, r"/[\w.]+@[\w.]+/", r"/\b\d{16}\b/")
+    assert "bob@" not in text
+    assert "4111" not in text
+    assert "4111111111111111" not in masked(chat(), r"/\b\d{16}\b/")
+
+
+@given(st.recursive(st.text() | st.integers() | st.none() | st.just("hunter2"),
+                    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20))  # fmt: skip
+def test_pattern_leaves_nothing_of_what_it_matches(data: Any) -> None:
+    span = a_span(attributes={"data": json.dumps(data), "list": data if isinstance(data, list) else [data]})
+    assert "hunter2" not in masked(span, "/hunter2/", "password").replace("password", "")
+
+
+def test_json_nested_deeper_than_it_looks_is_masked() -> None:
+    deep: Any = {"password": "hunter2"}
+    for _ in range(200):
+        deep = {"a": deep}
+    assert "hunter2" not in masked(chat(data=json.dumps(deep)), "password")
+
+
+GONE = {
+    "INPUTS": ["bob@", "be kind", "secret_tool", "hunter2", "tool in"],
+    "OUTPUTS": ["card 4111", "tool out"],
+    "INPUT_MESSAGES": ["bob@", "be kind"],
+    "OUTPUT_MESSAGES": ["card 4111"],
+    "INPUT_IMAGES": ["AAAA"],
+    "INPUT_TEXT": ["bob@", "be kind", "hunter2"],
+    "OUTPUT_TEXT": ["card 4111"],
+    "CHOICES": ["card 4111"],
+    "LLM_INVOCATION_PARAMETERS": ["temperature"],
+    "LLM_TOOLS": ["secret_tool"],
+    "PROMPTS": ["old prompt"],
+    "EMBEDDING_VECTORS": ["0.125"],
+    "EMBEDDINGS_VECTORS": ["0.125"],
+    "EMBEDDINGS_TEXT": ["embedded text"],
+    "RETRIEVAL_DOCUMENTS": ["a document"],
+}
+
+
+@pytest.mark.parametrize("name", HIDES)
+def test_masking_settings_of_openinference_hold(name: str) -> None:
+    foreign = {
+        "llm.prompts.0": "old prompt",
+        "embedding.embeddings.0.embedding.vector": [0.125],
+        "embedding.embeddings.0.embedding.text": "embedded text",
+        "retrieval.documents.0.document.content": "a document",
+    }
+    span = chat(**{TOOL_ARGUMENTS: "tool in", TOOL_RESULT: "tool out", **foreign})
+    before, after = masked(span), masked(span, **{name: "true"})
+    for words in GONE[name]:
+        assert words in before
+        assert words not in after
+    assert '"model": "m"' in after.replace("\\", "") or '"model":"m"' in after.replace("\\", "")
+    assert masked(span, **{name: "false"}) == before
+
+
+def test_input_text_is_hidden_and_who_said_it_is_left() -> None:
+    assert '"role":"system"' in masked(chat(), INPUT_TEXT="1").replace("\\", "")
+
+
+def test_long_images_are_masked() -> None:
+    rules = read_rules([], {"OPENINFERENCE_BASE64_IMAGE_MAX_LENGTH": "10"})
+    assert "AAAA" not in str(rules(chat()).attributes)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"LIGHTNING_SAMPLE": "many"}, "LIGHTNING_SAMPLE"),
+        ({"LIGHTNING_SAMPLE": "1.5"}, "LIGHTNING_SAMPLE"),
+        ({"LIGHTNING_REDACT": "/(/"}, "redaction rule"),
+        ({"OPENINFERENCE_HIDE_INPUTS": "perhaps"}, "OPENINFERENCE_HIDE_INPUTS"),
+        ({"OPENINFERENCE_BASE64_IMAGE_MAX_LENGTH": "long"}, "OPENINFERENCE_BASE64"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_live(environ)
+
+
+@given(st.integers(0, 2**128 - 1), st.floats(0, 1))
+def test_sampling_is_the_same_for_all_spans_of_a_trace_and_grows_with_the_rate(trace: int, rate: float) -> None:
+    trace_id = f"{trace:032x}"
+    assert sampled(trace_id, rate) == sampled(trace_id, rate)
+    assert not sampled(trace_id, rate) or sampled(trace_id, min(1.0, rate * 1.1))
+    assert sampled(trace_id, 1.0)
+    assert not sampled(trace_id, 0.0)
+
+
+def test_sampling_keeps_its_share() -> None:
+    import random
+
+    draw = random.Random(0)
+    kept = sum(sampled(f"{draw.getrandbits(128):032x}", 0.2) for _ in range(20_000))
+    assert 3_700 < kept < 4_300
+
+
+def test_spans_of_attempts_are_neither_sampled_nor_masked() -> None:
+    from lightning_spans.schema.attempts import Attempt
+
+    live = Live(origin="live", rate=0.0, redaction=read_rules(["password"], {}))
+    span, attempt = chat(password="kept"), Attempt("r", "r.1")
+    assert live.keeps(span, attempt)
+    assert live.prepare(span, attempt) is span
+
+
+AGENT = """
+import os, openai, lightning_openai
+from lightning_spans import agent
+lightning_openai.attach()
+client = openai.OpenAI(base_url=os.environ["MODEL_URL"], api_key="mine", max_retries=0)
+for n in range(int(os.environ.get("TIMES", "1"))):
+    with agent("support"):
+        client.chat.completions.create(
+            model="gpt-9", messages=[{"role": "user", "content": f"question {n} of bob@example.com"}]
+        )
+"""
+
+
+def production(folder: Path, server: Served, model: ScriptedServer, key: str | None = None, **env: str) -> None:
+    pytest.importorskip("openai")
+    (folder / "production.py").write_text(AGENT)
+    given_env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")},
+        "LIGHTNING_STORE": server.url,
+        "LIGHTNING_KEY": key or server.keys.issue("live"),
+        "MODEL_URL": model.url,
+        **env,
+    }
+    done = subprocess.run(
+        [sys.executable, "production.py"], cwd=folder, env=given_env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_program_in_production_is_recorded_apart_from_training(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "server.db"))
+    with ScriptedServer() as model, served(tmp_path, store=store) as server:
+        store.enqueue([Rollout(rollout_id="r", group_id="g", task={})])
+        [attempt] = store.claim("w")
+        store.add_spans([a_span(rollout_id="r", attempt_id=attempt.attempt_id)])
+        production(tmp_path, server, model, LIGHTNING_REDACT=r"/[\w.]+@[\w.]+/")
+        [trace] = traces_of(store, origin="live")
+        assert trace.agents == ("support",)
+        assert (trace.rollout_id, trace.attempt_id) == (None, None)
+        assert [t.attempt_id for t in traces_of(store, origin="training")] == [attempt.attempt_id]
+        assert [t.attempt_id for t in traces_of(store, rollout_ids=["r"])] == [attempt.attempt_id]
+        assert store.calls() == []
+    kept = sqlite3.connect(tmp_path / "server.db").execute("SELECT attributes FROM spans").fetchall()
+    assert "question 0" in str(kept)
+    assert "bob@" not in str(kept)
+
+
+def test_nothing_unmasked_is_spooled(tmp_path: Path) -> None:
+    with ScriptedServer() as model:
+        gone = Served("http://127.0.0.1:9", None, None, None, None)  # type: ignore[arg-type]
+        env = {"LIGHTNING_REDACT": r"/[\w.]+@[\w.]+/", "LIGHTNING_SPOOL": str(tmp_path / "spool")}
+        production(tmp_path, gone, model, key="k", **env)
+    spooled = "".join(path.read_text() for path in (tmp_path / "spool").iterdir())
+    assert "question 0" in spooled
+    assert "bob@" not in spooled
+
+
+def test_server_samples_and_masks_what_its_agents_did_not(tmp_path: Path) -> None:
+    live = Live(rate=0.5, redaction=read_rules([r"/[\w.]+@[\w.]+/"], {}))
+    with ScriptedServer() as model, served(tmp_path, live=live) as server:
+        production(tmp_path, server, model, TIMES="60")
+        traces = traces_of(server.store, origin="live")
+        page = httpx.get(f"{server.url}/metrics").text
+        assert 10 < len(traces) < 50
+        assert "bob@" not in str([node.span.attributes for trace in traces for node in trace])
+    out = re.search(r'lightning_spans_total{outcome="sampled_out"} (\d+)', page)
+    kept = re.search(r'lightning_spans_total{outcome="kept"} (\d+)', page)
+    assert out is not None
+    assert kept is not None
+    assert float(out[1]) > 0
+    assert 'lightning_spans_total{outcome="redacted"}' in page
+
+
+def test_agent_samples_whole_traces_and_says_how_many_it_left_out(tmp_path: Path) -> None:
+    with ScriptedServer() as model, served(tmp_path) as server:
+        production(tmp_path, server, model, TIMES="60", LIGHTNING_SAMPLE="0.5")
+        traces = traces_of(server.store, origin="live")
+        assert 10 < len(traces) < 50
+        assert all(trace.agents == ("support",) for trace in traces)
+
+
+def test_live_key_opens_nothing_but_the_door_for_its_spans(tmp_path: Path) -> None:
+    with served(tmp_path) as server, httpx.Client(base_url=server.url) as client:
+        client.headers["authorization"] = f"Bearer {server.keys.issue('live')}"
+        body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+        assert client.post("/v1/chat/completions", json=body).status_code == 403
+        assert client.post("/api/claims", json={"worker": "w"}).status_code == 403
+        assert client.post("/api/query", json={"what": "spans"}).status_code == 403
+        assert client.post("/api/rewards", json={"rewards": []}).status_code == 403
+
+
+def test_live_span_that_names_the_trace_of_an_attempt_stays_out_of_it(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    store = open_store(str(tmp_path / "s.db"))
+    own = a_span(rollout_id="r", attempt_id="r.1")
+    store.add_spans([own, replace(a_span(origin="live"), trace_id=own.trace_id, parent_id=own.span_id)])
+    [trace] = traces_of(store, rollout_ids=["r"])
+    assert len(trace) == 1
+    store.close()
+
+
+def test_traces_become_tasks_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_store(str(tmp_path / "lightning.db"))
+    tool = a_span(operation=EXECUTE_TOOL, origin="live")
+    store.add_spans([Span(**{**_fields(chat()), "origin": "live", "agent": "support"}), tool, chat()])
+    store.close()
+    result = call("traces", "--origin", "live", "--to-tasks", "tasks.jsonl", "--task-field", "q")
+    assert result.exit_code == 0, result.output
+    [task] = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    assert task["q"] == "my mail is bob@example.com"
+    assert task["answer"] == "card 4111111111111111"
+    assert (task["agents"], task["origin"]) == (["support"], "live")
+    lines = [json.loads(line) for line in call("traces", "--origin", "live", "--json").stdout.splitlines()]
+    assert len(lines) == 2
+    told(call("traces", "--origin", "nowhere", "--to-tasks", "none.jsonl"), "no task to write")
+
+
+def _fields(span: Span) -> dict[str, Any]:
+    return {name: getattr(span, name) for name in span.__dataclass_fields__}
+
+
+def test_key_is_made_beside_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_trainer.gateway.auth.keys import Keys
+
+    monkeypatch.chdir(tmp_path)
+    told(call("key", "live"), "lightning.key.secret is not there")
+    keys = Keys.from_file(tmp_path / "lightning.key.secret")
+    assert keys.check(call("key", "live", "--days", "2").stdout.strip()).scope == "live"
+
+
+def test_mask_and_settings_are_those_of_openinference() -> None:
+    from openinference.instrumentation import REDACTED_VALUE, TraceConfig
+
+    assert MASK == REDACTED_VALUE
+    assert {f"hide_{name.lower()}" for name in HIDES} == {
+        field.name for field in fields(TraceConfig) if field.name.startswith("hide_")
+    }

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_spans import Attempt, emit_reward, use_attempt
+from lightning_spans.errors import RewardError
+from lightning_spans.record.emit import collecting
+from lightning_spans.schema.rewards import as_reward, as_rewards
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_is_kept_exactly(value):
+    assert as_reward(value) == value
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "0.5", b"1", [1.0], object()])
+def test_what_is_not_a_finite_number_is_refused(value):
+    with pytest.raises(RewardError):
+        as_reward(value)
+
+
+def test_numbers_of_other_libraries_and_truth_values_are_taken():
+    numpy = pytest.importorskip("numpy")
+    assert as_reward(numpy.float32(0.5)) == 0.5
+    assert as_reward(True) == 1.0
+
+
+def test_rewards_by_agent_keep_their_names():
+    assert as_rewards({"writer": 1, "checker": 0.5}) == {"writer": 1.0, "checker": 0.5}
+    assert as_rewards(2) == {None: 2.0}
+
+
+@pytest.mark.parametrize("value", [{}, {1: 1.0}, {"writer": None}, {"writer": float("nan")}])
+def test_a_broken_dictionary_of_rewards_is_refused(value):
+    with pytest.raises(RewardError):
+        as_rewards(value)
+
+
+def test_emitted_rewards_are_collected_for_their_own_attempt():
+    with use_attempt(Attempt("r1", "a1")), collecting() as rewards:
+        emit_reward(0.25)
+        emit_reward(1, agent="writer")
+    assert [(r.rollout_id, r.attempt_id, r.value, r.agent, r.source) for r in rewards] == [
+        ("r1", "a1", 0.25, None, "emit_reward"),
+        ("r1", "a1", 1.0, "writer", "emit_reward"),
+    ]
+
+
+def test_a_reward_outside_any_attempt_is_an_error_and_not_lost_in_silence():
+    with pytest.raises(RewardError, match="outside an attempt"):
+        emit_reward(1.0)
+
+
+def test_an_agent_with_only_its_own_key_can_not_reward_itself():
+    with use_attempt(Attempt("r1", "a1", endpoint="http://127.0.0.1:1", key="k")), pytest.raises(RewardError):
+        emit_reward(1.0)
+
+
+def test_an_emitted_reward_says_when_it_was_given():
+    with use_attempt(Attempt("r1", "a1")), collecting() as rewards:
+        before = time.time_ns()
+        emit_reward(0.25)
+        after = time.time_ns()
+    assert before <= rewards[0].given_ns <= after

@@ -1,0 +1,43 @@
+"""The container files, as far as they can be read without a daemon: what they copy is there, what they run exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+
+import pytest
+from shown import ROOT
+
+from lightning_trainer.cli import cli
+
+FILE = (ROOT / "docs/cluster/Dockerfile").read_text(encoding="utf-8")
+COMPOSE = (ROOT / "docs/cluster/compose.yaml").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/docker.md").read_text(encoding="utf-8")
+
+
+def test_what_the_images_install_is_there() -> None:
+    wanted = set(re.findall(r"/src/([\w/-]+)(?:\[(\w+)\])?", FILE))
+    assert ("trainer", "torch") in wanted
+    for folder, extra in wanted:
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert not extra or extra in project["optional-dependencies"]
+
+
+def test_the_page_builds_every_stage_and_no_other() -> None:
+    assert set(re.findall(r"^FROM \S+ AS (\w+)$", FILE, flags=re.MULTILINE)) == set(re.findall(r"--target (\w+)", PAGE))
+
+
+def test_the_images_do_not_run_as_root_and_carry_no_secrets_of_the_checkout() -> None:
+    assert FILE.rstrip().splitlines()[-1] == "USER lightning"
+    assert {".git", "**/*.db", "**/runs", "**/*.key*"} <= set((ROOT / ".dockerignore").read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", ["server", "runner"])
+def test_what_the_services_run_is_a_command(name: str) -> None:
+    found = re.search(rf"command: (?:>\s+)?({name} (?:.|\n(?=      ))+)", COMPOSE)
+    assert found is not None
+    words = shlex.split(re.sub(r"\$\{(\w+)[^}]*\}", "http://x/v1", found[1]))
+    command = cli.get_command(cli.make_context("lightning-rl", words), name)
+    assert command is not None
+    command.make_context(name, words[1:])

@@ -1,0 +1,123 @@
+"""What the build of the docs site refuses, without building it: `nox -s docs` does that."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "site"))
+
+import check
+import llms
+import reference
+import stage
+
+
+def test_dead_links_anchors_and_loads_from_elsewhere_are_found(tmp_path):
+    (tmp_path / "search.json").touch()
+    (tmp_path / "llms.txt").touch()
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top">A</h1><a href="b.html#there">x</a><a href="b.html#gone">x</a><a href="gone.html">x</a>'
+        '<a href="https://x.example">x</a><a href="#top">x</a>'
+        '<script src="https://cdn.example/x.js"></script><img src="gone.png"><link rel="canonical" href="https://a.b/">'
+    )
+    (tmp_path / "b.html").write_text('<h2 id="there">B</h2>')
+    assert check.site(tmp_path) == [
+        "a.html loads https://cdn.example/x.js from elsewhere",
+        "a.html: b.html#gone leads nowhere",
+        "a.html: gone.html leads nowhere",
+        "a.html: gone.png leads nowhere",
+    ]
+
+
+def test_pages_that_nobody_lists_and_names_without_a_page_are_found(tmp_path):
+    for name in ("index.md", "new.md"):
+        (tmp_path / name).touch()
+    nav = check.listed([{"Home": "index.md"}, {"How-to": ["gone.md", {"More": ["index.md"]}]}])
+    assert nav == [("index.md", "Home"), ("gone.md", "How-to"), ("index.md", "How-to")]
+    assert check.unlisted(tmp_path, nav) == [
+        "new.md is not in the navigation: docs/site/mkdocs.yml",
+        "docs/site/mkdocs.yml names gone.md, which is not there",
+        "docs/site/mkdocs.yml names index.md twice",
+    ]
+
+
+def test_links_follow_the_pages_to_where_they_lie_on_the_site(tmp_path):
+    root = tmp_path / "root"
+    for name in ("docs/how-to", "docs/deep", "examples/toy"):
+        (root / name).mkdir(parents=True)
+    (root / "docs" / "how-to" / "page.md").write_text(
+        "[a](../../examples/toy) [b](../deep/other.md#x) [c](../../noxfile.py) [d](gone.md)\n```\n[e](gone.md)\n```\n"
+    )
+    for name in (
+        str(Path("docs", "deep", "other.md")),
+        "examples/toy/README.md",
+        "noxfile.py",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+    ):
+        (root / name).touch()
+    (root / "SECURITY.md").touch()
+    problems = stage.stage(tmp_path / "pages", root)
+    assert problems == [f"{Path('docs', 'how-to')}/page.md: gone.md is not there"]
+    text = (tmp_path / "pages/how-to/page.md").read_text()
+    assert text == "[a](../examples/toy.md) [b](../deep/other.md#x) c d\n```\n[e](gone.md)\n```\n"
+
+
+def test_parts_of_files_are_taken_as_they_are_and_a_missing_one_is_an_error(tmp_path):
+    (tmp_path / "x.py").write_text("# --8<-- [start:a]\n    one\n      two\n# --8<-- [end:a]\n")
+    assert stage.snippets('  --8<-- "x.py:a"\n', tmp_path) == "  one\n    two\n"
+    for line in ('--8<-- "x.py:b"', '--8<-- "y.py"'):
+        with pytest.raises(ValueError, match=r"there is no|has no such part"):
+            stage.snippets(line, tmp_path)
+
+
+def test_every_command_and_option_is_in_the_reference():
+    from lightning_trainer.cli import COMMANDS
+
+    text = reference.commands()
+    assert set(re.findall(r"^## `(\w+)`", text, flags=re.MULTILINE)) == set(COMMANDS)
+    assert "`--learning-rate X`" in text
+    assert "### `key live`" in text
+
+
+def test_every_field_of_the_configuration_is_in_the_reference():
+    from lightning_trainer import TrainConfig
+
+    text = reference.configuration()
+    assert re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE) == list(TrainConfig.model_fields)
+    assert "## How it learns" in text
+
+
+def test_every_request_that_is_served_is_in_the_reference():
+    text = reference.http()
+    for request in ("POST /v1/chat/completions", "POST /v1/traces", "GET /healthz", "POST /api/rewards"):
+        assert f"`{request}`" in text
+
+
+def test_an_option_without_help_is_an_error():
+    import click
+
+    with pytest.raises(reference.UndocumentedError, match="--silent has no help"):
+        list(reference._command(click.Command("x", help="X.", params=[click.Option(["--silent"])]), "x y", 2))
+
+
+def test_an_unknown_mark_is_an_error():
+    with pytest.raises(reference.UndocumentedError, match="nonsense"):
+        reference.fill("<!-- generate: nonsense -->")
+
+
+def test_every_variable_that_is_read_is_on_its_page():
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    sources = [path for source in reference.PACKAGES.values() for path in source.rglob("*.py")]
+    read = {name for path in sources for name in re.findall(r"\bLIGHTNING_[A-Z_]*[A-Z]\b", path.read_text())}
+    assert sorted(name for name in read - {"LIGHTNING_KEY_FD"} if name not in page) == []
+
+
+def test_a_page_is_summed_up_by_its_first_sentence():
+    text = "# A `title`\n\nDo [this](x.md) first: so. Then\nthat.\n"
+    assert (llms.title(text), llms.summary(text)) == ("A title", ": Do this first")

@@ -1,0 +1,128 @@
+"""The tutorial, done as it says; and every command line of the docs, as far as it can be read without running it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from shown import PAGES, ROOT, blocks, calls_of
+
+from lightning_spans.schema.rewards import as_rewards
+from lightning_spans.testing import ScriptedServer
+from lightning_spans.testing.plugins.script import Reply
+from lightning_trainer.cli import COMMANDS, cli
+
+TUTORIAL = ROOT / "docs" / "tutorial" / "index.md"
+PROGRAM = Path(__file__).parent / "tutorial"
+LATER = {"eval"} - set(COMMANDS)  # shown already, not there yet
+LINES = [
+    pytest.param(arguments, id=f"{page.relative_to(ROOT)}: {' '.join(arguments)[:60]}")
+    for page in PAGES
+    for block in blocks(page)
+    for line in block
+    if (arguments := calls_of("lightning-rl", line)) and arguments[0] not in LATER
+]
+
+
+def test_command_lines_are_found() -> None:
+    assert len(LINES) > 40
+
+
+@pytest.mark.parametrize("arguments", LINES)
+def test_a_command_line_of_the_docs_has_options_that_are_there(arguments: list[str]) -> None:
+    name, *rest = arguments
+    context = cli.make_context("lightning-rl", [name, *rest])
+    command = cli.get_command(context, name)
+    assert command is not None, f"there is no command {name}"
+    made = command.make_context(name, rest, parent=context)
+    if hasattr(command, "get_command") and rest:
+        assert command.get_command(made, rest[0]) is not None
+
+
+def test_an_option_that_is_not_there_is_found() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        test_a_command_line_of_the_docs_has_options_that_are_there(["train", "my_app:run", "--no-such-thing"])
+
+
+def commands() -> list[list[str]]:
+    """What the tutorial has typed after the installation, block by block."""
+    return [block for block in blocks(TUTORIAL) if not any("install" in line or "mkdir" in line for line in block)]
+
+
+def copied(folder: Path) -> Path:
+    """Make the files of the tutorial, as a reader does."""
+    text = TUTORIAL.read_text(encoding="utf-8")
+    for title, source in re.findall(r'^```python title="(\S+)"\n--8<-- "(\S+)"$', text, flags=re.MULTILINE):
+        (folder / title).write_text((ROOT / source).read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+def test_the_tasks_of_the_tutorial_are_written_and_its_program_runs_on_them(tmp_path: Path) -> None:
+    copied(tmp_path)
+    subprocess.run([sys.executable, "make_tasks.py"], cwd=tmp_path, check=True)
+    tasks = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    held_out = (tmp_path / "val.jsonl").read_text().splitlines()
+    assert (len(tasks), len(held_out)) == (54, 18)
+
+    def answer(body, seen):
+        return Reply(" refund\n" if body["max_tokens"] == 6 else "We will.")
+
+    code = "import asyncio, json, sys, support; print(json.dumps(asyncio.run(support.run(json.loads(sys.argv[1])))))"
+    with ScriptedServer(answer) as server:
+        environment = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "k"}
+        command = [sys.executable, "-c", code, json.dumps(tasks[0])]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert as_rewards(json.loads(done.stdout)) == {"sorter": 1.0, "writer": 1.0}
+
+
+@pytest.fixture
+def typed(tmp_path: Path) -> Iterator[dict[str, subprocess.CompletedProcess[str]]]:
+    """Everything that the tutorial types, typed: each command with what became of it."""
+    folder, done, exports = copied(tmp_path), {}, ""
+    servers: list[subprocess.Popen[str]] = []
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    try:
+        for line in [line for block in commands() for line in block]:
+            words = f"{exports}{line.replace('lightning-rl', f'{sys.executable} -m lightning_trainer.cli')}"
+            if line.startswith("export "):
+                exports += f"{line}\n"
+            elif line.startswith("lightning-rl serve"):
+                server = subprocess.Popen(
+                    ["bash", "-c", f"exec {words}"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+                )
+                servers.append(server)
+                assert server.stdout is not None
+                assert "url" in json.loads(server.stdout.readline())
+            else:
+                run = ["bash", "-ec", words]
+                done[line] = subprocess.run(
+                    run, cwd=folder, env=environment, capture_output=True, text=True, check=False
+                )
+                assert done[line].returncode == 0, f"{line}\n{done[line].stdout}\n{done[line].stderr}"
+        yield done
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait(60)
+
+
+@pytest.mark.full
+@pytest.mark.torch
+@pytest.mark.timeout(3600)
+def test_each_command_of_the_tutorial_does_what_it_says(
+    typed: dict[str, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    said = {line.split()[1]: done.stdout for line, done in typed.items()}
+    result = json.loads(said["train"].splitlines()[-1])
+    assert result["reward_after"] > result["reward_before"] + 0.1
+    assert "sorter" in said["agents"]
+    assert "writer" in said["blame"]
+    assert "chat" in said["traces"]
+    assert (tmp_path / "runs" / "first" / "curve.png").stat().st_size

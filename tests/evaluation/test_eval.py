@@ -1,0 +1,255 @@
+"""`lightning-rl eval` as its users meet it, on a scripted model server and on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("openai")
+
+from lightning_spans.store import open_store
+from lightning_spans.testing import ScriptedServer
+from lightning_spans.testing.plugins.script import Reply
+from lightning_trainer.cli import cli
+
+AGENT = """
+import os
+import time
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded")
+client = openai.OpenAI(base_url=os.environ.get("TEST_MODEL_URL", "http://127.0.0.1:9/v1"), api_key="k", max_retries=0)
+
+def say(name, text):
+    with agent(name):
+        messages = [{"role": "user", "content": text}]
+        reply = client.chat.completions.create(model="gpt-9", max_tokens=5, messages=messages)
+    return reply.choices[0].message.content or ""
+
+def run(task):
+    text = say("writer", task["q"])
+    if text == "crash":
+        raise ValueError("the oven is cold")
+    return {"writer": float(text == "good"), "checker": float(say("checker", text) == "good")}
+
+def letters(task):
+    text = say("writer", task["q"])
+    return sum(letter.isascii() and letter.isalpha() for letter in text) / 5
+
+def held(task):
+    while task["q"] == "q2" and "GO" not in os.environ:
+        time.sleep(0.05)
+    return run(task)
+
+def nameless(task):
+    client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "hi"}])
+    return 1.0
+"""
+NO_TORCH = "import sys; sys.modules['torch'] = None; from lightning_trainer.cli import main; main()"
+
+
+@pytest.mark.torch
+def test_of_what_sft_learned_the_run_says_whose_it_is(tmp_path: Path, tiny_model: Path) -> None:
+    from lightning_trainer.evaluation.subjects import chosen_agents, read_subject
+
+    shutil.copytree(tiny_model, tmp_path / "warm" / "checkpoint")
+    (tmp_path / "warm" / "config.json").write_text('{"agents": ["writer"], "policies": {"writer": "lora"}}')
+    for name in ("warm", "warm/checkpoint"):
+        subject = read_subject(str(tmp_path / name))
+        assert getattr(subject, "run", None) == tmp_path / "warm"
+        assert chosen_agents(subject) == ("writer",)
+    assert chosen_agents(read_subject(str(tiny_model))) is None
+
+
+def reply_to(body: dict[str, Any], seen: int) -> Reply:
+    """Task 0 is always good, task 1 crashes, task 2 is good every other time; the checker repeats what it reads."""
+    text = body["messages"][-1]["content"]
+    said = {"q0": "good", "q1": "crash", "q2": ("good", "bad")[seen % 2]}.get(text, text)
+    return Reply(text=said)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "app.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"q{n}"}) + "\n" for n in range(3)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LIGHTNING_KEY", raising=False)
+    return tmp_path
+
+
+def rl(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["eval", *args], catch_exceptions=False)
+
+
+def last(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_program_is_measured_at_its_own_endpoint_and_then_against_another(folder, monkeypatch):
+    with ScriptedServer(reply_to) as server:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        found = last(rl("app:run", "--data", "tasks.jsonl", "--samples", "2", "--workers", "1", "--json", "--out", "a"))
+        assert {r.body["model"] for r in server.requests} == {"gpt-9"}
+    assert found["mean"] == pytest.approx((1 + 0 + 0.5) / 3)
+    assert (found["tasks"], found["samples"], found["failed"], found["crashed"]) == (3, 2, 2, 2)
+    assert found["pass_at"] == pytest.approx(2 / 3)
+    assert found["pass_all"] == pytest.approx(1 / 3)
+    assert found["pass_at_each"] == {"1": pytest.approx(0.5), "2": pytest.approx(2 / 3)}
+    assert found["low"] == pytest.approx(0.0)
+    assert found["high"] == pytest.approx(1.0)
+    assert found["by_agent"]["writer"]["calls"] == 6
+    assert found["by_agent"]["checker"]["calls"] == 4
+    assert found["by_agent"]["writer"]["prompt_tokens"] > 0
+    lines = [json.loads(line) for line in (folder / "a/samples.jsonl").read_text().splitlines()]
+    assert [(s["task"], s["sample"], s["status"]) for s in lines][:4] == [
+        (0, 0, "succeeded"), (0, 1, "succeeded"), (1, 0, "crashed"), (1, 1, "crashed"),
+    ]  # fmt: skip
+    assert "the oven is cold" in lines[2]["error"]
+    assert json.loads((folder / "a/summary.json").read_text()) == found
+    store = open_store(str(folder / "a/lightning.db"))
+    assert {r.rollout_id for r in store.rollouts()} == {s["rollout_id"] for s in lines}
+    store.close()
+
+    with ScriptedServer(lambda body, _: Reply(text="good")) as better:
+        args = ["app:run", "--data", "tasks.jsonl", "--workers", "1", "--endpoint", better.url, "--model", "gpt-10"]
+        shown = rl(*args, "--against", "a", "--out", "b")
+        assert {r.body["model"] for r in better.requests} == {"gpt-10"}
+    assert "difference, paired over 3 tasks: 0.500 (0.000 to 1.000)" in shown.stdout
+    found = json.loads((folder / "b/summary.json").read_text())
+    assert (found["mean"], found["difference"], found["against"]["evaluated"]) == (1.0, pytest.approx(0.5), "a")
+    assert found["elsewhere"] == 0
+
+    (folder / "tasks.jsonl").write_text(json.dumps({"q": "another"}) + "\n")
+    refused = rl("app:run", "--data", "tasks.jsonl", "--against", "a", "--out", "c")
+    assert refused.exit_code == 2
+    assert "of other tasks" in refused.output
+    assert not (folder / "c").exists()
+
+
+def test_an_evaluation_that_was_killed_goes_on_and_repeats_nothing(folder):
+    """Without torch, too."""
+    with ScriptedServer(reply_to) as server:
+        environment = {**os.environ, "TEST_MODEL_URL": server.url}
+        command = [sys.executable, "-c", NO_TORCH, "eval"]
+        args = ["app:held", "--data", "tasks.jsonl", "--samples", "2", "--workers", "1", "--out", "e"]
+        first = subprocess.Popen([*command, *args], env=environment, stderr=subprocess.PIPE, start_new_session=True)
+        assert ended(folder / "e/lightning.db", 4, first)
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+        assert first.stderr is not None
+        first.stderr.close()
+        before = len(server.requests)
+        again = subprocess.run(
+            [*command, "--resume", "e", "--json"],
+            env={**environment, "GO": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        asked = [r.body["messages"][-1]["content"] for r in server.requests[before:]]
+    assert asked.count("q2") == 2
+    assert not {"q0", "q1"} & set(asked)
+    assert "4 samples are there already; 2 are missing" in again.stderr
+    found = json.loads(again.stdout.splitlines()[-1])
+    assert (found["tasks"], found["counted"]) == (3, 6)
+    lines = [json.loads(line) for line in (folder / "e/samples.jsonl").read_text().splitlines()]
+    assert [(s["task"], s["sample"]) for s in lines] == [(task, n) for task in range(3) for n in range(2)]
+
+
+def ended(path: Path, count: int, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until so many rollouts have ended."""
+    while process.poll() is None:
+        if path.exists():
+            store = open_store(str(path))
+            try:
+                if sum(rollout.status in {"succeeded", "failed"} for rollout in store.rollouts()) >= count:
+                    return True
+            finally:
+                store.close()
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["app:run"], "give the tasks to run"),
+        (["--data", "tasks.jsonl"], "name the agent"),
+        (["app:run", "--data", "tasks.jsonl", "--endpoint", "nowhere"], "give a URL"),
+        (["app:run", "--data", "tasks.jsonl", "--endpoint", "http://127.0.0.1:9/v1"], "can't be reached"),
+        (["app:run", "--data", "tasks.jsonl", "--failed", "often"], "a number, lowest or exclude"),
+        (["app:run", "--data", "tasks.jsonl", "--device", "cpu"], "of weights that are loaded here"),
+        (["--resume", "nothing"], "holds no evaluation"),
+    ],
+)
+def test_a_mistake_is_told_and_leaves_no_folder(folder, args, said):
+    result = rl(*args)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert not list(folder.glob("evals/*"))
+
+
+def test_a_model_that_no_call_reaches_is_not_what_was_measured(folder, monkeypatch):
+    with ScriptedServer() as server:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["app:nameless", "--data", "tasks.jsonl", "--workers", "1", "--endpoint", server.url]
+        result = rl(*args, "--out", "e")
+        assert result.exit_code == 2
+        assert "not one of 3 model calls reached" in result.output
+        result = rl(*args, "--agents", "writer", "--out", "e2")
+    assert "not one of 3 model calls reached" in result.output
+
+
+@pytest.mark.torch
+def test_a_model_is_measured_and_against_itself_there_is_no_difference(folder, tiny_model):
+    pytest.importorskip("torch")
+    model = ["--model", str(tiny_model), "--against", str(tiny_model), "--dtype", "float32"]
+    found = last(rl("app:letters", "--data", "tasks.jsonl", "--samples", "3", "--workers", "1", *model, "--json"))
+    assert (found["difference"], found["difference_low"], found["difference_high"]) == (0.0, 0.0, 0.0)
+    assert (found["counted"], found["elsewhere"]) == (9, 0)
+    assert found["by_agent"]["writer"]["response_tokens"] > 0
+    assert (Path(found["folder"]) / "against/samples.jsonl").exists()
+
+
+def test_a_judge_gives_the_rewards_of_an_evaluation(folder, monkeypatch):
+    """What the program itself returns does not count then, and samples without a verdict are failures."""
+
+    def judge(body: dict[str, Any], seen: int) -> Reply:
+        told = next(m["content"] for m in body["messages"] if m["role"] == "user")
+        if "user: q1" in told:
+            return Reply(text="I would rather not")
+        count = told.count("<attempt number")
+        return Reply(text=json.dumps({"scores": [{"attempt": n, "score": 0.25} for n in range(1, count + 1)]}))
+
+    with ScriptedServer(lambda body, _: Reply(text="good")) as server, ScriptedServer(judge) as judges:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["app:run", "--data", "tasks.jsonl", "--samples", "2", "--workers", "1", "--json", "--out", "e"]
+        judged = [
+            "--reward",
+            "judge",
+            "--judge",
+            f"endpoint={judges.url}",
+            "--judge",
+            "model=j",
+            "--judge",
+            "retries=0",
+        ]
+        found = last(rl(*args, *judged, "--judge", f"endpoint={judges.url}"))
+    assert (found["mean"], found["tasks"], found["left_out"]) == (0.25, 2, 2)
+    lines = [json.loads(line) for line in (folder / "e/samples.jsonl").read_text().splitlines()]
+    assert [s["status"] for s in lines if s["task"] == 1] == ["failed", "failed"]
+    assert "the judge gave no verdict" in lines[2]["error"]

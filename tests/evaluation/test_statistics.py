@@ -1,0 +1,104 @@
+"""The numbers of an evaluation: against brute force, and against the definitions."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_trainer.evaluation.samples import Sample, Usage
+from lightning_trainer.evaluation.statistics import estimate, pass_all, pass_at
+from lightning_trainer.evaluation.summary import Counting, difference, summarise
+
+
+@given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_and_pass_all_are_shares_of_all_ways_to_choose_k(case):
+    n, c, k = case
+    chosen = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    assert pass_at(n, c, k) == pytest.approx(sum(map(any, chosen)) / len(chosen))
+    assert pass_all(n, c, k) == pytest.approx(sum(map(all, chosen)) / len(chosen))
+
+
+def test_more_samples_are_asked_for_than_there_are():
+    with pytest.raises(ValueError, match="k = 3 of 2 samples"):
+        pass_at(2, 1, 3)
+
+
+def test_the_interval_is_that_of_a_bootstrap_by_hand():
+    draw = random.Random(3)
+    values = [draw.random() ** 2 for _ in range(40)]
+    means = sorted(statistics.fmean(draw.choices(values, k=40)) for _ in range(10_000))
+    found = estimate(values)
+    assert found.mean == pytest.approx(statistics.fmean(values))
+    assert found.low == pytest.approx(means[250], abs=0.01)
+    assert found.high == pytest.approx(means[9_750], abs=0.01)
+    assert found == estimate(values)  # the same each time
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says():
+    draw = random.Random(0)
+    drawn = [estimate([draw.gauss(1.0, 1.0) for _ in range(50)], seed=number) for number in range(80)]
+    assert 0.86 <= sum(e.low <= 1.0 <= e.high for e in drawn) / 80 <= 0.999
+
+
+def test_of_one_task_there_is_no_interval_and_of_none_no_mean():
+    assert (estimate([0.5]).mean, estimate([0.5]).low, estimate([0.5]).high) == (0.5, None, None)
+    assert estimate([]).mean is None
+
+
+def sample(task: int, number: int, reward: float | None, status: str = "succeeded", **more) -> Sample:
+    return Sample(
+        task=task, sample=number, rollout_id=f"r{task}-{number}", attempt_id="a", status=status, reward=reward, **more
+    )
+
+
+def test_samples_of_a_task_are_averaged_before_tasks_are():
+    found = summarise([sample(0, 0, 1.0), sample(0, 1, 0.0), sample(1, 0, 1.0)], Counting())
+    assert found.by_task == {0: 0.5, 1: 1.0}
+    assert found.reward.mean == 0.75
+    assert found.pass_at == {1: 0.75, 2: 1.0}  # of task 1 there is but one sample: it has no pass@2
+    assert found.pass_all == {1: 0.75, 2: 0.0}
+
+
+def test_crashes_count_and_what_the_machinery_did_is_left_out():
+    drawn = [sample(0, 0, 1.0), sample(0, 1, None, "crashed"), sample(1, 0, None, "failed"), sample(1, 1, -0.5)]
+    lowest = summarise(drawn, Counting())
+    assert (lowest.by_task, lowest.failed_reward) == ({0: 0.25, 1: -0.5}, -0.5)
+    assert (lowest.crashed, lowest.left_out, lowest.counted) == (1, 1, 3)
+    excluded = summarise(drawn, Counting(failed="exclude"))
+    assert (excluded.by_task, excluded.crashed, excluded.left_out) == ({0: 1.0, 1: -0.5}, 1, 1)
+    assert summarise(drawn, Counting(failed=0.25)).by_task[0] == 0.625
+
+
+def test_an_agent_that_crashes_the_program_earns_what_a_crash_counts_as():
+    spoke = {"usage": {"writer": Usage(calls=1)}}
+    drawn = [sample(0, 0, 1.0, rewards={"writer": 1.0}, **spoke), sample(0, 1, None, "crashed", **spoke)]
+    assert summarise(drawn, Counting()).by_agent["writer"].reward.mean == 0.5
+
+
+def test_without_rewards_by_agent_an_agent_has_those_of_the_samples_in_which_it_spoke():
+    both = {"usage": {"writer": Usage(calls=1), "checker": Usage(calls=2, tool_errors=1)}}
+    drawn = [sample(0, 0, 1.0, **both), sample(1, 0, 0.0, usage={"writer": Usage(calls=1)})]
+    agents = summarise(drawn, Counting()).by_agent
+    assert (agents["writer"].reward.mean, agents["checker"].reward.mean) == (0.5, 1.0)
+    assert (agents["checker"].usage.calls, agents["checker"].usage.tool_errors) == (2, 1)
+
+
+def test_a_difference_is_taken_task_by_task():
+    # Rewards differ much between tasks, and little, always in the same direction, between the two.
+    this = summarise([sample(task, 0, task + 0.1) for task in range(20)], Counting())
+    other = summarise([sample(task, 0, float(task)) for task in range(19)], Counting())
+    found, tasks = difference(this, other)
+    assert tasks == 19
+    assert found.mean == pytest.approx(0.1)
+    assert found.low == pytest.approx(0.1)  # unpaired it would be from -3 to 3
+
+
+@given(st.permutations(range(6)))
+def test_the_order_of_the_samples_does_not_matter(order):
+    drawn = [sample(n // 2, n % 2, float(n)) for n in range(6)]
+    assert summarise([drawn[n] for n in order], Counting()) == summarise(drawn, Counting())

@@ -1,0 +1,292 @@
+"""Exports: what is in a line, what is left out and counted, and what is held out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from stores import ADD, Made, Said, calls_tool, make_store, read, says, user
+
+from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import REQUEST, RESPONSE
+from lightning_spans.testing.stores.samples import a_span
+from lightning_trainer.cli import cli
+from lightning_trainer.export import choose
+from lightning_trainer.export.candidates import Candidate
+from lightning_trainer.export.export import Exported, export
+from lightning_trainer.export.wanted import Wanted
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Made]:
+    made = make_store(tmp_path)
+    yield made
+    made.store.close()
+
+
+def run(made: Made, out: Path, **wanted: Any) -> tuple[list[dict[str, Any]], Exported]:
+    done = export(made.store, Wanted(**{"format": "sft", **wanted}), out)
+    return read(out), done
+
+
+def two_turns(made: Made, reward: float = 1.0, *, tokens: bool = True, **where: Any) -> str:
+    """A tool call and the answer to it, after an example turn that nobody said here."""
+    asked = [user("1+1?"), says("2"), user("2+3?")]
+    first = Said(asked, calls_tool("a", x=2, y=3), tools=[ADD], prompt=(1, 2, 3), response=(4, 5))
+    later = [*asked, calls_tool("a", x=2, y=3), {"role": "tool", "tool_call_id": "a", "content": "5"}]
+    second = Said(later, says("five"), tools=[ADD], prompt=(1, 2, 3, 4, 5, 6, 7), response=(8, 9))
+    if not tokens:
+        for said in (first, second):
+            said.prompt = said.response = None
+    return made.attempt({"q": "2+3"}, [first, second], reward, **where)
+
+
+# What a line holds.
+
+
+def test_calls_that_go_on_share_a_line_with_exact_tokens(made: Made, tmp_path: Path) -> None:
+    attempt = two_turns(made)
+    [line], done = run(made, tmp_path / "out.jsonl")
+    assert line["input_ids"] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert line["labels"] == [-100, -100, -100, 4, 5, -100, -100, 8, 9]
+    assert [m["role"] for m in line["messages"]] == ["user", "assistant", "user", "assistant", "tool", "assistant"]
+    assert line["answers"] == [3, 5]  # not the example at 1
+    assert line["messages"][3]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"x": 2, "y": 3}}
+    assert json.loads(line["tools"]) == [ADD]
+    assert (line["agent"], line["reward"], line["rollout_id"], line["attempt_id"]) == ("writer", 1.0, "r1", attempt)
+    assert (len(line["span_ids"]), line["policy"], line["policy_version"]) == (2, "policy", 0)
+    assert (done.lines, done.left_out, done.with_tokens) == (1, {}, 1)
+
+
+def test_without_tokens_messages_say_what_goes_on(made: Made, tmp_path: Path) -> None:
+    two_turns(made, tokens=False)
+    [line], done = run(made, tmp_path / "out.jsonl")
+    assert "input_ids" not in line
+    assert line["answers"] == [3, 5]
+    assert done.with_tokens == 0
+
+
+def test_tokens_are_never_made_again(made: Made, tmp_path: Path) -> None:
+    two_turns(made)
+    made.attempt({"q": "x"}, [Said([user("x")], says("y"))], 1.0)
+    made.attempt({"q": "z"}, [Said([user("z")], says(""), prompt=(1,), response=(3,), temperature=0.0)], 1.0)
+    lines, done = run(made, tmp_path / "out.jsonl", format="tokens")
+    assert [line["input_ids"] for line in lines] == [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 3]]
+    assert lines[1]["labels"] == [-100, 3]  # what was drawn greedily can be learned from, too
+    assert not {"messages", "tools"} & set(lines[0])
+    assert done.left_out == {"no tokens recorded": 1}
+
+
+def test_a_call_of_other_weights_begins_a_line(made: Made, tmp_path: Path) -> None:
+    said = [Said([user("x")], says("y"), prompt=(1,), response=(2,))]
+    said.append(Said([user("x"), says("y"), user("z")], says("u"), prompt=(1, 2, 3), response=(4,), version=1))
+    made.attempt({}, said, 1.0)
+    lines, _ = run(made, tmp_path / "out.jsonl", format="tokens")
+    assert [(line["input_ids"], line["policy_version"]) for line in lines] == [([1, 2], 0), ([1, 2, 3, 4], 1)]
+
+
+def test_traces_of_production_are_conversations_without_a_reward(made: Made, tmp_path: Path) -> None:
+    request = {"model": "big", "input": [user("hi")], "instructions": "Be brief."}
+    output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hello"}]}]
+    body = {"id": "resp", "status": "completed", "output": output}
+    attributes = {REQUEST: json.dumps(request), RESPONSE: json.dumps(body)}
+    made.store.add_spans([a_span(operation="chat", agent="writer", origin="live", attributes=attributes)])
+    two_turns(made)
+    [line], _ = run(made, tmp_path / "out.jsonl", origin="live")
+    assert line["messages"] == [{"role": "system", "content": "Be brief."}, user("hi"), says("hello")]
+    assert (line["reward"], line["origin"], line["answers"]) == (None, "live", [2])
+
+
+# What is left out, and why.
+
+
+def test_everything_left_out_is_counted_with_its_reason(made: Made, tmp_path: Path) -> None:
+    two_turns(made)
+    made.attempt({"n": 1}, [Said([user("a")], says("b"))], 0.0)
+    made.attempt({"n": 2}, [Said([user("c")], says("d"))])
+    made.attempt({"n": 3}, [Said([user("e")], says("f"))], 1.0, status="failed")
+    made.attempt({"n": 4}, [Said([user("g")], says("h"))], 1.0, mode="val")
+    made.attempt({"n": 5}, [Said([user("i")], says("j"), finish="length")], 1.0)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+    made.attempt({"n": 6}, [Said([image], says("k"))], 1.0)
+    made.attempt({"n": 7}, [Said([user("l")], says(""))], 1.0)
+    made.attempt({"n": 8}, [Said([user("m")], says("n"), agent="router")], 1.0)
+    two_turns(made)
+    lines, done = run(made, tmp_path / "out.jsonl", agents=("writer",), min_reward=0.5)
+    assert len(lines) == 1
+    assert done.left_out == {
+        "a message holds more than text": 1,
+        "agent not selected": 1,
+        "answer cut at its longest": 1,
+        "attempt failed": 1,
+        "no answer recorded": 1,
+        "no reward": 1,
+        "of a validation: --validation takes these, too": 1,
+        "reward below --min-reward": 1,
+        "the same line stands there already": 2,
+    }
+
+
+def test_best_of_each_group_and_agent(made: Made, tmp_path: Path) -> None:
+    for group in "ab":
+        for value in (0.2, 0.9, 0.5):
+            said = [Said([user(group)], says(f"{value}")), Said([user("r")], says(f"{group}{value}"), agent="other")]
+            own = [(1 - value, "other", "run")]
+            made.attempt({"t": group}, said, group=group, rewards=[(value, "writer", "run"), *own])
+    lines, done = run(made, tmp_path / "out.jsonl", best=1)
+    kept = [(line["agent"], line["messages"][-1]["content"], line["reward"]) for line in lines]
+    assert kept == [
+        ("other", "a0.2", 0.8), ("writer", "0.9", 0.9), ("other", "b0.2", 0.8), ("writer", "0.9", 0.9),
+    ]  # fmt: skip
+    assert done.left_out == {"not among the best of its group": 8}
+
+
+def test_rewards_of_the_sources_named_count(made: Made, tmp_path: Path) -> None:
+    made.attempt({}, [Said([user("a")], says("b"))], 1.0, rewards=[(5.0, None, "tool_status"), (2.0, "x", "run")])
+    assert run(made, tmp_path / "a.jsonl")[0][0]["reward"] == 6.0
+    assert run(made, tmp_path / "b.jsonl", sources=("run",))[0][0]["reward"] == 1.0
+    assert run(made, tmp_path / "c.jsonl", sources=("nobody",))[0][0]["reward"] is None
+
+
+def test_a_reward_of_a_call_is_its_agents_alone(made: Made, tmp_path: Path) -> None:
+    attempt = made.attempt({}, [Said([user("a")], says("b")), Said([user("c")], says("d"), agent="other")], 1.0)
+    [first, _] = [line["span_ids"][0] for line in run(made, tmp_path / "a.jsonl")[0]]
+    made.store.add_rewards([Reward(rollout_id="r1", attempt_id=attempt, value=0.5, span_id=first)])
+    assert [line["reward"] for line in run(made, tmp_path / "b.jsonl")[0]] == [1.5, 1.0]
+
+
+def test_nothing_to_export_is_an_error_that_leaves_no_file(made: Made, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(DataError, match="holds no model call"):
+        run(made, out)
+    two_turns(made, reward=0.0)
+    with pytest.raises(DataError, match="2: reward below"):
+        run(made, out, min_reward=1.0)
+    with pytest.raises(UnknownAgentError, match="writer"):
+        run(made, out, agents=("writter",))
+    with pytest.raises(ConfigError, match="jsonl"):
+        run(made, tmp_path / "out.csv")
+    assert all(path.name.startswith("lightning.db") for path in tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_stays_until_the_new_one_is_whole(made: Made, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    two_turns(made)
+    run(made, out)
+    before = out.read_bytes()
+    with pytest.raises(DataError):
+        run(made, out, min_reward=2.0)
+    assert out.read_bytes() == before
+    assert not list(tmp_path.glob(".*part"))
+
+
+# Held out by task.
+
+
+def test_no_task_and_no_prompt_is_in_both_parts(made: Made, tmp_path: Path) -> None:
+    for n in range(40):
+        for member in range(2):  # the same task in two groups, under two ids
+            said = [Said([user("constant")], says(f"{n}{member}"), agent="router"), Said([user(f"q{n}")], says("x"))]
+            made.attempt({"q": n, "id": member}, said, 1.0, group=f"g{n}.{member}")
+    training, done = run(made, tmp_path / "a.jsonl", held_out=0.3, task_fields=("q",))
+    held_out = read(tmp_path / "a.held-out.jsonl")
+    prompts = [{m["messages"][0]["content"] for m in part if m["agent"] == "writer"} for part in (training, held_out)]
+    assert not prompts[0] & prompts[1]
+    assert len(prompts[0] | prompts[1]) == 40
+    assert 4 <= len(prompts[1]) <= 20
+    assert {line["agent"] for line in held_out} == {"writer"}  # the router's prompt is one that training has
+    assert done.held_out == len(held_out)
+    again, _ = run(made, tmp_path / "b.jsonl", held_out=0.3, task_fields=("q",))
+    assert again == training
+
+
+def test_a_validated_task_is_held_out(made: Made, tmp_path: Path) -> None:
+    for n in range(6):
+        made.attempt({"q": n}, [Said([user(f"q{n}")], says("x"))], 1.0, group=f"g{n}")
+    made.attempt({"q": 3}, [Said([user("q3")], says("y"))], 1.0, group="v", mode="val")
+    training, _ = run(made, tmp_path / "a.jsonl", held_out=0.0001)
+    assert [line["messages"][0]["content"] for line in training] == ["q0", "q1", "q2", "q4", "q5"]
+    assert {line["messages"][0]["content"] for line in read(tmp_path / "a.held-out.jsonl")} == {"q3"}
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 6)] * 3, st.booleans()), min_size=1, max_size=30), st.floats(0.05, 0.9))
+def test_parts_share_no_group_no_task_no_prompt(drawn: list[tuple[int, int, int, bool]], share: float) -> None:
+    candidates = [
+        Candidate(
+            place=place, calls=1, agent="a", reward=None, group=f"g{group}", attempt=str(place), task=f"t{task}",
+            opening=None, validation=validation, prompt=f"p{prompt}", content=str(place),
+        )
+        for place, (group, task, prompt, validation) in enumerate(drawn)
+    ]  # fmt: skip
+    left_out: Any = choose.Counter()
+    parts = choose.split(candidates, Wanted(format="sft", held_out=share), left_out)
+    for name in ("group", "task", "prompt"):
+        seen = [{getattr(each, name) for each in part} for part in (parts.training, parts.held_out)]
+        assert not seen[0] & seen[1]
+    assert not any(each.validation for each in parts.training)
+    assert len(parts.training) + len(parts.held_out) + sum(left_out.values()) == len(candidates)
+
+
+# Pairs.
+
+
+def test_a_pair_is_the_best_and_the_worst_answer_to_one_prompt(made: Made, tmp_path: Path) -> None:
+    for n, value in enumerate((0.5, 1.0, 0.0)):
+        said = Said([user("q")], says(f"a{n}"), prompt=(1, 2), response=(3 + n, 9), tools=[ADD])
+        alone = Said([user("q"), says(f"a{n}"), user("more")], says("b"))
+        made.attempt({"q": 1}, [said, alone], value)
+    [line], done = run(made, tmp_path / "out.jsonl", format="dpo")
+    assert (line["prompt"], line["chosen"], line["rejected"]) == ([user("q")], [says("a1")], [says("a2")])
+    assert (line["rewards"], line["agent"], json.loads(line["tools"])) == ([1.0, 0.0], "writer", [ADD])
+    assert (line["prompt_ids"], line["chosen_ids"], line["rejected_ids"]) == ([1, 2], [4, 9], [5, 9])
+    assert (line["chosen_from"]["rollout_id"], line["rejected_from"]["rollout_id"]) == ("r2", "r3")
+    reasons = {"between the best and the worst of its prompt": 1, "nothing else was said to its prompt in its group": 3}
+    assert done.left_out == reasons
+    lines, _ = run(made, tmp_path / "all.jsonl", format="dpo", all_pairs=True)
+    assert [line["rewards"] for line in lines] == [[1.0, 0.0], [1.0, 0.5], [0.5, 0.0]]
+    lines, _ = run(made, tmp_path / "few.jsonl", format="dpo", all_pairs=True, margin=0.8, ids=False)
+    assert [(line["rewards"], "prompt_ids" in line) for line in lines] == [([1.0, 0.0], False)]
+
+
+def test_no_pair_is_made_of_equal_rewards_or_equal_answers(made: Made, tmp_path: Path) -> None:
+    for group, values, texts in (("tied", (1, 1), "ab"), ("same", (0, 1), "cc"), ("good", (0, 1), "de")):
+        for value, text in zip(values, texts, strict=True):
+            made.attempt({"g": group}, [Said([user(group)], says(text))], value, group=group)
+    [line], done = run(made, tmp_path / "out.jsonl", format="dpo")
+    assert (line["chosen"], line["rejected"]) == ([says("e")], [says("d")])
+    tied, same = "no answer to its prompt earned another reward", "the better and the worse answer are the same"
+    assert done.left_out == {tied: 2, same: 2}
+
+
+# Spans, and the command.
+
+
+def test_spans_have_openinferences_attributes_and_all_that_happened(made: Made, tmp_path: Path) -> None:
+    two_turns(made, reward=0.25)
+    made.attempt({}, [Said([user("x")], says("y"))], 1.0, status="failed")
+    lines, done = run(made, tmp_path / "out.jsonl", format="openinference")
+    assert [line["span_kind"] for line in lines] == ["LLM"] * 3  # viewers show what failed, too
+    assert lines[0]["rewards"] == [{"source": "run", "agent": None, "value": 0.25}]
+    assert set(lines[0]["context"]) == {"trace_id", "span_id"}
+    lines, done = run(made, tmp_path / "out.jsonl", format="openinference", min_reward=0.5)
+    assert (len(lines), done.left_out) == (1, {"reward below --min-reward": 2})
+
+
+def test_the_commands_last_line_is_its_account(made: Made, tmp_path: Path) -> None:
+    two_turns(made)
+    made.attempt({}, [Said([user("x")], says("y"))], 1.0)
+    arguments = ["export", "--store", str(tmp_path / "lightning.db"), "--format", "sft", str(tmp_path / "o.jsonl")]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert (told["lines"], told["left_out"], told["with_tokens"]) == (2, {}, 1)
+    assert "want all or none" in result.stderr
+    failed = CliRunner().invoke(cli, [*arguments, "--agents", "nobody"])
+    assert (failed.exit_code, "nobody" in failed.stderr) == (2, True)

@@ -1,0 +1,225 @@
+"""A recorded attempt is run again up to a call and on from there: real clients, real processes, a scripted engine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fakes import FakeEngine
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.replays import Replay
+from lightning_spans.store import Store, open_store
+from lightning_spans.store.traces import traces_of
+from lightning_spans.testing.plugins.script import Reply
+from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_trainer.cli import cli
+from lightning_trainer.forks import ForkResult, plan, recorded, result
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.report.progress import Silent
+from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.run.local import Local, serving
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+pytest.importorskip("openai")
+
+PROGRAM = '''
+import asyncio, datetime, os
+import openai
+import lightning_openai
+from lightning_spans import agent, tool
+
+lightning_openai.attach(tracer="embedded")
+client = openai.AsyncOpenAI(base_url=os.environ["OWN_URL"], api_key="mine", max_retries=1)
+
+
+async def say(name, text, **more):
+    with agent(name):
+        reply = await client.chat.completions.create(
+            model="own", messages=[{"role": "user", "content": text}], **more
+        )
+        return reply.choices[0].message.content
+
+
+async def team(task):
+    """A writer, two parallel readers of which one is not trained, and a judge."""
+    draft = await say("writer", "write " + task["q"])
+    one, two = await asyncio.gather(say("reader", "read " + draft), say("stranger", "look at " + draft))
+    last = await say("judge", f"judge {one} and {two}")
+    return sum(map(ord, draft + one + two + last)) % 97 / 97
+
+
+@tool
+def note(text):
+    with open("notes.txt", "a") as file:
+        file.write(text + "\\n")
+    return {"letters": len(text)}
+
+
+async def notes(task):
+    draft = await say("writer", "write " + task["q"])
+    kept = note(draft)
+    return len(await say("judge", f"judge {draft} of {kept['letters']}" + os.environ.get("CHANGED", ""))) / 99
+
+
+async def clock(task):
+    draft = await say("writer", "write " + task["q"])
+    return len(await say("judge", f"it is {datetime.datetime.now():%H:%M:%S.%f}: judge {draft}")) / 99
+'''
+
+
+@dataclass
+class World:
+    """A server with a scripted policy, and a program that runs on it."""
+
+    local: Local
+    engine: FakeEngine
+    own: ScriptedServer
+    store: Store
+
+    def rollout(self, name: str, **changes: Any) -> Outcome:
+        made = Rollout(rollout_id=name, group_id=name, task={"q": "a poem"}, timeout_s=60.0, **changes)
+        return self.local.run([made], Silent(), "recording")[0]
+
+    def fork(self, name: str, rollout_id: str, *, times: int = 1, **replay: Any) -> ForkResult:
+        source = recorded(self.store, rollout_id=rollout_id)
+        rollouts = plan(
+            source, name=name, replay=Replay(attempt_id=source.attempt_id, **replay), times=times, tokens=False
+        )
+        return result(self.store, source, self.local.run(rollouts, Silent(), "forks"))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Open a world in which a function of the program runs."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    numbers = itertools.count()
+
+    @contextlib.contextmanager
+    def opened(function: str) -> Iterator[World]:
+        own = ScriptedServer(lambda *_: Reply(f"own {next(numbers)}"))
+        monkeypatch.setenv("OWN_URL", own.url)
+        engine = FakeEngine(lambda prompt: f"drawn {next(numbers)} " + hashlib.md5(prompt.encode()).hexdigest())
+        store = open_store(str(tmp_path / "store.db"))
+        runner = Runner(Job(target=f"program:{function}"), workers=1, concurrency=4, logs=tmp_path)
+        runner.start()
+        try:
+            routing = Routing(agents=("writer", "reader", "judge"), seed=1)
+            with serving(store, runner, routing=routing, engine=engine) as local:
+                yield World(local, engine, own, store)
+        finally:
+            runner.stop()
+            store.close()
+            own.close()
+
+    return opened
+
+
+def test_a_fork_goes_as_recorded_up_to_its_call_and_on_from_there(world: Any) -> None:
+    with world("team") as here:
+        first = here.rollout("r")
+        asked, at_own = len(here.engine.prompts), len(here.own.requests)
+        found = here.fork("fork", "r", call=3, times=2)
+        assert found.recorded == pytest.approx(sum(reward.value for reward in first.rewards))
+        assert found.ended == ()
+        assert len(found.continuations) == 2
+        assert len(here.engine.prompts) == asked + 2  # the judge's call, and no other
+        assert len(here.own.requests) == at_own  # the stranger's answer is the recorded one
+        (old,) = traces_of(here.store, rollout_ids=["r"])
+        for continuation in found.continuations:
+            (new,) = traces_of(here.store, attempt_ids=[continuation.attempt_id])
+            assert [node.span.agent for node in new.chats] == [node.span.agent for node in old.chats]
+            before = [(n.answer.prompt_token_ids, n.answer.choices) for n in old.chats[:3]]
+            assert [(n.answer.prompt_token_ids, n.answer.choices) for n in new.chats[:3]] == before
+            assert [bool(n.call and "replayed" in n.call.sampling) for n in new.chats] == [True] * 3 + [False]
+            assert new.chats[3].answer.prompt_token_ids == old.chats[3].answer.prompt_token_ids
+            assert new.chats[3].answer.choices != old.chats[3].answer.choices
+
+
+def test_a_time_of_day_in_a_prompt_ends_the_fork_with_its_reason(world: Any) -> None:
+    with world("clock") as here:
+        here.rollout("r")
+        found = here.fork("fork", "r", call=1)
+        assert found.continuations == ()
+        (ended,) = found.ended
+        assert "`judge`'s first call (call 1) is another: message 1 (user) differs: a time of day" in ended.reason
+        (rollout,) = here.store.rollouts(group_ids=["fork:r-1"])
+        assert rollout.status == "failed"
+        assert len(here.store.attempts(rollout_ids=[rollout.rollout_id])) == 1  # it is not tried again
+
+
+def test_a_tool_that_writes_to_a_file_does_not_write_twice(world: Any, tmp_path: Path) -> None:
+    with world("notes") as here:
+        first = here.rollout("r")
+        written = (tmp_path / "notes.txt").read_text()
+        assert written.count("\n") == 1
+        found = here.fork("late", "r", call=1, times=2)
+        assert [each.error for each in found.continuations] == [None, None]
+        again = here.fork("whole", "r")
+        assert [each.reward for each in again.continuations] == [sum(reward.value for reward in first.rewards)]
+        assert (tmp_path / "notes.txt").read_text() == written
+        early = here.fork("early", "r", call=0)
+        assert early.ended == ()
+        assert (tmp_path / "notes.txt").read_text() != written  # after the fork it ran: the draft is another
+        with pytest.raises(ConfigError, match="the tool note has side effects and ran after call 0"):
+            here.fork("refused", "r", call=0, refuse_tools=("no*",))
+
+
+def test_the_command_forks_and_replays(world: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = ["program:notes", "--store", str(tmp_path / "store.db"), "--rollout", "r", "--workers", "1", "--json"]
+    with world("notes") as here:
+        here.rollout("r")
+    with ScriptedServer(lambda *_: Reply("own answer")) as own:
+        monkeypatch.setenv("OWN_URL", own.url)
+        told = _run("fork", *whole, "--dry-run")
+        assert (told["replays"], told["ended"]) == (True, [])
+        told = _run("fork", *whole, "--call", "1", "--say", "quite good")
+        assert [each["answer"] for each in told["continuations"]] == ["quite good"]
+        assert told["continuations"][0]["reward"] == pytest.approx(len("quite good") / 99)
+        assert own.requests == []
+        monkeypatch.setenv("CHANGED", " strictly")
+        told = _run("fork", *whole, "--dry-run")
+        assert "`judge`'s first call (call 1) is another: message 1 (user) differs" in told["ended"][0]["reason"]
+        (replayed,) = _run("replay", *whole, "--success", "0")["replays"]
+        assert "message 1 (user) differs" in replayed["parted"]
+        assert (replayed["succeeds"], replayed["reason"]) == (True, None)
+        assert replayed["reward"] == pytest.approx(len("own answer") / 99)
+        assert len(own.requests) == 1
+
+
+def test_a_store_at_which_others_work_is_not_forked(world: Any, tmp_path: Path) -> None:
+    with world("notes") as here:
+        here.rollout("r")
+        here.local.runner.stop()
+        here.store.enqueue([Rollout(rollout_id="waits", group_id="g", task={})])
+        words = ["fork", "program:notes", "--store", str(tmp_path / "store.db"), "--rollout", "r", "--dry-run"]
+        found = CliRunner().invoke(cli, words)
+        assert found.exit_code == 2
+        assert "1 rollout of it waits or runs" in found.output
+
+
+def _run(*words: str) -> Any:
+    found = CliRunner().invoke(cli, list(words))
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout.rstrip("\n").rpartition("\n")[2])
+
+
+def test_what_cant_be_forked_is_refused(world: Any) -> None:
+    with world("clock") as here:
+        here.rollout("r")
+        with pytest.raises(ConfigError, match="has 2 calls, numbered 0 to 1: there is no call 2"):
+            here.fork("beyond", "r", call=2)
+        here.store.delete(rollout_ids=["r"])
+        with pytest.raises(ConfigError, match="rollout r is not in the store"):
+            here.fork("deleted", "r", call=0)

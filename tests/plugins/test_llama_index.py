@@ -1,0 +1,410 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("llama_index.core")
+
+from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, FunctionAgent, ReActAgent
+from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
+from llama_index.core.llms import ChatMessage, CustomLLM, LLMMetadata, MockLLM
+from llama_index.core.tools import FunctionTool
+from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
+from llama_index.llms.openai import OpenAIResponses
+from llama_index.llms.openai_like import OpenAILike
+
+import lightning_llama_index
+from lightning_spans import Attempt, agent, open_store, use_attempt
+from lightning_spans.schema import spans as names
+from lightning_spans.testing.plugins.program import record, span_of
+from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
+from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    instructions,
+    noted,
+)
+
+
+def model(url, **options):
+    return OpenAILike(
+        model=MODEL, api_base=url, is_chat_model=True, is_function_calling_model=True, reuse_client=False, **options
+    )
+
+
+def make(name, url_or_model, *tools, **options):
+    given = model(url_or_model) if isinstance(url_or_model, str) else url_or_model
+    options = {"streaming": False, **options}
+    return FunctionAgent(name=name, system_prompt=instructions(name), tools=list(tools), llm=given, **options)
+
+
+async def ask(agent, prompt, **options):
+    return str(await agent.run(prompt, **options))
+
+
+async def ask_all(who, url, scenario):
+    return await asyncio.gather(*(ask(make(name, url), PROMPTS[scenario]) for name in who))
+
+
+async def stream(agent, prompt):
+    handler = agent.run(prompt)
+    pieces = [event.delta async for event in handler.stream_events() if isinstance(event, AgentStream)]
+    return [*pieces, str(await handler)]
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def fail(reason: str) -> str:
+    """Fail."""
+    raise ValueError(reason)
+
+
+def note(text: str) -> str:
+    """Note a text."""
+    return noted(text)
+
+
+class TestConformance(PluginConformance):
+    framework = "llama-index"
+    unsupported = {  # noqa: RUF012
+        "abandoned": "an agent reads its model's stream to the end, whoever listens",
+        "unreadable_arguments": "LlamaIndex reads what it can of them, and drops the text",
+    }
+
+    def patched(self):
+        return [
+            (Workflow, "run"),
+            (AgentWorkflow, "run_agent_step"),
+            (AgentWorkflow, "call_tool"),
+            (BaseWorkflowAgent, "call_tool"),
+            (MockLLM, "complete"),
+        ]
+
+    def one_agent(self, url):
+        return run(ask(make("writer", url), PROMPTS["one_agent"]))
+
+    def several_agents(self, url):
+        async def work():
+            who = ("writer", "rewriter", "writer_2")
+            return [await ask(make(name, url), PROMPTS["several_agents"]) for name in who]
+
+        return run(work())
+
+    def namesakes(self, url):
+        async def work(team):
+            async def consult() -> str:
+                """Consult."""
+                return await ask(make("writer", url), PROMPTS["namesakes"])
+
+            return await ask(make(team, url, consult), "call consult {}")
+
+        async def both():
+            return await asyncio.gather(work("red"), work("blue"))
+
+        return run(both())
+
+    def streaming(self, url):
+        return run(stream(make("writer", url, streaming=True), PROMPTS["streaming"]))
+
+    def responses(self, url):  # with a tool: llama-index-llms-openai 0.5.0 can't do without
+        return run(ask(make("writer", responses(url), add), PROMPTS["responses"]))
+
+    def responses_streaming(self, url):
+        return run(stream(make("writer", responses(url), add, streaming=True), PROMPTS["responses_streaming"]))
+
+    def choices(self, url):
+        return run(ask(make("writer", model(url, additional_kwargs={"n": 2})), PROMPTS["choices"]))
+
+    def tool_call(self, url):
+        return run(ask(make("caller", url, add), PROMPTS["tool_call"]))
+
+    def parallel_tools(self, url):
+        return run(ask(make("caller", url, add), PROMPTS["parallel_tools"]))
+
+    def tool_error(self, url):
+        return run(ask(make("caller", url, fail), PROMPTS["tool_error"]))
+
+    def parallel(self, url):
+        return run(ask_all(["left", "right"], url, "parallel"))
+
+    def nested(self, url):
+        async def ask_writer(question: str) -> str:
+            """Ask the writer."""
+            return await ask(make("writer", url), question)
+
+        tool = FunctionTool.from_defaults(async_fn=ask_writer, name="ask")
+        return run(ask(make("boss", url, tool), PROMPTS["nested"]))
+
+    async def asynchronous(self, url):
+        return await ask_all(["writer", "rewriter"], url, "asynchronous")
+
+    async def awaited(self, url):
+        return await ask(make("writer", url), PROMPTS["awaited"])
+
+    def threads(self, url):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda number: run(ask(make("writer", url), f"hello {number}")), range(2)))
+
+    def retried(self, url):
+        return run(ask(make("writer", url), PROMPTS["retried"]))
+
+    def failed(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
+            run(ask(make("writer", model(url, max_retries=0)), PROMPTS["failed"]))
+        return type(error.value).__name__
+
+    def slow(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
+            run(ask(make("writer", model(url, max_retries=0, timeout=TIMEOUT_S)), PROMPTS["slow"]))
+        return type(error.value).__name__
+
+    def cut(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the version
+            run(stream(make("writer", url, streaming=True), PROMPTS["cut"]))
+        return type(error.value).__name__
+
+    def unknown_tool(self, url):
+        return run(ask(make("caller", url, add), PROMPTS["unknown_tool"]))
+
+    def effects(self, url):
+        said = run(ask(make("caller", url, note), REPLAY_PROMPTS["effects"]))
+        return sorted(said.split())  # LlamaIndex tells the model what tools gave in the order in which they end
+
+    def effect_fails(self, url):
+        return run(ask(make("caller", url, note), REPLAY_PROMPTS["effect_fails"]))
+
+    async def effects_awaited(self, url):
+        async def note(text: str) -> str:
+            """Note a text."""
+            return noted(text)
+
+        return await ask(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
+
+    def callbacks(self, url):
+        async def work():
+            handler = make("writer", url).run(PROMPTS["callbacks"])
+            seen = [type(event).__name__ async for event in handler.stream_events()]
+            return [str(await handler), seen]
+
+        return run(work())
+
+
+def responses(url):
+    return OpenAIResponses(model="gpt-4o-mini", api_base=url, reuse_client=False)
+
+
+@pytest.fixture
+def found_of(tmp_path):
+    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
+
+    def work(program):
+        found = record(program, tmp_path, framework="llama-index", tracer="embedded")
+        known = {span.span_id for span in found.spans}
+        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
+        return found
+
+    return work
+
+
+def paths(found):
+    """Return the paths of the agents that made the calls, in order."""
+    by_id = {span.span_id: span for span in found.spans}
+    return [by_id[chat.parent_id].attributes[names.AGENT_PATH] for chat in found.chats]
+
+
+def hands_off(body, seen):
+    """As `boss`, hand over to the writer, who answers."""
+    if agent_of(body) == "boss":
+        return Reply(tool_calls=[ScriptedToolCall("handoff", '{"to_agent": "writer", "reason": "words"}')])
+    return Reply("done")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_agents_that_hand_over_are_one_after_the_other_in_one_run(streaming, found_of):
+    def program(url):
+        with ScriptedServer(hands_off) as server:
+            boss = make("boss", server.url, description="decides", can_handoff_to=["writer"], streaming=streaming)
+            writer = make("writer", server.url, description="writes", streaming=streaming)
+            team = AgentWorkflow(agents=[boss, writer], root_agent="boss")
+
+            async def work():
+                return str(await team.run("hello"))
+
+            return run(work())
+
+    found = found_of(program)
+    assert found.output == "done"
+    assert [chat.agent for chat in found.chats] == ["boss", "writer"]
+    assert [(tool.name, tool.agent, tool.status) for tool in found.tools] == [("handoff", "boss", "ok")]
+    root, *rest = sorted(found.spans, key=lambda span: span.start_ns)
+    assert (root.operation, root.name, root.parent_id) == (names.INVOKE_WORKFLOW, "AgentWorkflow", None)
+    turns = [span for span in rest if span.operation == names.INVOKE_AGENT]
+    assert [(turn.name, turn.parent_id, turn.status) for turn in turns] == [
+        ("boss", root.span_id, "ok"),
+        ("writer", root.span_id, "ok"),
+    ]
+    assert turns[0].end_ns <= turns[1].start_ns
+
+
+def test_only_one_of_a_team_is_rerouted(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk")
+    with ScriptedServer(hands_off) as origin, ScriptedServer() as policy:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",))
+        boss = make("boss", origin.url, description="decides", can_handoff_to=["writer"])
+        team = AgentWorkflow(agents=[boss, make("writer", origin.url, description="writes")], root_agent="boss")
+
+        async def work():
+            return str(await team.run("hello"))
+
+        attachment = lightning_llama_index.attach(store=str(tmp_path / "traces.db"))
+        with attachment, use_attempt(attempt):
+            run(work())
+            attachment.flush(60)
+        assert {agent_of(request.body) for request in policy.requests} == {"writer"}
+        assert {agent_of(request.body) for request in origin.requests} == {"boss"}
+        assert len({span_of(request) for request in [*policy.requests, *origin.requests]}) == 2
+
+
+def test_a_react_agent_calls_its_tools(found_of):
+    def script(body, seen):
+        if any("Observation: 5" in str(message["content"]) for message in body["messages"]):
+            return Reply("Thought: I can answer.\nAnswer: 5")
+        return Reply('Thought: I need a tool.\nAction: add\nAction Input: {"a": 2, "b": 3}')
+
+    def program(url):
+        with ScriptedServer(script) as server:
+            caller = ReActAgent(name="caller", system_prompt=instructions("caller"), tools=[add], llm=model(server.url))
+            return run(ask(caller, "2 + 3"))
+
+    found = found_of(program)
+    assert found.output == "5"
+    assert [chat.agent for chat in found.chats] == ["caller"] * 2
+    (tool,) = found.tools
+    assert (tool.name, tool.agent, tool.status, tool.attributes[names.TOOL_RESULT]) == ("add", "caller", "ok", "5")
+
+
+def test_a_tool_that_does_not_exist_is_an_error(found_of):
+    found = found_of(lambda url: run(ask(make("caller", url, add), 'call multiply {"a": 2}')))
+    (tool,) = found.tools
+    assert (tool.name, tool.agent, tool.status) == ("multiply", "caller", "error")
+    assert "not found" in tool.status_message
+
+
+def test_arguments_that_do_not_fit_are_an_error(found_of):
+    found = found_of(lambda url: run(ask(make("caller", url, add), 'call add {"a": 2}')))
+    (tool,) = found.tools
+    assert (tool.name, tool.status) == ("add", "error")
+    assert json.loads(tool.attributes[names.TOOL_ARGUMENTS]) == {"a": 2}
+
+
+class Flow(Workflow):
+    """A workflow of the user's own, which says who is at work."""
+
+    def __init__(self, url):
+        super().__init__()
+        self.llm = model(url)
+
+    @step
+    async def write(self, ev: StartEvent) -> StopEvent:
+        with agent("writer"):
+            first = await self.llm.achat([ChatMessage(role="user", content="hello")])
+        inner = await ask(make("critic", self.llm), "hello")
+        return StopEvent(result=[first.message.content, inner])
+
+
+def test_a_workflow_of_the_users_own_is_one_trace(found_of):
+    async def work(url):
+        return await Flow(url).run()
+
+    found = found_of(work)
+    assert [chat.agent for chat in found.chats] == ["writer", "critic"]
+    (root,) = [span for span in found.spans if span.parent_id is None]
+    assert (root.operation, root.name) == (names.INVOKE_WORKFLOW, "Flow")
+
+
+def test_a_run_that_fails_or_is_cancelled_is_an_error(found_of):
+    async def work(url):
+        with pytest.raises(Exception):  # noqa: B017, PT011 - which one depends on the version
+            await ask(make("left", model(url, max_retries=0)), "fail 500 9")
+        task = asyncio.create_task(ask(make("right", url), "wait 5"))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    found = found_of(work)
+    agents = {span.name: span.status for span in found.spans if span.operation == names.INVOKE_AGENT}
+    assert agents == {"left": "error", "right": "error"}
+
+
+def test_a_model_reached_elsewhere_is_one_chat_span(found_of):
+    def program(url):
+        async def work():
+            llm = MockLLM()
+            messages = [ChatMessage(role="user", content="hello")]
+            with agent("writer"):
+                answers = [(await llm.achat(messages)).message.content, llm.complete("hello").text]
+                answers += [[piece.delta async for piece in await llm.astream_chat(messages)]]
+                return [*answers, [piece.delta for piece in llm.stream_complete("hello")]]
+
+        return run(work())
+
+    found = found_of(program)
+    assert [(chat.agent, chat.status) for chat in found.chats] == [("writer", "ok")] * 4
+    assert [bool(chat.attributes[names.STREAMED]) for chat in found.chats] == [False, False, True, True]
+    for chat in found.chats:
+        assert json.loads(chat.attributes[names.REQUEST])["messages"] == [{"role": "user", "content": "hello"}]
+        message = json.loads(chat.attributes[names.RESPONSE])["choices"][0]["message"]
+        assert "hello" in message["content"]
+
+
+class Broken(CustomLLM):
+    @property
+    def metadata(self):
+        return LLMMetadata(model_name="broken")
+
+    def complete(self, prompt, formatted=False, **kwargs):
+        raise ConnectionError("gone")
+
+    def stream_complete(self, prompt, formatted=False, **kwargs):
+        raise ConnectionError("gone")
+
+
+def test_a_model_reached_elsewhere_that_fails_is_an_error(found_of):
+    def program(url):
+        with agent("writer"), pytest.raises(ConnectionError):
+            Broken().complete("hello")
+
+    (chat,) = found_of(program).chats
+    assert (chat.status, chat.status_message, chat.agent) == ("error", "gone", "writer")
+
+
+def test_detaching_ends_what_is_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_SPOOL", str(tmp_path / "spool"))
+    monkeypatch.setenv("OPENAI_API_KEY", "sk")
+    attachment = lightning_llama_index.attach(store=str(tmp_path / "traces.db"))
+
+    async def stop() -> str:
+        """Stop."""
+        attachment.detach()
+        return "stopped"
+
+    with ScriptedServer() as server:
+        assert "stopped" in run(ask(make("caller", server.url, stop), "call stop {}"))
+        assert "traceparent" not in server.requests[-1].headers
+    store = open_store(str(tmp_path / "traces.db"))
+    assert sorted(span.operation for span in store.spans()) == ["chat", "execute_tool", "invoke_agent"]
+    store.close()

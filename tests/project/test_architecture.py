@@ -1,0 +1,154 @@
+"""What stands beside the floors, which `nox -s lint` checks: plugins by their own pyproject, names, sizes, import time.
+
+The rules are in docs/explanation/architecture.md. Imports inside functions count as well: being lazy makes an
+import cheap, not allowed.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    "lightning_spans": ROOT / "core/src/lightning_spans",
+    "lightning_trainer": ROOT / "trainer/src/lightning_trainer",
+    **{folder.name: folder for folder in sorted(ROOT.glob("plugins/*/src/lightning_*"))},
+}
+
+
+def own_framework(folder: Path) -> set[str]:
+    """What a plugin's framework is imported as, by its own pyproject."""
+    settings = tomllib.loads((folder.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    return set(settings["tool"]["lightning"]["imports"])
+
+
+OWN_FRAMEWORK = {name: own_framework(folder) for name, folder in SOURCES.items() if folder.parts[-4] == "plugins"}
+FRAMEWORKS = set().union(*OWN_FRAMEWORK.values()) - {"openai"} | {"langchain_openai", "autogen_ext"}
+TENSORS = {"torch", "transformers", "peft", "accelerate", "safetensors", "verl", "vllm"}
+OURS = set(SOURCES)
+# What a package may never import; everything else that it imports, its own pyproject declares.
+FORBIDDEN = {
+    "lightning_spans": FRAMEWORKS | OURS,
+    "lightning_openai": FRAMEWORKS | TENSORS | OURS - {"lightning_spans"},
+    "lightning_trainer": FRAMEWORKS | OURS - {"lightning_spans"},
+}
+SMALL_CORE = ("errors.py", "hooks.py", "schema", "chat", "adapter")
+DISTRIBUTIONS = importlib.metadata.packages_distributions()
+# Imported under a name of its own, but a fixed part of what is declared.
+PART_OF = {"starlette": {"fastapi"}, "google.protobuf": {"opentelemetry-proto"}, "google.adk": {"google-adk"}}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for package, folder in SOURCES.items():
+        for path in sorted(folder.rglob("*.py")):
+            yield package, path.relative_to(folder)
+
+
+def top(name: str) -> str:
+    """The name of what is imported; of `google`, which many distributions share, with the part that is one's own."""
+    return ".".join(name.split(".")[: 2 if name.startswith("google.") else 1])
+
+
+def imports(package: str, module: Path) -> set[str]:
+    """Top-level names that a module imports, anywhere in it but under `if TYPE_CHECKING`."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for child in node.orelse:
+                visit(child)
+            return
+        if isinstance(node, ast.Import):
+            found.update(top(alias.name) for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.add(top(node.module))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            found.update(top(str(given.value)) for given in node.args[:1] if isinstance(given, ast.Constant))
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse((SOURCES[package] / module).read_text(encoding="utf-8")))
+    return found - {package} - set(sys.stdlib_module_names)
+
+
+EVERY_MODULE = [pytest.param(package, module, id=f"{package}/{module}") for package, module in modules()]
+
+
+@pytest.mark.parametrize(("package", "module"), EVERY_MODULE)
+def test_a_module_imports_only_what_its_package_may(package, module):
+    others = OURS - {"lightning_spans", "lightning_openai"} | FRAMEWORKS - OWN_FRAMEWORK.get(package, set()) | TENSORS
+    assert imports(package, module).isdisjoint(FORBIDDEN.get(package, others))
+
+
+def small_core() -> Iterator[str]:
+    for part in SMALL_CORE:
+        place = SOURCES["lightning_spans"] / part
+        for file in [place] if place.suffix else place.rglob("*.py"):
+            yield file.read_text(encoding="utf-8")
+
+
+def test_the_small_core_has_at_most_2200_lines():
+    assert sum(bool(line.strip()) for text in small_core() for line in text.splitlines()) <= 2200
+
+
+def test_the_small_core_imports_nothing_else_of_ours():
+    found = {name for text in small_core() for name in re.findall(r"(?:from|import) (lightning_\w+(?:\.\w+)?)", text)}
+    assert found <= {f"lightning_spans.{part.removesuffix('.py')}" for part in SMALL_CORE}
+
+
+def declared(package: str) -> set[str]:
+    """Distributions that a package declares, its extras' and those of our own packages it depends on among them."""
+    project = tomllib.loads((SOURCES[package].parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    requirements = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    names = {re.split(r"[^A-Za-z0-9._-]", requirement)[0].lower() for requirement in requirements}
+    for name in names & {ours.replace("_", "-") for ours in OURS - {package}}:
+        names = names | declared(name.replace("-", "_"))
+    return names
+
+
+@pytest.mark.parametrize(("package", "module"), EVERY_MODULE)
+def test_what_a_module_imports_its_distribution_declares(package, module):
+    for name in imports(package, module):
+        if name.split(".")[0] not in DISTRIBUTIONS:  # one that is not installed can't be looked up
+            continue
+        found = {distribution.lower().replace("_", "-") for distribution in DISTRIBUTIONS[name.split(".")[0]]}
+        assert declared(package) & (found | PART_OF.get(name, set())), f"{name} is not declared"
+
+
+@pytest.mark.parametrize(("package", "module"), EVERY_MODULE)
+def test_no_module_is_called_by_a_name_that_says_nothing(package, module):
+    words = {word.strip("_").lower() for part in module.parts for word in part.removesuffix(".py").split("_")}
+    assert words.isdisjoint({"util", "utils", "helper", "helpers", "misc", "manager"})
+
+
+def test_no_package_takes_the_name_of_another_project():
+    assert not [path for path in ROOT.glob("**/src/lightning") if path.is_dir()]
+
+
+def test_every_plugin_is_checked():
+    assert {"lightning_openai", "lightning_langchain"} <= set(SOURCES)
+
+
+HEAVY = FRAMEWORKS | TENSORS | {"openai", "sqlalchemy", "matplotlib", "tensorboardX", "fastapi", "uvicorn", "numpy"}
+
+
+@pytest.mark.parametrize("package", sorted(SOURCES))
+def test_importing_a_package_imports_nothing_heavy(package):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    show = f"import sys, {package}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert {name.split(".")[0] for name in loaded}.isdisjoint(HEAVY)
+    assert not [name for name in loaded if name.startswith("opentelemetry.sdk")]

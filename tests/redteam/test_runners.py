@@ -1,0 +1,188 @@
+"""Attacks from a runner's machine: with the key of another runner, and by an agent that looks around."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import closing
+
+import pytest
+from test_theft import reward_of
+
+from lightning_spans.errors import ConfigError, RefusedError
+from lightning_spans.record.delivery.otlp import PROTOBUF, encode
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store.http import HttpStore
+from lightning_trainer.cli import processes
+from lightning_trainer.cli.upstream_keys import with_keys
+from lightning_trainer.gateway.upstream.upstream import parse_upstream
+from lightning_trainer.runner.environment import allowed, without_keys
+
+
+@pytest.fixture
+def claimed(server, request):
+    """An attempt that the runner ``a`` works on."""
+    server.store.enqueue([Rollout(rollout_id=f"r {request.node.name}", group_id="g", task={})])
+    with closing(HttpStore(server.url, key=server.keys.issue("runner", holder="a"))) as runner:
+        (attempt,) = runner.claim("w")
+    return attempt
+
+
+@pytest.fixture
+def thief(server):
+    with closing(HttpStore(server.url, key=server.keys.issue("runner", holder="b"))) as runner:
+        yield runner
+
+
+def test_a_runner_can_not_end_or_reward_what_another_claimed(server, claimed, thief):
+    """Though it knows the fence: those are small numbers."""
+    with pytest.raises(RefusedError, match="another key"):
+        thief.finish(claimed.attempt_id, claimed.fence, status="failed")
+    with pytest.raises(RefusedError, match="another key"):
+        thief._end_one(_end(claimed))
+    assert thief.heartbeat([(claimed.attempt_id, claimed.fence)]) == [claimed.attempt_id]
+    assert server.store.attempts(attempt_ids=[claimed.attempt_id])[0].status == "running"
+    with closing(HttpStore(server.url, key=server.keys.issue("runner", holder="a"))) as owner:
+        assert owner.heartbeat([(claimed.attempt_id, claimed.fence)]) == []
+        assert owner.finish(claimed.attempt_id, claimed.fence, status="succeeded") == "succeeded"
+
+
+def _end(attempt):
+    from lightning_spans.schema.attempts import End
+
+    return End(attempt.attempt_id, attempt.fence, "succeeded")
+
+
+def test_whose_an_attempt_is_is_still_known_after_a_restart(server, claimed):
+    from lightning_trainer.gateway.auth.leases import Leases
+
+    grants = {name: server.keys.check(server.keys.issue("runner", holder=name)) for name in "ab"}
+    fresh = Leases(server.store)
+    assert fresh.of_others(grants["b"], [claimed.attempt_id]) == {claimed.attempt_id}
+    assert fresh.of_others(grants["a"], [claimed.attempt_id, "unknown"]) == set()
+
+
+@pytest.mark.parametrize("holder", ["a", "b"])
+def test_a_runners_key_rewards_nothing_but_at_the_end_of_its_own_attempts(ask, server, claimed, holder):
+    key = server.keys.issue("runner", holder=holder)
+    for changes in ({}, {"attempt_id": "nowhere", "rollout_id": "nowhere"}):
+        assert ask("POST", "/api/rewards", key, json={"rewards": [reward_of(claimed, **changes)]}).status_code == 403
+    assert ask("POST", "/api/spans", key, json={"spans": []}).status_code == 403
+    assert server.store.rewards(attempt_ids=[claimed.attempt_id, "nowhere"]) == []
+
+
+def test_a_runners_key_sends_no_spans_of_attempts_that_another_claimed(ask, server, claimed):
+    from test_theft import span_of
+
+    span = span_of(claimed.attempt_id, span_id="2" * 16, rollout_id=claimed.rollout.rollout_id)
+    for holder, kept in (("b", 0), ("a", 1)):
+        key = server.keys.issue("runner", holder=holder)
+        ask("POST", "/v1/traces", key, content=encode([span]), headers={"content-type": PROTOBUF})
+        assert len(server.store.spans(attempt_ids=[claimed.attempt_id])) == kept
+
+
+SECRETS = {
+    "LIGHTNING_KEY": "k", "LIGHTNING_KEY_FILE": "k", "LIGHTNING_UPSTREAM_KEY": "k",
+    "LIGHTNING_UPSTREAM_KEY_POLICY": "k",
+    "LIGHTNING_PROVIDER_KEY": "k", "LIGHTNING_STORE": "postgresql://u:pw@db/x",
+}  # fmt: skip
+OTHERS = {
+    "OPENAI_API_KEY": "k", "DATABASE_URL": "postgresql://u:pw@db/x", "PGPASSWORD": "pw", "AWS_SECRET_ACCESS_KEY": "k",
+    "HF_TOKEN": "k", "OTEL_EXPORTER_OTLP_HEADERS": "k", "https_proxy": "http://u:pw@proxy:3128", "MYAPP_TOKEN": "k",
+}  # fmt: skip
+USUAL = {"PATH": "/bin", "HOME": "/root", "LC_ALL": "C", "PYTHONPATH": ".", "HTTP_PROXY": "http://proxy:3128"}
+
+
+def test_an_agent_under_a_runner_gets_what_programs_need_and_what_is_named():
+    environment = {**SECRETS, **OTHERS, **USUAL}
+    assert allowed(environment) == USUAL
+    assert allowed(environment, ["MYAPP_*", "OPENAI_API_KEY"]) == {
+        **USUAL, "MYAPP_TOKEN": "k", "OPENAI_API_KEY": "k",
+    }  # fmt: skip
+    assert allowed(environment, ["*"]) == {**OTHERS, **USUAL}  # keys of ours are passed on by no name
+    assert without_keys(environment) == {**OTHERS, **USUAL}
+
+
+AGENT = """
+import json, os, pathlib
+
+
+def run(task):
+    def text(path):
+        try:
+            return pathlib.Path(path).read_bytes().decode(errors="replace")
+        except OSError as error:
+            return type(error).__name__
+
+    parent = os.getppid()
+    found = {"environment": dict(os.environ), "cmdline": text(f"/proc/{parent}/cmdline"),
+             "environ": text(f"/proc/{parent}/environ")}
+    pathlib.Path(task["out"]).write_text(json.dumps(found))
+    return 1.0
+"""
+
+
+def test_a_thief_under_a_runner_finds_no_key_around_it(server, tmp_path):
+    (tmp_path / "thief.py").write_text(AGENT)
+    (tmp_path / "runner.key").write_text(server.keys.issue("runner", holder="r"))
+    out = tmp_path / "found.json"
+    secrets = {name: f"hush-{name}" for name in (*SECRETS, *OTHERS)}
+    secrets["https_proxy"] = "http://hush-u:hush-p@127.0.0.1:1"
+    command = [sys.executable, "-m", "lightning_trainer.cli", "runner", "thief:run", "--server", server.url]
+    command += ["--key-file", str(tmp_path / "runner.key"), "--workers", "1", "--isolate"]
+    environment = {**os.environ, **secrets, "MYAPP_NAME": "named"}
+    with subprocess.Popen(
+        [*command, "--pass-env", "MYAPP_NAME"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    ) as runner:
+        killer = threading.Timer(120, runner.kill)
+        killer.start()
+        try:
+            assert json.loads(runner.stdout.readline())["server"] == server.url
+            server.store.enqueue([Rollout(rollout_id="thief", group_id="g", task={"out": str(out)})])
+            while server.store.rollouts(rollout_ids=["thief"])[0].status in {"queued", "running"}:
+                assert runner.poll() is None
+        finally:
+            killer.cancel()
+            runner.terminate()
+    assert server.store.rollouts(rollout_ids=["thief"])[0].status == "succeeded"
+    found = json.loads(out.read_text())
+    key = (tmp_path / "runner.key").read_text()
+    assert "hush-" not in json.dumps(found["environment"])
+    assert found["environment"]["MYAPP_NAME"] == "named"
+    assert "runner.key" not in found["cmdline"]
+    assert "--server" in found["cmdline"]  # it is the runner's
+    assert key not in json.dumps(found)
+    assert "LIGHTNING_KEY=" not in found["environ"]
+
+
+def test_a_key_file_is_taken_from_the_command_line_whichever_way_it_is_given():
+    for words in (["--key-file", "f"], ["--key-file=f"]):
+        assert processes._without_key_file(["lightning-rl", *words, "t"]) == (["lightning-rl", "t"], "f")
+    assert processes._without_key_file(["lightning-rl", "t"]) == (["lightning-rl", "t"], None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_process_with_keys_keeps_its_memory_to_itself():
+    code = "from lightning_trainer.cli.processes import keep_to_ourselves as k; import os; k();"
+    code += "print(os.stat('/proc/self/environ').st_uid, __import__('ctypes').CDLL(None).prctl(3, 0, 0, 0, 0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "0"]  # the file is root's, and the process can't be traced
+
+
+def test_each_upstream_gets_its_own_key_and_no_other(tmp_path):
+    (tmp_path / "key").write_text("from a file\n")
+    policy, judge = parse_upstream("policy=http://a:1"), parse_upstream("judge-2=http://b:1")
+    keys = {"LIGHTNING_UPSTREAM_KEY_JUDGE_2": "judge's"}
+    assert [each.key for each in with_keys([policy, judge], [], keys)] == [None, "judge's"]
+    found = with_keys([policy, judge], [f"policy={tmp_path / 'key'}"], keys)
+    assert [each.key for each in found] == ["from a file", "judge's"]
+    with pytest.raises(ConfigError, match="LIGHTNING_UPSTREAM_KEY_JUDGE_2"):
+        with_keys([policy, judge], [], {"LIGHTNING_UPSTREAM_KEY": "one for all"})
+    adapter = parse_upstream("adapter=http://a:1")
+    assert {each.key for each in with_keys([policy, adapter], [], {"LIGHTNING_UPSTREAM_KEY": "one"})} == {"one"}
+    for wrong in ("policy", "other=key", f"policy={tmp_path / 'missing'}"):
+        with pytest.raises(ConfigError, match="--upstream-key"):
+            with_keys([policy, judge], [wrong], {})

@@ -1,0 +1,134 @@
+"""Alarms on made-up histories: those that must speak, and those that must stay silent."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_trainer.report.alarms import raised
+
+STEPS = 20
+
+
+def history(**numbers: Sequence[float] | Callable[[float], float]) -> list[dict[str, Any]]:
+    """Lines of training steps; a function is asked with the progress from 0 to 1. ``val`` gives validations."""
+    lines: list[dict[str, Any]] = []
+    for step in range(STEPS):
+        line: dict[str, Any] = {"kind": "train", "step": step}
+        for name, values in numbers.items():
+            if name == "val":
+                continue
+            key = name.replace("__", "/")
+            line[key] = values(step / (STEPS - 1)) if callable(values) else values[step % len(values)]
+        lines.append(line)
+    for number, value in enumerate(numbers.get("val", ())):  # type: ignore[arg-type]
+        lines.append({"kind": "val", "step": number * 5, "reward": value})
+    return lines
+
+
+def names(lines: list[dict[str, Any]]) -> set[str]:
+    return {alarm.name for alarm in raised(lines)}
+
+
+def stuck(x: float) -> float:
+    return 0.2 + 0.05 * math.sin(40 * x)
+
+
+def rising(x: float) -> float:
+    return 0.1 + 0.8 * x + 0.03 * math.sin(40 * x)
+
+
+def falling_to(end: float, start: float = 1.2) -> Callable[[float], float]:
+    return lambda x: start * (end / start) ** x
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "words"),
+    [
+        (history(entropy=falling_to(0.01), reward=stuck), "entropy_collapsed", "has fallen from 0.9"),
+        (
+            history(entropy=[1.0], entropy__writer=falling_to(0.01), entropy__rewriter=[1.0], reward=stuck),
+            "entropy_collapsed/writer",
+            "entropy of writer",
+        ),
+        (history(response_tokens=falling_to(3, 60), reward=stuck), "length_collapsed", "have shrunk from"),
+        (history(response_tokens=falling_to(400, 60), reward=stuck), "length_collapsed", "have grown from"),
+        (history(truncated=lambda x: 0.9 * x, reward=rising), "answers_cut", "cut at their limit, 5% were at first"),
+        (history(groups_without_signal=[0.95], reward=[1.0]), "groups_dead", "95% of the groups .* at a mean of 1.00"),
+        (history(reward=rising, val=[0.2, 0.5, 0.4, 0.3]), "held_out_falls", "fallen from 0.50 after 5 steps to 0.30"),
+        (history(logprob_gap=lambda x: 0.01 + 0.3 * x, reward=rising), "engine_gap_widens", "has widened from"),
+        (history(logprob_gap=[0.01] * 19 + [2.5]), "engine_gap_widens", "differ from the trainer's by 2.50"),
+        (history(tool_error_rate__search=lambda x: x, reward=stuck), "tools_fail/search", "tool calls of search fail"),
+        (history(calls_unread__mistral=lambda _: 0.3), "calls_unread/mistral", "30% .*--tool-format mistral"),
+        (history(failed=lambda x: 40 * x, rollouts=[64], reward=rising), "rollouts_fail", "rollouts fail, .*--failed"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_a_sentence(lines: list[dict[str, Any]], name: str, words: str) -> None:
+    [alarm] = raised(lines)
+    assert alarm.name == name
+    assert re.search(words, alarm.text)
+    assert alarm.text.endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param([], id="nothing yet"),
+        pytest.param([{"kind": "val", "step": 0, "reward": 0.1}], id="only a validation"),
+        pytest.param(history(entropy=falling_to(0.02), reward=rising), id="a policy that learns grows sure"),
+        pytest.param(history(response_tokens=falling_to(8, 44), reward=rising), id="it learns to be short"),
+        pytest.param(history(response_tokens=falling_to(400, 60), reward=rising), id="it learns to think"),
+        pytest.param(history(entropy=[1.0, 0.7, 1.3], response_tokens=[40, 60, 30], reward=stuck), id="noise"),
+        pytest.param(history(truncated=[0.9], reward=stuck), id="answers were always cut"),
+        pytest.param(history(groups_without_signal=[0.9, 0.9, 0.5]), id="some groups live"),
+        pytest.param(history(reward=rising, val=[0.2, 0.4, 0.38, 0.37]), id="held-out noise"),
+        pytest.param(history(reward=rising, val=[0.2, 0.4, 0.2, 0.5]), id="held-out falls once"),
+        pytest.param(history(reward=lambda x: 1 - x, val=[0.2, 0.9, 0.5, 0.2]), id="both fall: not by heart"),
+        pytest.param(history(logprob_gap=[0.03, 0.02, 0.04]), id="a gap that stays"),
+        pytest.param(history(logprob_gap=falling_to(0.002, 0.03)), id="a gap that closes"),
+        pytest.param(history(logprob_gap=lambda x: 1e-5 + 1e-3 * x), id="a gap too small to matter"),
+        pytest.param(history(tool_error_rate__search=lambda x: 1 - x), id="tools that learn to work"),
+        pytest.param(history(failed=[3, 0, 5], rollouts=[64], reward=stuck), id="some rollouts always fail"),
+        pytest.param(history(entropy=[math.nan], reward=stuck), id="what is no number is left out"),
+    ],
+)
+def test_healthy_runs_are_left_in_peace(lines: list[dict[str, Any]]) -> None:
+    assert raised(lines) == []
+
+
+def test_first_steps_raise_nothing_but_what_is_certain() -> None:
+    short = history(
+        entropy=falling_to(0.001), response_tokens=falling_to(1, 90), tool_error_rate=lambda x: x, reward=stuck
+    )
+    assert raised(short[:5]) == []
+    assert names(history(logprob_gap=[3.0])[:1]) == {"engine_gap_widens"}
+
+
+def test_alarm_stands_only_as_long_as_its_reason() -> None:
+    dead = history(groups_without_signal=[1.0])
+    assert names(dead) == {"groups_dead"}
+    alive = {"kind": "train", "step": STEPS, "groups_without_signal": 0.1}
+    assert names([*dead, alive]) == set()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10_000))
+def test_noise_around_a_level_is_never_called_a_collapse(seed: int) -> None:
+    """Entropy, length and gap that wander by a third around their level, and rewards that go nowhere."""
+    draw = random.Random(seed)
+
+    def around(level: float) -> list[float]:
+        return [level * draw.uniform(0.67, 1.33) for _ in range(STEPS)]
+
+    lines = history(
+        entropy=around(0.8), response_tokens=around(50), logprob_gap=around(0.03), truncated=around(0.2),
+        groups_without_signal=around(0.4), tool_error_rate=around(0.2), reward=around(0.4),
+    )  # fmt: skip
+    assert raised(lines) == []

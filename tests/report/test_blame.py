@@ -1,0 +1,156 @@
+"""Blame: credit by agent and turn, and a report that adds up, from a run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from test_rl import World
+
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, Span
+from lightning_spans.store import open_store
+from lightning_trainer.cli import cli
+from lightning_trainer.config import TrainConfig, to_json
+from lightning_trainer.report.credit_report import CreditReport, TurnCredit, credit_report, turns_of
+
+
+def judged(world: World, credit: str, chosen: Sequence[str] | None = None) -> tuple[list[TurnCredit], CreditReport]:
+    batch = world.batch(credit=credit, normalise_std=False)
+    rewards = [reward for outcome in world.outcomes for reward in outcome.rewards]
+    return turns_of(batch.calls, chosen), credit_report(batch, world.outcomes, rewards, credit)
+
+
+def team() -> World:
+    world = World()
+    world.rollout("a", [("worker", "w"), ("rider", "r"), ("worker", "w")], {"worker": 1.0, "rider": 0.0})
+    world.rollout("a", [("worker", "w"), ("rider", "r")], {"worker": 0.0, "rider": 0.0, "ghost": 2.0})
+    world.rollout("a", [("worker", "w"), (None, "x")], {"worker": 0.5})
+    world.rollout("b", [("worker", "w")], None)
+    return world
+
+
+def test_credit_is_gathered_by_agent_and_turn() -> None:
+    turns, _ = judged(team(), "per-agent", ["worker"])
+    assert [(p.agent, p.turn, p.calls, p.trained) for p in turns] == [
+        ("rider", 1, 2, False), ("worker", 0, 3, True), ("worker", 2, 1, True), (None, 1, 1, False),
+    ]  # fmt: skip
+    first = turns[1]
+    assert (first.credit, first.credit_sum, first.credited) == (0.5, 1.5, 3)
+    assert (first.better, first.worse) == pytest.approx((1 / 3, 1 / 3))
+    assert first.contrast == pytest.approx(1 / 3)
+    assert (turns[-1].credit, turns[-1].contrast) == (None, None)
+
+
+def test_the_report_says_what_was_given_and_what_became_of_it() -> None:
+    _, report = judged(team(), "per-agent")
+    assert (report.rollouts, report.failed, report.attempts, report.calls) == (4, 1, 3, 8)
+    assert report.given == {"run": {"worker": 1.5, "rider": 0.0, "ghost": 2.0}}
+    assert report.by_agent == {"worker": 1.5, "rider": 0.0}
+    assert report.unclaimed == {"ghost": 1}
+    assert report.left_out == {"agent not selected": 1}
+    text = "\n".join(report.lines())
+    assert "1 rewards for ghost reached nobody" in text
+    assert "+1.500 for worker" in text
+
+
+def test_the_report_says_whether_credit_was_conserved() -> None:
+    world = World()
+    for value in (1.0, 0.25):
+        world.rollout("a", [("worker", "w"), ("rider", "r"), ("worker", "w")], {None: value})
+    assert any("credit +1.250 over calls, conserved" in line for line in judged(world, "last")[1].lines())
+    assert any("+2.500 over agents, shared by several" in line for line in judged(world, "identical")[1].lines())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run of two steps of one group each, in whose second rollouts a tool failed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = TrainConfig(target="a:b", data=Path("x.jsonl"), model="m", agents=("worker",), credit="per-agent")
+    (folder / "config.json").write_text(to_json(config))
+    store = open_store(str(folder / "lightning.db"))
+    for step in (0, 1):
+        name = f"run-1:t{step}-0"
+        store.enqueue([Rollout(rollout_id=f"{name}-{n}", group_id=name, task={}, mode="train") for n in (0, 1)])
+        for number, attempt in enumerate(store.claim("w", limit=2)):
+            ids = {"rollout_id": attempt.rollout.rollout_id, "attempt_id": attempt.attempt_id}
+            trace = {"trace_id": f"{step}{number}" * 16, **ids}
+            spans = [
+                Span(operation=CHAT, name="m", span_id="1" * 16, start_ns=1, end_ns=2, agent="worker", **trace),
+                Span(operation=CHAT, name="m", span_id="3" * 16, start_ns=3, end_ns=4, agent="rider", **trace),
+                Span(
+                    operation=EXECUTE_TOOL, name="t", span_id="2" * 16, start_ns=2, end_ns=3, agent="worker",
+                    status="error" if number else "ok", **trace,
+                ),
+            ]  # fmt: skip
+            store.add_spans(spans)
+            rewards = [Reward(value=1.0 - number, agent="worker", **ids), Reward(value=0.0, agent="rider", **ids)]
+            store.finish(attempt.attempt_id, attempt.fence, status="succeeded", rewards=rewards)
+    store.close()
+    return folder
+
+
+def lines(*arguments: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(cli, ["blame", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.output.splitlines()]
+
+
+def test_a_run_is_read_from_its_folder(run: Path) -> None:
+    rider, worker, last = lines(str(run))
+    assert (worker["agent"], worker["turn"], worker["calls"], worker["credit"], worker["trained"]) == (
+        "worker",
+        0,
+        4,
+        0.5,
+        True,
+    )
+    assert (rider["credit"], rider["contrast"], rider["trained"]) == (0.0, 0.0, False)
+    assert last["account"]["rewards"] == 2.0
+    assert last["account"]["given"] == {"run": {"worker": 2.0, "rider": 0.0}}
+
+
+def test_another_credit_a_step_and_automatic_rewards_can_be_asked_for(run: Path) -> None:
+    found = lines(str(run), "--credit", "last", "--step", "1", "--rewards", "tool_status=0.1")
+    assert found[-1]["account"]["credit"] == "last"
+    assert found[-1]["account"]["attempts"] == 2
+    assert found[-1]["account"]["given"]["tool_status"] == {"worker": 0.0}
+    assert found[-1]["account"]["credited"] == pytest.approx(found[-1]["account"]["rewards"])
+
+
+def test_one_rollout_is_shown_call_by_call(run: Path) -> None:
+    first, second, last = lines(str(run), "--rollout", "run-1:t1-0-1", "--rewards", "tool_status=0.1")
+    assert (first["agent"], first["turn"], first["credit"]) == ("worker", 0, -0.1)
+    assert first["advantage"] < 0
+    assert second["agent"] == "rider"
+    assert "account" in last
+
+
+def test_the_table_shows_agents_and_the_account(run: Path) -> None:
+    result = CliRunner().invoke(cli, ["blame", str(run)])
+    assert result.exit_code == 0
+    assert "worker" in result.output
+    assert "rewards +2.000; credit +2.000 over calls, conserved" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "Give the folder of a run"),
+        (["RUN", "--credit", "magic"], "unknown credit 'magic'"),
+        (["RUN", "--step", "7"], "no rollout of that kind"),
+        (["RUN", "--val"], "no rollout of that kind"),
+        (["RUN", "--rollout", "x"], "no call of x counts"),
+        (["RUN", "--gamma", "0.5"], "has no option 'gamma'"),
+    ],
+)
+def test_what_can_not_be_shown_is_an_error_that_says_what_to_do(run: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, ["blame", *(str(run) if a == "RUN" else a for a in arguments)])
+    assert result.exit_code == 2
+    assert message in result.output

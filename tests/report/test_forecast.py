@@ -1,0 +1,53 @@
+"""The forecast against runs that were measured, and what it says plainly."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_trainer.report.forecast import Plan, Probe, Tried, forecast, lines, verdict
+
+HALF = Tried(place=0, rewards=(1.0, 0.0))
+NEVER = Tried(place=1, rewards=(0.0, 0.0))
+ALWAYS = Tried(place=2, rewards=(1.0, 1.0))
+
+
+def probe(tried: list[Tried], **numbers: float) -> Probe:
+    known = {"rollouts": 64, "rollout_seconds": 8.0, "update_seconds": 2.0, "tokens_prompt": 18_000}
+    return Probe(tried=tried, **{**known, "tokens_generated": 1700, "tokens_in_rows": 9000, **numbers})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tried", "says"),
+    [
+        ([HALF, NEVER, ALWAYS], "RL has something to learn from in 33% of your tasks"),
+        ([NEVER, NEVER], "nothing is ever solved: SFT first"),
+        ([ALWAYS], "solved already"),
+        ([NEVER, ALWAYS], "in each task all rollouts earn the same"),
+        ([Tried(place=0, rewards=(), failed=2)], "no rollout earned a reward"),
+    ],
+)
+def test_verdict_is_plain(tried: list[Tried], says: str) -> None:
+    assert verdict(tried).startswith(says)
+
+
+def test_forecast_of_the_demo_is_within_a_quarter_of_what_was_measured() -> None:
+    """Two steps of `nox -s demo` on one machine, in use: the first is what a dry run measures."""
+    first = probe(
+        [*[HALF] * 3, *[NEVER] * 5], rollout_seconds=123.25, update_seconds=140.16,
+        tokens_prompt=18241, tokens_generated=1612,
+    )  # fmt: skip
+    found = forecast(first, Plan(step_rollouts=64, steps=2, val_rollouts=64, validations=1))
+    measured = (263.67 + 379.34) / 2
+    assert found["seconds_step"] == pytest.approx(measured, rel=0.25)
+    assert found["seconds_rollouts"] == pytest.approx(111.32, rel=0.25)
+    assert found["seconds_run"] == pytest.approx(131.46 + 263.67 + 379.34, rel=0.25)
+
+
+def test_forecast_grows_with_the_step_and_the_model() -> None:
+    small = forecast(probe([HALF]), Plan(step_rollouts=64, steps=10))
+    large = forecast(probe([HALF]), Plan(step_rollouts=128, steps=10))
+    assert large["seconds_step"] == pytest.approx(2 * small["seconds_step"], abs=0.1)
+    hours = [gpu["gpu_hours_run"] for gpu in small["gpu"].values()]
+    assert hours == sorted(hours)
+    assert [gpu["gpus"] for gpu in small["gpu"].values()] == [1, 2, 16]
+    assert any("GPU-hours" in line for line in lines(small))

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_trainer.report.metrics import MetricLog, read, write_atomically
+
+
+def filled(folder: Path, from_step: int = 0) -> MetricLog:
+    log = MetricLog(folder, from_step=from_step)
+    log.add("val", from_step, {"reward": 0.1, "reward/writer": 0.2, "rollouts": 4})
+    log.add("train", from_step, {"reward": 0.3, "loss": 1.5})
+    log.add("train", from_step + 1, {"reward": 0.4, "loss": 1.0})
+    return log
+
+
+def test_each_step_is_a_line_of_json_and_a_point_for_tensorboard(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"], line["reward"]) for line in lines] == [
+        ("val", 0, 0.1),
+        ("train", 0, 0.3),
+        ("train", 1, 0.4),
+    ]
+    [events] = (tmp_path / "tensorboard").iterdir()
+    assert b"train/loss" in events.read_bytes()
+
+
+def test_series_are_by_kind_and_name(tmp_path: Path) -> None:
+    log = filled(tmp_path)
+    assert log.series("train", "loss") == [(0, 1.5), (1, 1.0)]
+    assert log.series("val", "loss") == []
+    log.close()
+
+
+def test_resumed_run_takes_its_later_steps_again(tmp_path: Path) -> None:
+    log = filled(tmp_path)
+    log.add("val", 1, {"reward": 0.2, "rollouts": 4})
+    log.add("val", 2, {"reward": 0.2, "rollouts": 4})
+    log.close()
+    again = MetricLog(tmp_path, from_step=1)
+    assert [(line["kind"], line["step"]) for line in read(tmp_path / "metrics.jsonl")] == [
+        ("val", 0),
+        ("train", 0),
+        ("val", 1),
+    ]
+    again.add("train", 1, {"reward": 0.9})
+    assert again.series("train", "reward") == [(0, 0.3), (1, 0.9)]
+    again.close()
+
+
+def test_line_cut_off_by_a_crash_is_left_out(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"kind": "train", "st')
+    assert len(read(path)) == 3
+
+
+def test_curve_is_a_picture_drawn_anew_when_there_is_more(tmp_path: Path) -> None:
+    log = filled(tmp_path)
+    first = log.draw().read_bytes()
+    assert first.startswith(b"\x89PNG")
+    log.add("train", 2, {"reward": 0.9})
+    assert log.draw().read_bytes() != first
+    log.close()
+
+
+def test_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+def test_alarm_is_a_line_of_its_own_said_once_while_it_stands(tmp_path: Path) -> None:
+    log = MetricLog(tmp_path)
+    dead = {"reward": 1.0, "groups_without_signal": 1.0}
+    raised = [[alarm.name for alarm in log.add("train", step, dead)] for step in range(4)]
+    assert raised == [[], [], ["groups_dead"], []]
+    log.add("train", 4, {**dead, "groups_without_signal": 0.0})
+    assert log.alarms == []
+    log.close()
+    [line] = [line for line in read(tmp_path / "metrics.jsonl") if line["kind"] == "alarm"]
+    assert (line["name"], line["step"], line["steps_taken"]) == ("groups_dead", 2, 3)
+    assert "100% of the groups had equal rewards" in line["text"]
+    again = MetricLog(tmp_path, from_step=5)
+    assert [(alarm.name, alarm.step) for alarm in again.raised()] == [("groups_dead", 3)]
+    again.close()
+    cut = MetricLog(tmp_path, from_step=2)
+    assert cut.raised() == []
+    cut.close()

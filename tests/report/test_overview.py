@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, FRAMEWORK, INPUT_TOKENS, OUTPUT_TOKENS, Span
+from lightning_trainer.report.agents import nothing_captured, overview
+
+
+def trace(*spans: tuple[str, str | None, dict[str, Any]], rewards: dict[str | None, float] | None = None) -> Trace:
+    ids = {"rollout_id": "r", "attempt_id": "a"}
+    made = [
+        Span(
+            operation=operation,
+            name="x",
+            trace_id="1" * 32,
+            span_id=f"{number:016x}",
+            start_ns=number,
+            end_ns=number,
+            agent=agent,
+            **{"status": "ok", **more},
+            **ids,
+        )
+        for number, (operation, agent, more) in enumerate(spans, 1)
+    ]
+    earned = [Reward(agent=agent, value=value, **ids) for agent, value in (rewards or {}).items()]
+    return Trace.build(made, (), earned, **ids)
+
+
+COUNTED = {"attributes": {INPUT_TOKENS: 10, OUTPUT_TOKENS: 3}}
+FAILED = {"status": "error", "status_message": "no such model"}
+
+
+def test_calls_tokens_tools_and_rewards_are_counted_by_agent() -> None:
+    one = trace(
+        (CHAT, "writer", COUNTED), (CHAT, "writer", FAILED), (EXECUTE_TOOL, "writer", {}),
+        (EXECUTE_TOOL, "writer", {"status": "error"}), (CHAT, "checker", COUNTED),
+        rewards={"writer": 1.0, None: 0.5},
+    )  # fmt: skip
+    two = trace((CHAT, "writer", COUNTED), rewards={None: 0.0})
+    checker, writer = overview([one, two], None)
+    assert (writer.agent, writer.calls, writer.failed_calls) == ("writer", 3, 1)
+    assert (writer.prompt_tokens, writer.response_tokens) == (20, 6)
+    assert (writer.tool_calls, writer.tool_errors, writer.reward) == (2, 1, 0.75)
+    assert (checker.agent, checker.reward, checker.trained) == ("checker", 0.5, True)
+
+
+def test_exact_tokens_go_before_the_servers_count() -> None:
+    ids = {"trace_id": "1" * 32, "span_id": "2" * 16, "rollout_id": "r", "attempt_id": "a"}
+    span = Span(operation=CHAT, name="x", start_ns=1, end_ns=2, agent="writer", **COUNTED, **ids)
+    call = Call(
+        call_id="c", response_id="c", start_ns=1, end_ns=2, policy="p", policy_version=0, prompt_token_ids=(1, 2),
+        choices=(Choice(0, (3,), (0.0,), "stop"), Choice(1, (4, 5), (0.0, 0.0), "stop")), **ids,
+    )  # fmt: skip
+    [row] = overview([Trace.build([span], [call])], None)
+    assert (row.prompt_tokens, row.response_tokens) == (2, 3)
+
+
+def test_each_reason_against_training_is_told() -> None:
+    rows = {
+        row.agent: row
+        for row in overview(
+            [
+                trace(
+                    (CHAT, "writer", {}), (CHAT, "rewriter", {}), (CHAT, "broken", FAILED), (CHAT, None, {}),
+                    (EXECUTE_TOOL, "tooler", {}), rewards={"writer": 1.0, "broken": 1.0},
+                )
+            ],
+            ("writer", "broken", "tooler", "silent*"),
+        )
+    }  # fmt: skip
+    assert {name: row.trained for name, row in rows.items()} == {
+        "broken": False, "rewriter": False, "tooler": False, "writer": True, None: False,
+    }  # fmt: skip
+    assert "every call failed: no such model" in rows["broken"].why
+    assert rows["rewriter"].why == "not among --agents"
+    assert rows["tooler"].why == "it made no model call"
+    assert "no agent's name" in rows[None].why
+
+
+def test_agent_that_earned_nothing_is_told_so() -> None:
+    rows = {row.agent: row for row in overview([trace((CHAT, "a", {}), (CHAT, "b", {}), rewards={"a": 1.0})], None)}
+    assert rows["a"].trained
+    assert rows["b"].why.startswith("no reward")
+    assert list(rows["b"].to_json())[:2] == ["agent", "calls"]
+
+
+def test_what_to_do_depends_on_whether_anything_is_attached() -> None:
+    assert "lightning_langchain.attach()" in nothing_captured(8, ())
+    assert "although langchain is attached" in nothing_captured(8, ["langchain"])
+
+
+ELSEWHERE = {"attributes": {FRAMEWORK: "langchain"}}
+WIRED = {"attributes": {FRAMEWORK: "openai"}}
+
+
+def test_an_agent_whose_model_is_reached_without_the_openai_client_is_not_trained_and_says_why() -> None:
+    [row] = overview([trace((CHAT, "writer", ELSEWHERE), rewards={None: 1.0})], None)
+    assert not row.trained
+    assert row.why.startswith("no tokens: langchain reaches x without the openai client.")
+
+
+def test_an_agent_some_of_whose_calls_have_no_tokens_says_how_many() -> None:
+    [row] = overview([trace((CHAT, "writer", ELSEWHERE), (CHAT, "writer", WIRED), rewards={None: 1.0})], None)
+    assert row.trained
+    assert "1 of 2 have no tokens: langchain reaches x without the openai client" in row.why

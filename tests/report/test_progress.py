@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from lightning_trainer.report.progress import Shown, bar, duration, one_line, sparkline
+
+
+def test_without_a_terminal_each_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with Shown("training writer") as progress:
+        progress.begin(0, 2)
+        progress.phase("rollouts", 1, 8)
+        progress.step(0, {"reward": 0.25, "reward/writer": 0.5, "loss": 0.125, "unknown": 3.0})
+        progress.note("held out after 1 steps: [reward] 0.5")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "training writer",
+        "step 1/2  reward 0.250  writer 0.500  loss 0.1250",
+        "held out after 1 steps: [reward] 0.5",
+    ]
+
+
+def test_nothing_is_shown_before_anything_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="refused"), Shown("training writer"):
+        raise ValueError("refused")
+    assert capsys.readouterr().err == ""
+
+
+def test_live_panel_shows_where_the_run_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    progress = Shown("training writer")
+    progress.begin(3, 10)
+    progress.phase("rollouts", 16, 64)
+    progress.step(3, {"reward": 0.25, "loss": 0.5})
+    console = Console(width=90, record=True, file=io.StringIO())
+    console.print(progress._panel())
+    text = console.export_text()
+    for words in ("training writer", "step 5 of 10", "rollouts 16 of 64", "reward 0.250", "loss 0.5000"):
+        assert words in text
+
+
+def test_small_drawings() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([1.0] * 100, width=10) == "▁" * 10
+    assert bar(1, 4, width=8) == "━━"
+    assert bar(9, 4, width=8) == "━" * 8
+    assert bar(0, 0) == ""
+    assert (duration(59.6), duration(61), duration(3723)) == ("1:00", "1:01", "1:02:03")
+    assert one_line({"loss": 1.0}) == "loss 1.0000"
+
+
+def test_alarms_stand_in_the_panel_and_are_said_once_in_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    with Shown("training writer") as progress:
+        for _ in range(2):
+            progress.alarms(["The entropy has fallen."])
+    assert capsys.readouterr().err.splitlines() == ["training writer", "ALARM: The entropy has fallen."]
+    console = Console(width=90, record=True, file=io.StringIO())
+    console.print(progress._panel())
+    assert "The entropy has fallen." in console.export_text()
+
+
+def test_ctrl_c_says_at_once_what_is_waited_for_and_what_a_second_one_does(capfd: pytest.CaptureFixture[str]) -> None:
+    shown = Shown("training")
+    shown.phase("learning from 64 rows")
+    shown.stopping()
+    assert "learning from 64 rows is waited for" in (said := capfd.readouterr().err)
+    assert "Ctrl-C again ends at once" in said
+    shown.phase("rollouts", 3, 64)
+    shown.stopping()
+    assert "rollouts (3 of 64) is cut off" in capfd.readouterr().err

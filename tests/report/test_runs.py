@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from lightning_trainer.cli import cli
+
+
+def make(folder: Path, rate: float, rewards: list[float]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"learning_rate": rate, "model": "m", "out": str(folder)}))
+    lines = [{"kind": "val", "step": 0, "reward": rewards[0], "seconds": 1.0}]
+    lines += [
+        {"kind": "train", "step": step, "reward": reward, "seconds": 2.0, "tokens_generated": 10.0}
+        for step, reward in enumerate(rewards)
+    ]
+    lines.append({"kind": "val", "step": len(rewards), "reward": rewards[-1], "seconds": 1.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_runs_are_listed_with_what_they_cost_and_how_they_differ(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "runs" / "a", 1e-5, [0.1, 0.5])
+    make(tmp_path / "runs" / "b", 3e-5, [0.1, 0.2, 0.9])
+    (tmp_path / "runs" / "notes").mkdir()
+    done = CliRunner().invoke(cli, ["runs", "--json"])
+    assert done.exit_code == 0, done.output
+    first, second, last = map(json.loads, done.stdout.splitlines())
+    assert (first["steps"], first["before"], first["after"], first["seconds"], first["tokens"]) == (
+        2,
+        0.1,
+        0.5,
+        6.0,
+        20,
+    )
+    assert second["curve"] == [0.1, 0.2, 0.9]
+    assert last == {"differ": {"learning_rate": [1e-05, 3e-05]}}
+    shown = CliRunner().invoke(cli, ["runs", "runs/a", "runs/b"]).stdout
+    assert "learning_rate: 1e-05, 3e-05" in shown
+    assert "0.100 to 0.900" in shown
+    make(tmp_path / "runs" / "c", 3e-5, [0.7])
+    assert "0.700 to" not in CliRunner().invoke(cli, ["runs", "runs/c"]).stdout
+    assert CliRunner().invoke(cli, ["runs", "nowhere"]).exit_code == 2
+
+
+def test_options_of_another_command_are_no_difference(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "runs" / "a", 1e-5, [0.1, 0.5])
+    make(tmp_path / "runs" / "sft", 3e-5, [0.1, 0.5])
+    config = tmp_path / "runs" / "sft" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "held_out": 0.05}))
+    last = CliRunner().invoke(cli, ["runs", "--json"]).stdout.splitlines()[-1]
+    assert set(json.loads(last)["differ"]) == {"learning_rate"}

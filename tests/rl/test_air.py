@@ -1,0 +1,390 @@
+"""Automatic rewards: what each rule finds, to whom it goes, and that differences of a potential move no optimum."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_spans import hooks
+from lightning_spans.adapter.adapt import adapt
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.schema.spans import (
+    CHAT,
+    EXECUTE_TOOL,
+    OUTPUT_TOKENS,
+    REQUEST,
+    RESPONSE,
+    TOOL_CALL_ID,
+    TOOL_RESULT,
+    Span,
+)
+from lightning_trainer.config import TrainConfig
+from lightning_trainer.rl.credit.assigners import identical
+from lightning_trainer.rl.rewards.judge import installed, judge, read_rules
+from lightning_trainer.rl.rewards.potential import shaping
+from lightning_trainer.rl.rewards.shown import with_automatic
+
+ADD = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
+CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
+
+
+class Attempt:
+    """Spans made by hand, in the order of their making, one after the other."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def span(self, operation, agent, *, status="ok", **attributes):
+        number = len(self.spans) + 1
+        self.spans.append(
+            Span(
+                operation=operation, name=operation, trace_id="a" * 32, span_id=f"{number:016x}", agent=agent,
+                start_ns=number * 10, end_ns=number * 10 + 5, status=status, rollout_id="r", attempt_id="at",
+                attributes=attributes,
+            )
+        )  # fmt: skip
+        return self
+
+    def chat(self, agent, *calls, text=None, tools=CHAT_TOOLS, **attributes):
+        """A model call that asked for tools: (name, arguments, id)."""
+        asked = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for n, a, i in calls]
+        message = {"role": "assistant", "content": text, **({"tool_calls": asked} if asked else {})}
+        body = {"id": f"c{len(self.spans)}", "choices": [{"index": 0, "message": message}]}
+        request = {"messages": [], "tools": tools}
+        return self.span(CHAT, agent, **{REQUEST: json.dumps(request), RESPONSE: json.dumps(body)}, **attributes)
+
+    def tool(self, agent, call_id=None, *, status="ok", result="3"):
+        named = {} if call_id is None else {TOOL_CALL_ID: call_id}
+        return self.span(EXECUTE_TOOL, agent, status=status, **{TOOL_RESULT: result}, **named)
+
+    @property
+    def trace(self):
+        return Trace.build(self.spans, (), ())
+
+
+def found(attempt, name, value=1.0, **options):
+    """What a rule gives, by agent and number of the span."""
+    (chosen,) = read_rules({name: value}, **options)
+    return {
+        (r.agent, r.span_id and int(r.span_id, 16)): pytest.approx(r.value)
+        for r in judge(chosen, attempt.trace, "r", "at")
+    }
+
+
+def test_tools_that_worked_and_failed_count_for_the_call_that_asked_for_them():
+    attempt = Attempt().chat("w", ("add", "{}", "A"), ("add", "{}", "B")).tool("w", "A").tool("w", "B", status="error")
+    attempt.chat("w", ("add", "{}", "C")).tool(None, "C", status="error").chat("other").tool("other")
+    assert found(attempt, "tool_status", 0.3) == {("w", 1): 0.0, ("w", 4): -0.1, ("other", 6): 0.3}
+
+
+def test_a_tool_without_an_id_belongs_to_the_last_call_of_its_agent_that_had_ended():
+    attempt = Attempt().chat("w").chat("other").tool("w").tool(None)
+    assert found(attempt, "tool_status") == {("w", 1): 1.0, ("other", 2): 1.0}
+
+
+def test_a_tool_that_nothing_asked_for_is_its_agents():
+    attempt = Attempt().tool("w", status="error").chat("w")
+    assert found(attempt, "tool_status") == {("w", 1): -1.0}
+
+
+def test_an_agent_gets_no_more_for_more_tools():
+    many = Attempt()
+    for number in range(20):
+        many.chat("w", ("add", "{}", str(number))).tool("w", str(number))
+    (chosen,) = read_rules({"tool_status": 0.1})
+    assert sum(r.value for r in judge(chosen, many.trace, "r", "at")) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "fits"),
+    [
+        ("add", '{"x": 1}', 1.0),
+        ("add", '{"x": "one"}', -1.0),
+        ("add", "{}", -1.0),
+        ("add", '{"x": 1', -1.0),
+        ("add", "", -1.0),
+        ("subtract", '{"x": 1}', -1.0),
+        ("add", '{"x": 1, "y": 2}', 1.0),
+    ],
+)
+def test_arguments_fit_the_schema_that_the_model_was_given_or_not(name, arguments, fits):
+    assert found(Attempt().chat("w", (name, arguments, "A")), "tool_arguments") == {("w", 1): fits}
+
+
+def test_schemas_and_calls_are_read_in_every_dialect():
+    responses = {
+        "id": "r",
+        "output": [{"type": "function_call", "name": "add", "arguments": '{"x": 1}', "call_id": "A"}],
+    }
+    flat = {"input": "go", "tools": [{"type": "function", "name": "add", "parameters": ADD}]}
+    attempt = Attempt().span(CHAT, "w", **{REQUEST: json.dumps(flat), RESPONSE: json.dumps(responses)}).tool("w", "A")
+    assert found(attempt, "tool_arguments") == {("w", 1): 1.0}
+    assert found(attempt, "tool_status") == {("w", 1): 1.0}
+    content = [{"type": "tool_use", "id": "A", "name": "add", "input": {"x": "no"}}]
+    call = Call(
+        call_id="1", response_id="m", trace_id="a" * 32, span_id=f"{1:016x}", start_ns=10, end_ns=15, attempt_id="at",
+        rollout_id="r", policy="p", policy_version=0, request={"tools": [{"name": "add", "input_schema": ADD}]},
+        choices=(Choice(0, None, None, "tool_use", {"content": content}),),
+    )  # fmt: skip
+    trace = Trace.build(Attempt().span(CHAT, "w").spans, [call], ())
+    (chosen,) = read_rules({"tool_arguments": 1.0})
+    assert [r.value for r in judge(chosen, trace, "r", "at")] == [-1.0]
+
+
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"properties": 3}])
+def test_a_schema_that_is_none_is_fitted_by_nothing(schema):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    assert found(Attempt().chat("w", ("add", "{}", "A"), tools=tools), "tool_arguments") == {("w", 1): -1.0}
+
+
+@pytest.mark.parametrize("tools", [None, "add", [None, 3, {"function": "add"}]])
+def test_tools_of_an_odd_shape_are_no_tools(tools):
+    assert found(Attempt().chat("w", ("add", "{}", "A"), tools=tools), "tool_arguments") == {("w", 1): -1.0}
+
+
+def test_a_repeated_call_is_found_whatever_the_order_of_its_arguments():
+    attempt = Attempt().chat("w", ("add", '{"x": 1, "y": 2}', "A")).chat("w", ("add", '{"y":2,"x":1}', "B"))
+    attempt.chat("w", ("add", '{"x": 2}', "C")).chat("other", ("add", '{"x": 2}', "D"))
+    assert found(attempt, "repeated_calls") == {("w", 1): 0.0, ("w", 2): -1 / 3, ("w", 3): 0.0, ("other", 4): 0.0}
+
+
+def test_empty_results_are_found_and_failed_tools_are_not_called_empty():
+    attempt = Attempt().chat("w", *(("add", "{}", str(n)) for n in range(5)))
+    for number, result in enumerate(["", "[]", "null", "0"]):
+        attempt.tool("w", str(number), result=result)
+    attempt.tool("w", "4", result="", status="error")
+    assert found(attempt, "empty_results") == {("w", 1): -3 / 5}
+
+
+def test_the_last_answer_of_each_agent_has_the_format_or_not():
+    attempt = Attempt().chat("w", text="no").chat("w", text="Answer: 3").chat("other", text='{"x": 1}')
+    assert found(attempt, "answer_format", {"weight": 1, "pattern": r"^Answer: \d+$"}) == {
+        ("w", 2): 1.0,
+        ("other", 3): -1.0,
+    }
+    assert found(attempt, "answer_format", {"weight": 1, "schema": ADD}) == {("w", 2): -1.0, ("other", 3): 1.0}
+    only = {"weight": 0.5, "schema": {}, "agents": ["oth*"]}
+    assert found(attempt, "answer_format", only) == {("other", 3): 0.5}
+
+
+def test_budgets_are_of_the_attempt_and_hurt_by_as_much_as_they_are_exceeded():
+    attempt = Attempt().chat("w", **{OUTPUT_TOKENS: 30}).chat("w", **{OUTPUT_TOKENS: 30})  # 15 ns in all
+    for budget_s, value in ((20e-9, 0.0), (10e-9, -0.5), (1e-9, -1.0)):
+        assert found(attempt, "latency", {"weight": 1, "budget_s": budget_s}) == {(None, None): value}
+    for budget, value in ((60, 0.0), (40, -0.5), (1, -1.0)):
+        assert found(attempt, "cost", {"weight": 1, "budget": budget}) == {(None, None): value}
+    assert found(attempt, "cost", {"weight": 1, "budget": 1.0, "response": 0.02}) == {(None, None): -0.2}
+
+
+def test_overlong_answers_are_punished_softly():
+    attempt = Attempt()
+    for tokens in (50, 80, 90, 100, 500):
+        attempt.chat("w", **{OUTPUT_TOKENS: tokens})
+    found_values = found(attempt, "overlong", {"weight": 5, "max_tokens": 100, "buffer": 20})
+    assert list(found_values.values()) == [0.0, 0.0, -0.5, -1.0, -1.0]
+
+
+def test_an_attempt_without_spans_gets_nothing():
+    for name, value in (
+        ("tool_status", 1),
+        ("latency", {"weight": 1, "budget_s": 1}),
+        ("cost", {"weight": 1, "budget": 1}),
+    ):
+        assert found(Attempt(), name, value) == {}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"tool_state": 0.1}, "unknown rule 'tool_state'"),
+        ({"tool_status": "much"}, "Give a weight"),
+        ({"tool_status": True}, "Give a weight"),
+        ({"tool_status": {"potential": True}}, "Give a weight"),
+        ({"tool_status": float("nan")}, "finite"),
+        ({"tool_status": {"weight": 1, "budget": 1}}, "has no option 'budget'. It has: weight, agents, potential"),
+        ({"latency": 0.1}, "needs the option budget_s"),
+        ({"latency": {"weight": 1, "budget_s": "fast"}}, "must be a number above 0"),
+        ({"overlong": {"weight": 1, "max_tokens": "many", "buffer": 9}}, "can't use its options"),
+        ({"latency": {"weight": 1, "budget_s": 0}}, "above 0"),
+        ({"answer_format": 1.0}, "either a pattern or a schema"),
+        ({"answer_format": {"weight": 1, "pattern": "("}}, "no regular expression"),
+        ({"overlong": {"weight": 1, "max_tokens": 5, "buffer": 9}}, "at most max_tokens"),
+        ({"latency": {"weight": 1, "budget_s": 1, "potential": True}}, "known only at the end"),
+        ({"tool_status": {"weight": 1, "potential": True}}, "set credit to discounted or turn, not identical"),
+        ({"no_such_module:rule": 1.0}, "no_such_module"),
+    ],
+)
+def test_wrong_rules_are_refused_before_anything_runs(table, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_rules(table, credit="identical")
+
+
+def test_rules_are_off_until_they_are_configured():
+    config = TrainConfig(target="a:b", data="x.jsonl", model="m")
+    assert read_rules(config.rewards) == []
+    trace = Attempt().chat("w").tool("w").trace
+    assert hooks.notify("lightning_rewards", trace=trace, transitions=[]) == []
+
+
+def test_installed_rules_answer_the_hook_with_their_source_and_go_again():
+    trace = Attempt().chat("w", ("add", "{}", "A")).tool("w", "A").trace
+    transitions = hooks.manager().hook.lightning_adapt(trace=trace)
+    with installed(read_rules({"tool_status": 0.1, "tool_arguments": 0.2})):
+        (rewards,) = hooks.notify("lightning_rewards", trace=trace, transitions=transitions)
+        again = hooks.notify("lightning_rewards", trace=trace, transitions=transitions)[0]
+    assert [(r.source, r.value, r.agent, r.attempt_id) for r in rewards] == [
+        ("tool_status", 0.1, "w", "at"), ("tool_arguments", -0.2, "w", "at"),
+    ]  # fmt: skip
+    assert [r.reward_id for r in rewards] == [r.reward_id for r in again]
+    assert hooks.notify("lightning_rewards", trace=trace, transitions=transitions) == []
+
+
+def test_rewards_are_shown_once_whether_kept_or_not():
+    trace = Attempt().chat("w").tool("w").trace
+    rules = read_rules({"tool_status": 0.1})
+    (once,) = with_automatic([trace], rules)
+    (twice,) = with_automatic([once], rules)
+    assert [r.value for r in once.rewards] == [r.value for r in twice.rewards] == [0.1]
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md"
+
+
+def test_the_rule_in_the_documentation_works(tmp_path, monkeypatch):
+    text = DOCS.read_text(encoding="utf-8")
+    code = re.search(r"```python\n# my_rules\.py\n(.*?)```", text, re.DOTALL).group(1)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    (tmp_path / "my_rules.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rules", raising=False)
+    attempt = Attempt().chat("w", text="As an AI, I can't.").chat("w", text="3").chat("other", text="4")
+    assert found(attempt, "my_rules:no_excuses", 0.2) == {("w", 1): -0.1, ("w", 2): 0.0, ("other", 3): 0.0}
+
+
+# Potentials.
+
+potentials = st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 4)), min_size=1, max_size=8)
+
+
+@given(potentials, st.floats(0, 1))
+def test_what_comes_after_a_state_sums_to_minus_its_potential(states, gamma):
+    values, steps = [value for value, _ in states], np.cumsum([wait for _, wait in states]).tolist()
+    rewards = shaping(values, steps, gamma)
+    for t, value in enumerate(values):
+        to_go = sum(gamma ** (steps[k] - steps[t]) * rewards[k] for k in range(t, len(values)))
+        assert to_go == pytest.approx(-value, abs=1e-6)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["w", "other"]), st.booleans()), min_size=1, max_size=8), st.floats(0.1, 1))
+def test_a_rule_with_potential_adds_to_no_return_but_what_the_state_decides(calls, gamma):
+    from lightning_trainer.rl.credit.assigners import discounted
+
+    attempt = Attempt()
+    for number, (agent, works) in enumerate(calls):
+        attempt.chat(agent, ("add", "{}", str(number))).tool(agent, str(number), status="ok" if works else "error")
+    trace = attempt.trace
+    (chosen,) = read_rules({"tool_status": {"weight": 0.5, "potential": True}}, credit="discounted", gamma=gamma)
+    rewards = judge(chosen, trace, "r", "at")
+    transitions = hooks.manager().hook.lightning_adapt(trace=trace)
+    seen: dict[str, list[float]] = {"w": [], "other": []}
+    for (agent, works), value in zip(calls, discounted(transitions, rewards, gamma=gamma), strict=True):
+        state = 0.5 * sum(seen[agent]) / len(seen[agent]) if seen[agent] else 0.0  # known before the call is made
+        assert value == pytest.approx(-state, abs=1e-9)
+        seen[agent].append(1.0 if works else -1.0)
+
+
+def solve(transition_SAS, reward_SAS, gamma):
+    """Q-values of a Markov decision process whose last state ends it, by value iteration."""
+    value = np.zeros(len(transition_SAS))
+    for _ in range(2000):
+        quality = (transition_SAS * (reward_SAS + gamma * value)).sum(-1)
+        quality[-1] = 0.0
+        value = quality.max(1)
+    return quality
+
+
+@given(st.integers(0, 10_000))
+def test_potentials_leave_the_best_policy_of_a_small_process_where_it_is(seed):
+    random = np.random.default_rng(seed)
+    states, actions, gamma = 5, 3, 0.9
+    moves = random.dirichlet(np.ones(states), (states, actions))
+    reward = random.normal(size=(states, actions, states))
+    phi = random.normal(scale=5.0, size=states)
+    phi[-1] = 0.0  # where it ends
+    step = np.array([[shaping([here, there], [0, 1], gamma)[0] for there in phi] for here in phi])
+    plain, shaped = solve(moves, reward, gamma), solve(moves, reward + step[:, None, :], gamma)
+    assert shaped[:-1] == pytest.approx(plain[:-1] - phi[:-1, None], abs=1e-6)  # corollary 2 of the paper
+    assert (shaped[:-1].argmax(1) == plain[:-1].argmax(1)).all()
+
+
+def test_a_bonus_that_is_no_potential_moves_the_best_policy():
+    # State 0: act 0 goes round and comes back, act 1 ends with reward 1. Coming back looks good.
+    moves = np.zeros((2, 2, 2))
+    moves[0, 0, 0] = moves[0, 1, 1] = moves[1, :, 1] = 1.0
+    reward = np.zeros((2, 2, 2))
+    reward[0, 1, 1] = 1.0
+    assert solve(moves, reward, 0.9)[0].argmax() == 1
+    bonus = reward.copy()
+    bonus[0, 0, 0] = 0.2  # 0.2 / (1 - 0.9) = 2 > 1
+    assert solve(moves, bonus, 0.9)[0].argmax() == 0
+    phi = np.array([0.2, 0.0])
+    step = np.array([[shaping([here, there], [0, 1], 0.9)[0] for there in phi] for here in phi])
+    assert solve(moves, reward + step[:, None, :], 0.9)[0].argmax() == 1
+
+
+def test_one_failure_among_many_successes_counts_whole_where_nothing_is_averaged():
+    attempt = Attempt().chat("w", ("add", "{}", "bad")).tool("w", "bad", status="error")
+    for number in range(9):
+        attempt.chat("w", ("add", "{}", str(number))).tool("w", str(number))
+    assert found(attempt, "tool_status", 0.1)["w", 1] == -0.01
+    assert found(attempt, "tool_status", {"weight": 0.1, "average": False})["w", 1] == -0.1
+    with pytest.raises(ConfigError, match="Leave average out"):
+        read_rules({"tool_status": {"weight": 1, "average": False, "potential": True}}, credit="turn")
+
+
+def _two_answers(*, tools):
+    """A call of two answers that asks for A and B; then the tools that ran."""
+    attempt, choices = Attempt(), []
+    for index, (call_id, arguments) in enumerate((("A", '{"x": 1}'), ("B", '{"y": 1}'))):
+        asked = {"id": call_id, "type": "function", "function": {"name": "add", "arguments": arguments}}
+        message = {"role": "assistant", "content": "", "tool_calls": [asked]}
+        choices.append({"index": index, "finish_reason": "tool_calls", "message": message})
+    request = {"messages": [], "tools": CHAT_TOOLS}
+    attempt.span(CHAT, "w", **{REQUEST: json.dumps(request), RESPONSE: json.dumps({"id": "c", "choices": choices})})
+    for call_id, status in tools:
+        attempt.tool("w", call_id, status=status)
+    return attempt
+
+
+@pytest.mark.parametrize("name", ["tool_status", "tool_arguments", "empty_results"])
+def test_what_a_tool_did_is_of_the_answer_that_asked_for_it(name):
+    attempt = _two_answers(tools=[("A", "ok"), ("B", "error")])
+    if name == "empty_results":
+        attempt = _two_answers(tools=[("A", "ok"), ("B", "ok")])
+        attempt.spans[2] = replace(attempt.spans[2], attributes={**attempt.spans[2].attributes, TOOL_RESULT: ""})
+    trace = attempt.trace
+    (chosen,) = read_rules({name: 1.0})
+    rewards = judge(chosen, trace, "r", "at")
+    with_them = Trace.build(attempt.spans, (), rewards)
+    good, bad = identical(adapt(with_them), rewards)
+    assert good > bad
+    assert sum(reward.value for reward in rewards) == pytest.approx(good + bad)
+
+
+def test_answers_of_one_call_do_not_repeat_each_other():
+    attempt = _two_answers(tools=[])
+    same = json.loads(attempt.spans[0].attributes[RESPONSE].replace('\\"y\\"', '\\"x\\"'))
+    attempt.spans[0] = replace(attempt.spans[0], attributes={**attempt.spans[0].attributes, RESPONSE: json.dumps(same)})
+    (chosen,) = read_rules({"repeated_calls": 1.0})
+    assert [reward.value for reward in judge(chosen, attempt.trace, "r", "at")] == [0.0, 0.0]

@@ -1,0 +1,186 @@
+"""A backend of a stranger's: a folder with a hook, and no edit of ours. It is trained as torch and verl are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fakes import FakeEngine
+
+from lightning_spans import hooks
+from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.hooks import hookimpl
+from lightning_trainer import TrainConfig, registry, train
+from lightning_trainer.backends.protocol import Described, OpenRun, Start
+from lightning_trainer.cli import cli
+from lightning_trainer.report.progress import Progress
+from lightning_trainer.rl.rollouts import plan
+from lightning_trainer.rl.rows import Row
+from lightning_trainer.rl.scores import score
+from lightning_trainer.run.embedded import Embedded
+from lightning_trainer.run.local import routing_of, serving
+
+pytest.importorskip("openai")
+
+AGENT = '''
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded")
+client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
+
+def run(task):
+    """Long answers are good."""
+    with agent("writer"):
+        reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": task["q"]}])
+    return float(len(reply.choices[0].message.content or ""))
+
+def raises(task):
+    raise ValueError("the oven is cold")
+'''
+
+
+class Scripted:
+    """Learns nothing: its engine answers from a script, and each step is a number in the log."""
+
+    def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
+        assert identity["batch_size"] == config.batch_size
+        if config.backend_options:
+            raise ConfigError(f"scripted has no option {', '.join(config.backend_options)}.")
+        return Start()
+
+    def train(self, run: OpenRun) -> int:
+        engine = FakeEngine(lambda prompt: "yes" * (1 + prompt.count("say 1")))
+        with serving(run.store, run.runner, routing=routing_of(run.config, engine.model), engine=engine) as local:
+            run.begin()
+            for step in range(run.steps):
+                rollouts = plan(
+                    run.tasks, name=f"scripted:t{step}", size=1, mode="train", max_attempts=1, timeout_s=60.0
+                )
+                outcomes = local.run(rollouts, run.progress, "rollouts", check=run.check)
+                run.log.add("train", step, score(outcomes, run.config.failed).metrics())
+        (run.folder / "checkpoint").mkdir()
+        return run.steps
+
+    def describe(self, config: TrainConfig, progress: Progress) -> Described:
+        return Described(f"a script of {config.steps} steps")
+
+
+class Remembering:
+    """A learner that writes down how many rows it was given."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.engine = FakeEngine(lambda prompt: ["short", "a longer answer"][len(self.engine.prompts) % 2])
+        self.engines = (self.engine,)
+        self.given: list[int] = []
+        self.closed = False
+
+    def update(self, rows: Sequence[Row]) -> dict[str, float]:
+        self.given.append(len(rows))
+        return {"loss": 0.0}
+
+    def penalties(self, rows: Sequence[Row]) -> list[Any]:
+        raise AssertionError("no divergence was asked for")
+
+    def save(self, folder: Path, *, resumable: bool = True) -> None:
+        (folder / "given.json").write_text(json.dumps(self.given))
+
+    def strip(self, folder: Path) -> None:
+        assert folder.is_dir()
+
+    def load(self, folder: Path) -> None:
+        self.given = json.loads((folder / "given.json").read_text())
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Plugin:
+    """What a stranger's package would have as its module."""
+
+    def __init__(self) -> None:
+        self.learners: list[Remembering] = []
+
+    def opened(self, config: TrainConfig) -> Remembering:
+        self.learners.append(Remembering(config))
+        return self.learners[-1]
+
+    @hookimpl
+    def lightning_register_backends(self, register: Any) -> None:
+        register("scripted", Scripted())
+        register("remembering", Embedded(self.opened, lambda config: None))
+
+
+@pytest.fixture
+def plugin() -> Iterator[Plugin]:
+    registered = Plugin()
+    hooks.register(registered, "stranger")
+    yield registered
+    hooks.unregister("stranger")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "strange_agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(3)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def options(**more: Any) -> dict[str, Any]:
+    chosen = {"target": "strange_agent:run", "data": "tasks.jsonl", "model": "none", "out": "out", "steps": 2}
+    return {**chosen, "batch_size": 3, "group_size": 2, "workers": 1, **more}
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_backend_of_a_plugin_is_trained_by_the_command_line(folder: Path) -> None:
+    given = options(backend="scripted")
+    target = given.pop("target")
+    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    result = CliRunner().invoke(cli, ["train", target, *flags])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert (told["steps"], told["reward_before"], told["checkpoint"]) == (2, 4.0, "out/checkpoint")
+    kept = json.loads((folder / "out" / "config.json").read_text())
+    assert (kept["backend"], kept["out"]) == ("scripted", "out")
+    assert (folder / "out" / "curve.png").exists()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_backend_of_a_plugin_says_what_it_would_do(folder: Path) -> None:
+    flags = ["--data", "tasks.jsonl", "--model", "m", "--backend", "scripted", "--steps", "7", "--dry-run"]
+    result = CliRunner().invoke(cli, ["train", "strange_agent:run", *flags])
+    assert result.stdout == "a script of 7 steps\n"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_an_option_that_a_backend_refuses_leaves_no_folder(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="scripted has no option slots"):
+        train(TrainConfig(**options(backend="scripted", backend_options={"slots": 3})))
+    assert not (folder / "out").exists()
+
+
+def test_a_learner_of_a_plugin_takes_our_steps_and_goes_on(folder: Path, plugin: Plugin) -> None:
+    result = train(TrainConfig(**options(backend="remembering", save_every=1)))
+    assert (result.steps, plugin.learners[0].given, plugin.learners[0].closed) == (2, [6, 6], True)
+    assert len(result.curve) == 2
+    again = train(TrainConfig(**options(backend="remembering", out=None, resume="out", steps=3)))
+    assert (again.steps, plugin.learners[1].given) == (3, [6, 6, 6])
+    assert again.curve[:2] == result.curve
+
+
+def test_a_learner_is_closed_when_the_run_fails(folder: Path, plugin: Plugin) -> None:
+    with pytest.raises(LightningError, match="the oven is cold"):
+        train(TrainConfig(**options(backend="remembering", target="strange_agent:raises")))
+    assert plugin.learners[0].closed
+
+
+def test_the_trainers_own_backends_come_through_the_same_hook() -> None:
+    assert {"torch", "verl"} <= registry.registered("backend").keys()
+    with pytest.raises(ConfigError, match=r"unknown backend .tourch.\. Use one of: .*torch, verl"):
+        registry.by_name("backend", "tourch")

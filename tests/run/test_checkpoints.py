@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.run.folders import held, new_folder, read_config
+from lightning_trainer.run.state import State, check_identity, check_resumable, find, read_state, save
+
+STATE = State(step=3, identity={"seed": 0, "data": "abc"}, agents=("writer",), flat_steps=None, rewards=(0.5, None))
+
+
+def write(folder: Path) -> None:
+    (folder / "weights").write_text("w")
+
+
+def steps(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    saved = save(tmp_path, STATE, write, keep=2)
+    assert read_state(saved) == STATE
+    assert (tmp_path / "checkpoint" / "weights").read_text() == "w"
+    assert find(tmp_path) == (tmp_path, saved)
+    assert find(saved) == (tmp_path, saved)
+
+
+def test_run_folder_can_be_moved(tmp_path: Path) -> None:
+    save(tmp_path / "old", STATE, write, keep=2)
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert read_state(find(tmp_path / "new")[1]) == STATE
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 5):
+        save(tmp_path, replace(STATE, step=step), write, keep=2)
+    assert steps(tmp_path) == ["step-000003", "step-000004"]
+    assert (tmp_path / "checkpoint").resolve().name == "step-000004"
+
+
+def test_run_that_went_back_keeps_what_it_writes(tmp_path: Path) -> None:
+    for step in (7, 8, 2, 3):
+        save(tmp_path, replace(STATE, step=step), write, keep=2)
+    assert steps(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_same_step_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, STATE, write, keep=2)
+    save(tmp_path, STATE, lambda folder: (folder / "weights").write_text("again"), keep=2)  # type: ignore[arg-type,return-value]
+    assert (tmp_path / "checkpoint" / "weights").read_text() == "again"
+    assert steps(tmp_path) == ["step-000003"]
+
+
+def test_save_that_fails_leaves_the_checkpoint_before_and_nothing_half_written(tmp_path: Path) -> None:
+    def fails(folder: Path) -> None:
+        write(folder)
+        raise OSError(28, "No space left on device")
+
+    save(tmp_path, STATE, write, keep=2)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        save(tmp_path, replace(STATE, step=4), fails, keep=2)
+    assert steps(tmp_path) == ["step-000003"]
+    assert read_state(find(tmp_path)[1]) == STATE
+
+
+def test_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        find(tmp_path)
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        read_config(tmp_path / "nowhere")
+
+
+def test_damaged_state_is_an_error(tmp_path: Path) -> None:
+    saved = save(tmp_path, STATE, write, keep=2)
+    (saved / "state.json").write_text('{"step": ')
+    with pytest.raises(ConfigError, match=r"state\.json can't be read"):
+        read_state(saved)
+
+
+def test_other_identity_is_an_error_with_both_values(tmp_path: Path) -> None:
+    check_identity(STATE, {"seed": 0}, tmp_path)
+    with pytest.raises(ConfigError, match="seed = 0, not 1"):
+        check_identity(STATE, {"seed": 1}, tmp_path)
+
+
+def test_only_the_newest_can_be_gone_on_from_where_older_ones_are_stripped(tmp_path: Path) -> None:
+    def whole(folder: Path) -> None:
+        write(folder)
+        (folder / "moments").write_text("m")
+
+    def strip(folder: Path) -> None:
+        (folder / "moments").unlink(missing_ok=True)
+
+    for step in (1, 2, 3):
+        save(tmp_path, replace(STATE, step=step), whole, keep=2, strip=strip)
+    older, newest = (tmp_path / "checkpoints" / name for name in steps(tmp_path))
+    assert [path.name for path in older.iterdir() if path.name != "state.json"] == ["weights"]
+    assert (newest / "moments").exists()
+    check_resumable(read_state(newest), newest)
+    with pytest.raises(ConfigError, match="weights alone"):
+        check_resumable(read_state(older), older)
+    save(tmp_path, replace(STATE, step=4), whole, keep=2, strip=strip)
+    assert steps(tmp_path) == ["step-000003", "step-000004"]  # stripping made none younger
+
+
+def test_folder_of_a_run_is_named_after_the_day_and_never_shared(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with new_folder(None) as first, new_folder(None) as second:
+        assert second.name == f"{first.name}-2"
+
+
+def test_a_folder_in_which_another_process_trains_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "config.json").write_text("{}")  # begun, and no step taken yet: nothing to resume, all to lose
+        (folder / "metrics.jsonl").write_text("")
+        with pytest.raises(ConfigError, match=rf"in use: process {os.getpid()} on .* trains there"), new_folder(folder):
+            pass
+        with pytest.raises(ConfigError, match="in use"), held(folder):
+            pass
+        assert (folder / "metrics.jsonl").exists()
+    with held(folder):
+        pass
+
+
+def test_folder_with_anything_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty"), new_folder(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_folder_of_a_run_that_never_took_a_step_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "val", "step": 0}\n')
+    with new_folder(tmp_path) as folder:
+        assert not any(path.name[0] != "." for path in folder.iterdir())
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 0}\n')
+    with pytest.raises(ConfigError, match="is not empty"), new_folder(tmp_path):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folder_that_can_not_be_made_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="can't be made"), new_folder(tmp_path / "out"):
+        pass

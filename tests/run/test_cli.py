@@ -1,0 +1,833 @@
+"""The command line as its users meet it: what each command prints, and that every mistake is told on one screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner, Result
+
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import open_store
+from lightning_spans.testing import ScriptedServer
+from lightning_trainer.backends.torch import backend as torch_backend
+from lightning_trainer.cli import COMMANDS, cli
+
+SCREEN = 24  # lines
+LIGHTNING = [sys.executable, "-m", "lightning_trainer.cli"]
+
+PLAIN = """
+import os
+from lightning_spans import agent
+
+def run(task): return 1.0
+def good(task): return float(len(task["q"]))
+def nothing(task): pass
+def nan(task): return float("nan")
+def text(task): return "very good"
+def by_agent(task): return {"writer": None}
+def raises(task): raise ValueError("the oven is cold")
+def no_task(): return 1.0
+def score(task, result): return 0.5
+def score_task(task): return 0.5
+"""
+AGENT = '''
+import os
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded")
+client = openai.OpenAI(
+    base_url=os.environ.get("TEST_MODEL_URL", "http://127.0.0.1:9/v1"), api_key="mine", max_retries=0
+)
+
+def say(name, text):
+    with agent(name):
+        reply = client.chat.completions.create(
+            model="gpt-9", max_tokens=5, messages=[{"role": "user", "content": text}]
+        )
+    return reply.choices[0].message.content or ""
+
+def run(task):
+    text = say("writer", task["q"])
+    return sum(letter.isascii() and letter.isalpha() for letter in text) / 5
+
+def two(task):
+    say("writer", task["q"])
+    say("rewriter", task["q"])
+    client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "nobody asks"}])
+    return {"writer": 1.0}
+
+def careful(task):
+    """Goes on without a model."""
+    try:
+        say("writer", task["q"])
+    except openai.APIError:
+        pass
+    return 0.5
+
+def flat(task):
+    say("writer", task["q"])
+    return 1.0
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "cli_plain.py").write_text(PLAIN)
+    (tmp_path / "cli_agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(4)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LIGHTNING_KEY", raising=False)
+    return tmp_path
+
+
+def call(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [str(arg) for arg in args], prog_name="lightning-rl")
+
+
+def train(target: str, *args: str | Path, data: str | Path = "tasks.jsonl", model: str | Path = "no-model") -> Result:
+    small = ["--steps", "2", "--batch-size", "2", "--group-size", "2", "--workers", "1", "--max-attempts", "1"]
+    return call("train", target, "--data", data, "--model", model, "--out", "out", *small, *args)
+
+
+def told(result: Result, *words: str, status: int = 2) -> None:
+    """The mistake is told on one screen, with its status and no traceback."""
+    assert result.exit_code == status, result.output
+    assert "Traceback" not in result.stderr.split("The last error:")[0]
+    assert len(result.stderr.splitlines()) <= SCREEN
+    for word in words:
+        assert word in result.stderr
+
+
+def untouched(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} <= {"cli_plain.py", "cli_agent.py", "tasks.jsonl"}
+
+
+# --- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command_and_imports_nothing_that_costs_time() -> None:
+    heavy = "{'pydantic', 'rich', 'httpx', 'sqlalchemy', 'fastapi', 'torch', 'numpy', 'matplotlib'}"
+    code = (
+        "import sys\nfrom lightning_trainer.cli import cli\n"
+        f"cli(['--help'], standalone_mode=False)\nassert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert f"\n  {name} " in done.stdout
+
+
+def test_a_misspelt_command_is_told_the_nearest() -> None:
+    result = call("trian")
+    assert result.exit_code == 2
+    assert "Did you mean 'train'?" in result.stderr
+
+
+def test_training_explains_itself_under_headings_with_an_example() -> None:
+    text = call("train", "--help").stdout
+    headings = ["Example:", "What runs, and on what:", "What is trained:", "How it learns:", "What is kept:"]
+    assert sorted(headings, key=text.index) == headings
+    assert text.index("How it learns:") < text.index("--learning-rate") < text.index("How it samples:")
+
+
+def test_python_m_is_the_same_command() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "lightning_trainer", "--help"], capture_output=True, text=True, check=True
+    )
+    assert said.stdout.split() == call("--help").stdout.split()  # a terminal may be wider than a test
+
+
+def test_tab_offers_models_agents_and_commands(folder: Path) -> None:
+    run = folder / "runs" / "today" / "checkpoint"
+    run.mkdir(parents=True)
+    (run / "state.json").write_text('{"agents": ["writer", "checker"]}')
+
+    def offered(*words: str) -> list[str]:
+        env = {
+            "COMP_WORDS": " ".join(words),
+            "COMP_CWORD": str(len(words) - 1),
+            "_LIGHTNING_RL_COMPLETE": "bash_complete",
+        }
+        said = subprocess.run(LIGHTNING, env={**os.environ, **env}, capture_output=True, text=True, check=True)
+        return [line.partition(",")[2] for line in said.stdout.splitlines()]
+
+    assert "traces" in offered("lightning-rl", "tr")
+    assert offered("lightning-rl", "train", "--agents", "writer,c") == ["writer,checker"]
+    assert offered("lightning-rl", "train", "--model", "s") == ["smollm2-135m"]
+    assert offered("lightning-rl", "train", "--resume", "r") == ["runs/today"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str) -> None:
+    result = call(name, "--help")
+    assert result.exit_code == 0
+    assert result.output.startswith(f"Usage: lightning-rl {name}")
+
+
+def test_every_option_of_a_run_is_a_flag() -> None:
+    from lightning_trainer.config import TrainConfig
+
+    text = call("train", "--help").output
+    for name in set(TrainConfig.model_fields) - {"target"}:
+        assert f"--{name.replace('_', '-')}" in text
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.jsonl", None, ["none.jsonl does not exist"]),
+        ("empty.jsonl", "", ["empty.jsonl is empty"]),
+        ("bad.jsonl", '{"q": 1}\n{"q": \n', ["bad.jsonl, line 2", "not JSON"]),
+        ("bad.csv", "q,a\n1\n", ["bad.csv, line 2"]),
+        ("list.json", '{"q": 1}', ["list.json", "a list of objects"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "agents"])
+def test_data_file_that_is_missing_empty_or_malformed(
+    folder: Path, command: str, name: str, content: str | None, words: list[str]
+) -> None:
+    if content is not None:
+        (folder / name).write_text(content)
+    if command == "train":
+        told(train("cli_plain:run", data=name), *words)
+    else:
+        told(call("agents", "cli_plain:run", "--data", name), *words)
+    (folder / name).unlink(missing_ok=True)
+    untouched(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nowhere:run", ["no module 'nowhere'", "Start in the folder that holds it"]),
+        ("cli_plain:fly", ["cli_plain has no 'fly'", "Its functions: run"]),
+        ("cli_plain:no_task", ["wrong signature", "called as no_task(task)"]),
+        ("cli_plain", ["module:function"]),
+    ],
+)
+def test_target_that_can_not_be_called(folder: Path, tiny_model: Path, target: str, words: list[str]) -> None:
+    told(train(target, model=tiny_model), *words)
+    told(call("agents", target, "--data", "tasks.jsonl"), *words)
+    untouched(folder)
+
+
+def test_reward_function_that_can_not_be_called(folder: Path, tiny_model: Path) -> None:
+    told(
+        train("cli_plain:run", "--reward", "cli_plain:score_task", model=tiny_model),
+        "called as score_task(task, result)",
+    )
+    untouched(folder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--group-size", "many"], ["group_size = 'many'"]),
+        (["--learning-rate", "-1"], ["learning_rate"]),
+        (["--epochs", "1"], ["steps and epochs"]),
+        (["--algorithm", "magic"], ["unknown algorithm 'magic'", "grpo"]),
+        (["--credit", "magic"], ["unknown credit 'magic'", "identical"]),
+        (["--backend", "magic"], ["magic", "torch"]),
+        (["--backend-options", "slots"], ["NAME=VALUE"]),
+        (["--config", "none.toml"], ["none.toml"]),
+        (["--resume", "none"], ["none holds no checkpoint"]),
+    ],
+)
+def test_option_that_is_wrong(folder: Path, flags: list[str], words: list[str]) -> None:
+    told(train("cli_plain:run", *flags), *words)
+    untouched(folder)
+
+
+def test_a_run_that_is_refused_does_not_say_that_it_trains(folder: Path, tiny_model: Path) -> None:
+    result = train("cli_agent:run", "--credit", "nonsense", model=tiny_model)
+    told(result, "nonsense")
+    assert "training" not in result.stderr.splitlines()[0]
+    told(train("cli_agent:run", data="nowhere.jsonl", model=tiny_model), "nowhere.jsonl")
+    assert "training" not in train("cli_agent:run", data="nowhere.jsonl", model=tiny_model).stderr
+
+
+def test_an_unknown_algorithm_is_told_those_that_train(folder: Path) -> None:
+    result = train("cli_agent:run", "--algorithm", "grop")
+    told(result, "unknown algorithm 'grop'", "grpo", "distil")
+    assert "likelihood" not in result.stderr
+
+
+def test_tab_offers_algorithms_and_credits() -> None:
+    from lightning_trainer.cli.complete import for_option
+
+    offered = {name: for_option(name) for name in ("algorithm", "credit")}
+    found = {name: {item.value for item in complete(None, None, "")} for name, complete in offered.items()}  # type: ignore[misc,arg-type]
+    assert {"grpo", "distil"} <= found["algorithm"]
+    assert "likelihood" not in found["algorithm"]
+    assert "gigpo" in found["credit"]
+
+
+def test_unknown_flag_and_unknown_command(folder: Path) -> None:
+    told(train("cli_plain:run", "--grup-size", "3"), "--grup-size", "--group-size")
+    told(call("trian"), "trian")
+
+
+def test_unknown_key_of_a_config_file(folder: Path) -> None:
+    (folder / "run.toml").write_text("grup_size = 3\n")
+    told(train("cli_plain:run", "--config", "run.toml"), "run.toml", "grup_size", "group_size")
+
+
+def test_model_folder_without_parts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("torch")
+    model = tmp_path_factory.mktemp("model")
+    told(train("cli_plain:run", model=model / "none"), "does not exist")
+    (model / "config.json").write_text("{}")
+    told(train("cli_plain:run", model=model), "no tokenizer")
+    told(call("serve", model), "no tokenizer")
+    untouched(folder)
+
+
+def test_training_without_torch_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_backend, "find_spec", lambda name: None)
+    told(train("cli_plain:run"), 'pip install "lightning-trainer[torch]"')
+    told(call("serve", folder), 'pip install "lightning-trainer[torch]"')
+    untouched(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nothing", ["reward is None", "say "]),
+        ("nan", ["reward is nan", "finite"]),
+        ("text", ["reward is 'very good' (str), not a number"]),
+        ("by_agent", ["reward of 'writer' is None"]),
+        ("run", ["no model call was captured", "nothing is attached", "lightning_langchain.attach()"]),
+        ("raises", ["all 4 rollouts failed", "the oven is cold"]),
+    ],
+)
+def test_agent_that_can_not_be_trained(folder: Path, tiny_model: Path, target: str, words: list[str]) -> None:
+    told(train(f"cli_plain:{target}", model=tiny_model), *words, status=3)
+    assert not (folder / "out" / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("target", ["run", "careful"])
+def test_unknown_agent_lists_those_seen(folder: Path, tiny_model: Path, target: str) -> None:
+    words = ["'writter' was never seen. Agents seen: writer"]
+    if target == "run":  # which may be why, where the agent that is meant would have spoken later
+        words += ["All 4 rollouts failed, too", "openai.APIConnectionError", "does it answer? OPENAI_BASE_URL is"]
+    told(train(f"cli_agent:{target}", "--agents", "writter", model=tiny_model), *words)
+    assert not (folder / "out" / "checkpoint").exists()
+
+
+def test_rewards_that_never_differ(folder: Path, tiny_model: Path) -> None:
+    result = train("cli_agent:flat", model=tiny_model)
+    told(result, "in the first 2 steps the rewards of each group were all equal (mean reward 1)", status=4)
+    assert not (folder / "out" / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "serve", "server"])
+def test_port_in_use(folder: Path, request: pytest.FixtureRequest, command: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        if command == "train":
+            result = train("cli_plain:run", "--port", port, model=request.getfixturevalue("tiny_model"))
+            untouched(folder)
+        elif command == "serve":
+            result = call("serve", request.getfixturevalue("tiny_model"), "--port", port)
+        else:
+            result = call("server", "--port", port)
+        told(result, f"port {port} on 127.0.0.1 is in use", "--port")
+        untouched(folder)
+
+
+def test_debug_shows_the_traceback(folder: Path) -> None:
+    result = call("train", "cli_plain:run", "--data", "none.jsonl", "--model", "m", "--debug")
+    assert result.exit_code == 1
+    assert type(result.exception).__name__ == "DataError"
+
+
+def test_interrupt_says_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_trainer.run import train as module
+    from lightning_trainer.run.interrupts import Interrupted
+
+    def interrupted(*_: Any) -> None:
+        raise Interrupted("stopped after 3 steps. Go on with: lightning-rl train --resume out")
+
+    monkeypatch.setattr(module, "train", interrupted)
+    result = train("cli_plain:run")
+    assert result.exit_code == 130
+    assert "Go on with: lightning-rl train --resume out" in result.stderr
+
+
+def test_store_that_is_not_there(folder: Path) -> None:
+    told(call("traces"), "there is no store lightning.db")
+    told(call("agents", "--store", "runs/none.db"), "there is no store runs/none.db")
+    untouched(folder)
+
+
+def test_agents_that_all_fail(folder: Path) -> None:
+    told(
+        call("agents", "cli_plain:raises", "--data", "tasks.jsonl"), "all 4 tasks failed", "the oven is cold", status=3
+    )
+    tree = call("traces")
+    assert tree.stdout.count("ValueError: the oven is cold") == 4
+    assert "cli_plain.py" not in tree.stdout
+    rollout = tree.stdout.split()[1].rpartition(".")[0]
+    assert "cli_plain.py" in call("traces", "--rollout", rollout).stdout
+
+
+def test_agents_without_tasks(folder: Path) -> None:
+    told(call("agents", "cli_plain:run"), "--data")
+    untouched(folder)
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A run of two steps, from a config file."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "cli_agent.py").write_text(AGENT)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(4)))
+    (folder / "run.toml").write_text(
+        f'data = "tasks.jsonl"\nval = "tasks.jsonl"\nmodel = "{tiny_model}"\nsteps = 1\nworkers = 1\nout = "out"\n'
+        "batch_size = 2\ngroup_size = 4\n[backend_options]\nthreads = 1\n"
+    )
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return folder, call("train", "cli_agent:run", "--config", "run.toml", "--steps", "2")
+    finally:
+        os.chdir(before)
+
+
+def test_last_line_of_training_is_json(trained: tuple[Path, Result]) -> None:
+    folder, result = trained
+    assert result.exit_code == 0, result.output
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert {"reward_before", "reward_after", "seconds"} <= last.keys()
+    assert last["before"]["mean"] == last["reward_before"]
+    assert (last["before"]["of"], last["before"]["tasks"]) == ("held-out tasks, before training", 4)
+    assert last["after"]["low"] <= last["after"]["mean"] <= last["after"]["high"]
+    assert "on 4 tasks, 4 rollouts: held-out tasks, after training" in result.stderr
+    assert (last["steps"], last["checkpoint"]) == (2, "out/checkpoint")
+    assert (folder / last["checkpoint"] / "config.json").is_file()
+    assert "step 1/2" in result.stderr
+    assert "step 2/2" in result.stderr
+
+
+def test_without_held_out_tasks_rewards_say_what_they_are_of(folder: Path, tiny_model: Path) -> None:
+    (folder / "named.py").write_text(f"{AGENT}\ndef named(task):\n    return {{'writer': run(task)}}\n")
+    two = call_trained("named:named", tiny_model, "--steps", "2", "--out", "two")
+    assert two["by_agent_before"].keys() == two["by_agent_after"].keys() == {"writer"}
+    assert two["by_agent_after"]["writer"] == pytest.approx(two["reward_after"])
+    assert two["after"]["of"].startswith("rollouts of step 2, on other training tasks, sampled before")
+    one = call_trained("named:named", tiny_model, "--steps", "1", "--out", "one")
+    assert one["reward_before"] == pytest.approx(two["reward_before"])
+    assert (one["reward_after"], one["after"]["mean"], one["by_agent_after"]) == (None, None, {})
+    assert "--val" in one["after"]["of"]
+
+
+def call_trained(target: str, model: Path, *args: str) -> dict[str, Any]:
+    small = ["--batch-size", "2", "--group-size", "4", "--workers", "1", "--max-tokens", "5", "--seed", "3"]
+    result = call("train", target, "--data", "tasks.jsonl", "--model", model, *small, "--entropy-coef", "0.01", *args)
+    assert result.exit_code == 0, result.output
+    last: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return last
+
+
+def test_run_goes_on_with_resume_alone(trained: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained[0])
+    result = call("train", "--resume", "out", "--steps", "3")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["steps"] == 3
+
+
+def test_checkpoint_of_another_model(
+    trained: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tiny import make_tiny_model
+
+    monkeypatch.chdir(trained[0])
+    other = make_tiny_model(tmp_path / "other", seed=5)
+    told(call("train", "--resume", "out", "--steps", "9", "--model", other), "is a checkpoint of", "not of")
+    told(call("train", "--resume", "out", "--group-size", "8"), "group_size = 4, not 8")
+
+
+def test_traces_of_a_run(trained: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained[0])
+    lines = [json.loads(line) for line in call("traces", "--store", "out/lightning.db", "--json").stdout.splitlines()]
+    keys = {
+        "operation", "agent", "trace_id", "span_id", "parent_id", "rollout_id", "attempt_id", "start_ns", "end_ns",
+        "status", "attributes",
+    }  # fmt: skip
+    assert all(keys <= line.keys() for line in lines)
+    chats = [line for line in lines if line["operation"] == "chat"]
+    assert len(chats) >= 2 * 8 + 2 * 4
+    for chat in chats:
+        assert chat["agent"] == "writer"
+        assert len(chat["response_token_ids"]) == len(chat["logprobs"])
+        assert chat["prompt_token_ids"]
+        assert chat["policy_version"] in {0, 1, 2, 3}
+    tree = call("traces", "--store", "out/lightning.db", "--limit", "3")
+    assert tree.stdout.count("attempt ") == 3
+    assert "tokens, weights" in tree.stdout
+    assert "earlier traces are not shown" in tree.stderr
+    one = call("traces", "--store", "out/lightning.db", "--json", "--rollout", chats[0]["rollout_id"])
+    assert {json.loads(line)["rollout_id"] for line in one.stdout.splitlines()} == {chats[0]["rollout_id"]}
+
+
+def test_traces_show_what_was_said_and_only_what_is_asked_for(
+    trained: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained[0])
+    store = ["--store", "out/lightning.db"]
+    assert "< say " in call("traces", *store, "--limit", "1").stdout
+    found = call("traces", *store, "--text", "say 1", "--limit", "50").stdout
+    assert "< say 1" in found
+    assert "< say 2" not in found
+    assert "attempt" in call("traces", *store, "--agent", "writer", "--min-reward", "-1").stdout
+    for none in (["--agent", "nobody"], ["--min-reward", "99"], ["--errors"]):
+        assert "none that meets" in call("traces", *store, *none).stderr
+    told(call("traces", *store, "--rollout", "r-99"), "there is no rollout r-99")
+
+
+# --- agents -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
+    """The user's own model server."""
+    with ScriptedServer() as server:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        yield server
+
+
+def test_agents_says_who_would_be_trained_and_why_not(folder: Path, own_model: ScriptedServer) -> None:
+    result = call("agents", "cli_agent:two", "--data", "tasks.jsonl", "--tasks", "3", "--json")
+    assert result.exit_code == 0, result.output
+    rows = {row["agent"]: row for row in map(json.loads, result.stdout.splitlines())}
+    assert set(rows) == {"writer", "rewriter", None}
+    assert [rows[name]["calls"] for name in ("writer", "rewriter", None)] == [3, 3, 3]
+    assert [rows[name]["trained"] for name in ("writer", "rewriter", None)] == [True, False, False]
+    assert rows["writer"]["reward"] == 1.0
+    assert "no reward" in rows["rewriter"]["why"]
+    assert "no agent's name" in rows[None]["why"]
+    assert len(own_model.requests) == 9
+    assert "9 model calls recorded, at their own endpoint" in result.stderr
+    assert "joined" not in result.stderr
+    again = call("agents", "--agents", "writer")
+    assert "writer would be trained" in again.stdout
+    assert "rewriter would not be trained: not among --agents" in again.stdout
+    assert "outside a runner" not in call("traces").stdout
+
+
+def test_agents_refuses_a_name_that_nobody_has(folder: Path, own_model: ScriptedServer) -> None:
+    told(
+        call("agents", "cli_agent:run", "--data", "tasks.jsonl", "--agents", "write"),
+        "'write' was never seen. Agents seen: writer",
+    )
+
+
+def test_agents_of_a_program_that_is_not_attached(folder: Path) -> None:
+    told(
+        call("agents", "cli_plain:run", "--data", "tasks.jsonl"),
+        "no model call was captured in 4 rollouts",
+        "attach()",
+        status=3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("float('nan')", ["reward is nan", "finite"]),
+        ("'very good'", ["'very good' (str), not a number"]),
+        ("{'writer': None}", ["reward of 'writer' is None"]),
+    ],
+)
+def test_agents_tells_a_wrong_reward_as_training_would(
+    folder: Path, own_model: ScriptedServer, value: str, words: list[str]
+) -> None:
+    (folder / "wrong.py").write_text(f"{AGENT}\ndef wrong(task):\n    say('writer', task['q'])\n    return {value}\n")
+    result = call("agents", "wrong:wrong", "--data", "tasks.jsonl", "--tasks", "2")
+    told(result, *words, status=3)
+    assert "writer would not be trained: no reward: reward" in result.stdout
+
+
+def test_agents_tells_of_a_misspelt_name_in_the_rewards_and_of_none_at_all(
+    folder: Path, own_model: ScriptedServer
+) -> None:
+    (folder / "spelt.py").write_text(
+        f"{AGENT}\ndef wrong(task):\n    say('writer', task['q'])\n    return {{'writter': 1.0}}\n"
+        "def nothing(task):\n    say('writer', task['q'])\n"
+    )
+    result = call("agents", "spelt:wrong", "--data", "tasks.jsonl", "--tasks", "1")
+    assert "rewards name 'writter' (did you mean 'writer'?)" in result.stderr
+    result = call("agents", "spelt:nothing", "--data", "tasks.jsonl", "--tasks", "1", "--store", "other.db")
+    assert "no reward: return one from run(), or give --reward" in result.stdout
+    told(result, "not one of 1 executions got a reward", "Return a number from run()", "--reward", status=4)
+    again = call("agents", "--store", "other.db")
+    assert again.exit_code == 0  # to look at a store is no attempt to train
+    assert "not one of 1 executions got a reward" in again.stderr
+
+
+def test_agents_of_a_command_says_how_to_see_its_calls(folder: Path) -> None:
+    result = call("agents", "--command", "true", "--data", "tasks.jsonl", "--tasks", "1")
+    told(result, "its calls went to its own endpoint", "agents --command ... --data FILE --model MODEL", status=3)
+    assert "lightning_langchain" not in result.stderr
+
+
+def test_agents_with_a_model_needs_no_endpoint(folder: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    (folder / "none.py").write_text(AGENT)
+    look = ["agents", "none:run", "--data", "tasks.jsonl", "--tasks", "2", "--json"]
+    told(call(*look), "all 2 tasks failed", status=3)  # its own endpoint is none
+    result = call(*look, "--model", tiny_model)
+    assert result.exit_code == 0, result.output
+    (row,) = [json.loads(line) for line in result.stdout.splitlines()]
+    assert (row["agent"], row["calls"], row["failed_calls"], row["trained"]) == ("writer", 2, 0, True)
+    assert row["prompt_tokens"] > 0
+    assert "2 model calls" in result.stderr
+    assert "their own endpoint" not in result.stderr
+    chosen = call(*look, "--model", tiny_model, "--agents", "checker")  # the writer stays where it was, as in training
+    told(chosen, status=3)
+    told(call("agents", "--model", tiny_model), "name the TARGET")
+
+
+def test_a_command_is_seen_by_the_model_that_answers_it(folder: Path, tiny_model: Path) -> None:
+    (folder / "other.py").write_text(
+        "import json, os, urllib.request as r\n"
+        "body = {'model': 'm', 'max_tokens': 3, 'messages': [{'role': 'user', 'content': 'hi'}]}\n"
+        "head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'content-type': 'application/json'}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "r.urlopen(r.Request(url, json.dumps(body).encode(), head)).read()\nprint(1.0)\n"
+    )
+    program = f"{sys.executable} other.py"
+    look = ["agents", "--command", program, "--data", "tasks.jsonl", "--tasks", "1", "--json"]
+    result = call(*look, "--model", tiny_model)
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout.splitlines()[0])
+    assert (row["agent"], row["calls"], row["reward"]) == ("agent", 1, 1.0)
+
+
+def test_agents_that_fail_leave_nothing_and_show_what_the_program_printed(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    (folder / "loud.py").write_text("def run(task):\n    print('the oven says no', flush=True)\n    raise OSError(5)\n")
+    told(call("agents", "loud:run", "--data", "tasks.jsonl"), "all 4 tasks failed", "the oven says no", status=3)
+    assert list(temporary.glob("lightning-logs-*")) == []
+
+
+ASKS = """
+import json, os, sys, urllib.request
+tools = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
+for system in ("You are a title generator.", "You count."):
+    body = {"model": "gpt-9", "tools": tools, "reasoning_effort": "low", "verbosity": "low"}
+    body["messages"] = [{"role": "system", "content": system}, {"role": "user", "content": "12+7?"}]
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+open("answer", "w").write("19")
+"""
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_agents_of_a_command_shows_what_it_did_on_the_way_to_its_own_endpoint(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fakes import FakeEngine, served
+
+    (folder / "project").mkdir()
+    (folder / "project" / "README").write_text("count")
+    (folder / "asks.py").write_text(ASKS)
+    call_of_a_tool = '<tool_call>\n{"name": "calculator", "arguments": {}}\n</tool_call>'
+    with served(folder, FakeEngine(lambda prompt: call_of_a_tool)) as endpoint:
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{endpoint.url}/v1")
+        monkeypatch.setenv("OPENAI_API_KEY", endpoint.keys.issue("admin"))
+        asked = [
+            "agents",
+            "--command",
+            f"{sys.executable} {folder / 'asks.py'}",
+            "--data",
+            "tasks.jsonl",
+            "--tasks",
+            "1",
+        ]
+        asked += [
+            "--endpoint",
+            f"{endpoint.url}/v1",
+            "--model",
+            "policy",
+            "--name-by",
+            "title=system:title generator",
+            "--workdir",
+            "project",
+        ]
+        result = call(*asked, "--reward-command", "grep -q 19 answer", "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = {row["agent"]: row for row in map(json.loads, result.stdout.splitlines())}
+    assert set(rows) == {"agent", "title"}
+    for row in rows.values():
+        assert (row["calls"], row["reward"], row["trained"]) == (1, 1.0, True)
+        assert row["tools_asked"] == {"calculator": 1}
+    assert not (folder / "project" / "answer").exists()
+    shown = call("agents", "--store", "lightning.db").stdout
+    assert "title asked for tools: calculator 1" in shown
+    told = json.loads(call("traces", "--json", "--store", "lightning.db").stdout.splitlines()[0])
+    assert told["rollout_id"]
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def started(folder: Path, *args: str | Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A command that goes on until it is told to stop, and the line of JSON that it prints when it is ready."""
+    process = subprocess.Popen([*LIGHTNING, *map(str, args)], cwd=folder, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, json.loads(process.stdout.readline())
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_server_and_runner_work_together(folder: Path) -> None:
+    with started(folder, "server", "--store", "s.db") as (_, server):
+        admin = Path(server["key_file"])
+        assert admin.stat().st_mode & 0o077 == 0
+        store = open_store(server["url"], key=admin.read_text().strip())
+        ids = [f"r{number}" for number in range(3)]
+        store.enqueue([Rollout(rollout_id=i, group_id="g", task={"q": "x" * n}) for n, i in enumerate(ids, 1)])
+        keys = ["--server", server["url"], "--key-file", server["runner_key_file"]]
+        with started(folder, "runner", "cli_plain:good", *keys, "--workers", "1") as (_, runner):
+            assert runner["server"] == server["url"]
+            while any(rollout.status != "succeeded" for rollout in store.rollouts()):
+                time.sleep(0.05)
+        assert sorted(reward.value for reward in store.rewards()) == [1.0, 2.0, 3.0]
+        told(call("runner", "cli_plain:fly", *keys), "has no 'fly'")
+        told(call("traces", "--store", server["url"]), "key")
+        store.close()
+    assert (folder / "s.db").is_file()
+
+
+def test_runner_that_dies_takes_its_workers_with_it(folder: Path) -> None:
+    with started(folder, "server", "--store", "s.db") as (_, server):
+        command = [*LIGHTNING, "runner", "cli_plain:good", "--server", server["url"], "--workers", "1"]
+        command += ["--key-file", server["runner_key_file"]]
+        runner = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+        assert runner.stdout is not None
+        runner.stdout.readline()
+        children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children")
+        workers = [
+            int(pid) for task in children.parent.parent.iterdir() for pid in (task / "children").read_text().split()
+        ]
+        assert workers
+        runner.kill()
+        runner.wait()
+        end = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}").exists() for pid in workers):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["cli_plain:run", "--server", "http://127.0.0.1:9"], ["--key-file"]),
+        (["cli_plain:run", "--server", "http://127.0.0.1:9", "--key-file", "none"], ["key file none can't be read"]),
+        (["--server", "http://127.0.0.1:9"], ["name the agent"]),
+    ],
+)
+def test_runner_without_key_or_agent(folder: Path, args: list[str], words: list[str]) -> None:
+    told(call("runner", *args), *words)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--upstream", "nonsense"], ["MODEL=URL"]),
+        (["--agents", "writer"], ["--upstream"]),
+        (["--upstream", "a=http://127.0.0.1:9", "--model", "b"], ["b is none of the upstreams: a"]),
+        (["--upstream", "a=http://127.0.0.1:9", "--tokenizer", "b=x"], ["MODEL=FOLDER", "b=x"]),
+        (["--upstream", "a=http://127.0.0.1:9", "--tokenizer", "a=/nowhere/at/all"], ["/nowhere/at/all", "tokenizer"]),
+        (["--unrecorded"], ["--provider"]),
+        (["--provider", "nonsense"], ["provider=nonsense"]),
+        (["--store", "http://127.0.0.1:9"], ["give a database"]),
+    ],
+)
+def test_server_options_that_are_wrong(folder: Path, args: list[str], words: list[str]) -> None:
+    told(call("server", *args), *words)
+    untouched(folder)
+
+
+def test_served_checkpoint_answers_with_its_key_alone(trained: tuple[Path, Result]) -> None:
+    with started(trained[0], "serve", "out/checkpoint") as (_, ready):
+        key = Path(ready["key_file"]).read_text().strip()
+        body = {"model": ready["model"], "max_tokens": 4, "messages": [{"role": "user", "content": "say 1"}]}
+        url = f"{ready['url']}/v1/chat/completions"
+        answer = httpx.post(url, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] <= 4
+        assert httpx.post(url, json=body).status_code == 401
+    assert not Path(ready["key_file"]).exists()
+
+
+def test_checkpoint_that_is_not_there(folder: Path) -> None:
+    told(call("serve", "runs/none"), "runs/none does not exist")
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_works_and_what_to_do(folder: Path, tiny_model: Path) -> None:
+    result = call("doctor", "--model", "none", "--server", "http://127.0.0.1:9", "--json")
+    findings = {line["what"]: line for line in map(json.loads, result.stdout.splitlines())}
+    assert result.exit_code == 1
+    assert findings["plugin openai"]["state"] == "ok", findings
+    assert "lightning_attach" in findings["plugin openai"]["found"]
+    assert findings["model"]["state"] == findings["server"]["state"] == "broken"
+    assert findings["server"]["do"]
+    text = call("doctor", "--model", tiny_model, "--store", "new.db").stdout
+    assert "has its parts" in text
+    assert "does not exist yet" in text
+    assert "broken" not in text
+    assert not (folder / "new.db").exists()
+
+
+def test_doctor_says_of_what_is_missing_who_needs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_trainer.cli import checks
+
+    monkeypatch.setattr(checks, "_version", lambda name: None if name in ("langchain", "crewai") else "1.0")
+    lines = {line.split(":")[0]: line for line in call("doctor").stdout.splitlines()}
+    assert "absent langchain" in lines
+    assert "not installed, which matters only to a program that imports it" in lines["absent langchain"]
+    assert "1.0" in lines["ok     langchain-core"]  # which is all that a LangGraph program needs
+
+
+def test_a_refused_run_leaves_no_folder_of_runs(folder: Path, tiny_model: Path) -> None:
+    arguments = ["train", "cli_nowhere:run", "--data", "tasks.jsonl", "--model", tiny_model]
+    told(call(*arguments), "there is no module 'cli_nowhere'")
+    assert not (folder / "runs").exists()
+    (folder / "runs").mkdir()
+    told(call(*arguments), "there is no module 'cli_nowhere'")
+    assert (folder / "runs").exists()

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch import backend as torch_backend
+from lightning_trainer.config import TrainConfig, merge, to_json
+
+NEEDED: dict[str, Any] = {"target": "my_app:run", "data": "train.jsonl", "model": "./model"}
+
+
+def config(**options: Any) -> TrainConfig:
+    return TrainConfig(**{**NEEDED, **options})
+
+
+def test_unknown_key_is_an_error_that_names_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'goup_size'\. Did you mean 'group_size'"):
+        config(goup_size=4)
+
+
+def test_unknown_key_without_a_near_one_lists_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="Known options: advantage_eps, agents"):
+        config(zzzzzz=4)
+
+
+def test_missing_options_say_how_to_give_them() -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        TrainConfig(target="my_app:run", data=Path("train.jsonl"))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": "many"}, "group_size = 'many'"),
+        ({"group_size": 1}, "group_size = 1"),
+        ({"learning_rate": 0}, "learning_rate = 0"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"failed": "zero"}, "failed = 'zero'"),
+        ({"failed": float("inf")}, "failed"),
+        ({"loss_aggregation": "mean"}, "loss_aggregation = 'mean'"),
+        ({"port": 70_000}, "port"),
+        ({"command": "node agent.js"}, "target and command"),
+        ({"target": None}, "Name the agent"),
+        ({"steps": 1, "epochs": 1}, "steps and epochs"),
+        ({"agents": ()}, "agents is empty"),
+        ({"agents": " , "}, "agents is empty"),
+        ({"lora_alpha": 32}, "lora_rank"),
+        ({"gamma": 0.9}, "credit"),
+        ({"val_every": 2}, "val_every needs val"),
+        ({"algorithm": "rloo", "normalise_std": True}, "normalise_std has no effect with algorithm = rloo"),
+        ({"algorithm": "grpo", "gae_lambda": 0.9}, "options of algorithm = ppo"),
+        ({"algorithm": "ppo", "resample": 2}, "resample looks for rewards that differ"),
+        ({"kl_estimator": "k4"}, "kl_estimator = 'k4'"),
+    ],
+)
+def test_wrong_values_and_contradictions_are_errors_that_name_the_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**options)
+
+
+def test_configuration_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        config().steps = 3  # type: ignore[misc]
+
+
+def test_learning_rate_depends_on_lora_unless_given() -> None:
+    assert config().learning_rate == 1e-5
+    assert config(lora_rank=16).learning_rate == 1e-4
+    assert config(lora_rank=16, learning_rate=3e-5).learning_rate == 3e-5
+
+
+def test_an_algorithm_sets_what_its_paper_has_unless_it_is_given() -> None:
+    assert (config(algorithm="dr-grpo").normalise_std, config(algorithm="dr-grpo").loss_aggregation) == (
+        False,
+        "sequence-sum",
+    )
+    assert config(algorithm="gspo", clip_high=0.1).clip_high == 0.1
+    assert config(algorithm="dapo").resample == 3
+    assert config(algorithm="ppo", group_size=1).group_size == 1
+    assert config().clip_high == 0.28
+
+
+def test_agents_may_be_one_text_with_commas() -> None:
+    assert config(agents="writer, rewriter").agents == ("writer", "rewriter")
+    assert config(agents=["writer"]).agents == ("writer",)
+
+
+def test_flags_go_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text('target = "my_app:run"\ndata = "a.jsonl"\nmodel = "m"\nsteps = 3\ngroup_size = 4\n')
+    merged = merge(file, {"group_size": 6, "data": None, "epochs": 2.0})
+    assert (merged.group_size, merged.data, merged.steps, merged.epochs) == (6, Path("a.jsonl"), None, 2.0)
+
+
+def test_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text('targte = "my_app:run"\n')
+    with pytest.raises(ConfigError, match=r"train\.toml: unknown option 'targte'. Did you mean 'target'"):
+        merge(file, NEEDED)
+
+
+def test_file_that_is_missing_or_no_toml_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        merge(tmp_path / "none.toml", NEEDED)
+    (tmp_path / "bad.toml").write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"not TOML.*line 1"):
+        merge(tmp_path / "bad.toml", NEEDED)
+
+
+def test_steps_follow_from_epochs() -> None:
+    assert config(steps=5).step_count(1000) == 5
+    assert config(batch_size=8).step_count(20) == 3
+    assert config(batch_size=8, epochs=2).step_count(20) == 5
+    assert config(batch_size=8, epochs=0.1).step_count(20) == 1
+
+
+def test_no_more_workers_than_a_batch_fills() -> None:
+    assert config(batch_size=1, group_size=2, concurrency=16).worker_count() == 1
+    assert config(workers=5).worker_count() == 5
+
+
+def test_no_workers_here_where_others_run_the_agent() -> None:
+    assert config(backend="verl", workers=0).worker_count() == 0
+    with pytest.raises(ConfigError, match="leaves the rollouts to runners elsewhere"):
+        torch_backend.check(config(workers=0))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"backend_options": {"slot": 3}}, "unknown option of the torch backend: slot"),
+        ({"backend_options": {"slots": 0}}, "slots must be at least 1"),
+        ({"backend_options": {"learning_rate": 1.0}}, "learning_rate is an option of its own"),
+    ],
+)
+def test_what_the_torch_backend_can_not_do_is_refused_before_anything_is_opened(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        torch_backend.check(config(**options))
+
+
+def test_json_form_makes_the_same_configuration_again() -> None:
+    original = config(agents="writer", failed=-1.0, val="dev.jsonl", val_every=3)
+    assert TrainConfig.model_validate_json(to_json(original)) == original
+
+
+def test_every_option_is_described() -> None:
+    missing = [name for name, field in TrainConfig.model_fields.items() if not field.description]
+    assert missing == []

@@ -1,0 +1,153 @@
+"""A team with a free rider is trained by forks of its own rollouts, on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spans.errors import AgentFailedError, ConfigError
+from lightning_spans.schema.replays import FORKED, REPLAYED
+from lightning_spans.store import open_store
+from lightning_spans.store.traces import traces_of
+
+pytest.importorskip("torch")
+pytest.importorskip("openai")
+pytestmark = pytest.mark.torch
+
+from lightning_trainer import TrainConfig, train
+from lightning_trainer.report.recomputed import judged
+from lightning_trainer.rl.account import NO_ALTERNATIVE
+from lightning_trainer.rl.account import REPLAYED as FROM_RECORD
+
+TEAM = '''
+import itertools
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded")
+client = openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
+runs = itertools.count()
+
+async def say(name, text):
+    with agent(name):
+        reply = await client.chat.completions.create(
+            model="gpt-9", max_tokens=3, messages=[{"role": "user", "content": text}]
+        )
+    return reply.choices[0].message.content or ""
+
+async def team(task):
+    """One reward for all; the rider's words are in nobody's prompt and in no reward."""
+    plan = await say("planner", "plan " + task["q"])
+    await say("rider", "ride " + task["q"])
+    text = await say("writer", "write " + plan)
+    return sum(c.isascii() and c.isalpha() for c in plan + text) / 6
+
+async def clock(task):
+    await say("planner", "plan " + task["q"] + str(next(runs)))
+    return float(len(await say("writer", "write " + task["q"])))
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "team_program.py").write_text(TEAM)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(5)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(model: Path, **options: Any) -> TrainConfig:
+    chosen: dict[str, Any] = {
+        "target": "team_program:team",
+        "data": "tasks.jsonl",
+        "model": str(model),
+        "credit": "counterfactual",
+        "out": "out",
+        "steps": 1,
+        "batch_size": 3,
+        "group_size": 1,
+        "forks": 18,
+        "alternatives": 2,
+        "workers": 1,
+        "timeout_s": 60,
+        "backend_options": {"threads": 1},
+        **options,
+    }
+    return TrainConfig(**chosen)
+
+
+def line(folder: Path) -> dict[str, Any]:
+    lines = [json.loads(text) for text in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return next(found for found in lines if found["kind"] == "train")
+
+
+def test_a_free_rider_learns_nothing_and_its_team_does(tiny_model: Path, folder: Path) -> None:
+    train(config(tiny_model))
+    metrics = line(folder)
+    assert metrics["rollouts"] == 3  # forks are no sample of what the policy earns
+    assert (metrics["forks"], metrics["fork_points"]) == (18, 9)
+    assert metrics["forks_ended"] == metrics["forks_failed"] == metrics["forks_refused"] == 0
+    store = open_store(str(folder / "out" / "lightning.db"))
+    try:
+        batch, outcomes = judged(config(tiny_model), store, store.rollouts())
+        traces = traces_of(store, attempt_ids=[o.attempt.attempt_id for o in outcomes if o.rollout.replay])
+        calls = [node.call for trace in traces for node in trace.chats if node.call is not None]
+    finally:
+        store.close()
+    assert sum(REPLAYED in call.sampling for call in calls) == metrics["fork_calls_replayed"] > 18
+    assert sum(FORKED in call.sampling for call in calls) == 18
+    compared = [call for call in batch.calls if call.left_out is None]
+    assert {call.transition.agent for call in compared} == {"planner", "rider", "writer"}
+    assert all(call.advantage == 0.0 for call in compared if call.transition.agent == "rider")
+    for agent in ("planner", "writer"):
+        assert any(call.advantage != 0.0 for call in compared if call.transition.agent == agent)
+    assert all(FORKED in call.transition.sampling or "-" in call.transition.rollout_id for call in compared)
+    assert metrics["calls_trained"] == len(compared) == 27
+    assert set(batch.account.dropped) <= {FROM_RECORD, NO_ALTERNATIVE}
+
+
+def test_a_tree_learns_what_its_forks_drew_and_each_record_once(tiny_model: Path, folder: Path) -> None:
+    train(config(tiny_model, credit="identical", algorithm="tree-grpo", group_size=2, batch_size=2, forks=8))
+    metrics = line(folder)
+    assert (metrics["rollouts"], metrics["forks"]) == (4, 8)
+    assert metrics["calls_trained"] == 4 * 3 + metrics["fork_calls_drawn"]
+    assert metrics["grad_norm"] > 0
+
+
+def test_a_program_that_never_comes_back_to_its_call_is_refused_with_what_differs(
+    tiny_model: Path, folder: Path
+) -> None:
+    with pytest.raises(AgentFailedError, match=r"not one of 6 forks could be brought back to its call") as caught:
+        train(config(tiny_model, target="team_program:clock", forks=6))
+    assert "`planner`'s first call" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"credit": "identical", "group_size": 2},
+            "forks, alternatives, fork_at and fork_tools are of credit = counterfactual",
+        ),
+        ({"target": None, "command": "node agent.js"}, "a command of another language would run its tools twice"),
+        ({"reward": "judge"}, "a judge compares rollouts with others of their group"),
+        ({"algorithm": "ppo"}, "algorithm = ppo can't compare a call with its alternatives alone"),
+        ({"algorithm": "dapo"}, "Set resample = 0"),
+        ({"normalise_std": True}, "makes noise as large as work"),
+        ({"forks": 1}, "no call could be drawn so often"),
+        ({"algorithm": "tree-grpo"}, "compares what leaves of a tree earned. Leave credit out"),
+    ],
+)
+def test_what_can_not_be_together_with_forks_is_refused(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, **options)
+    assert says in str(caught.value)
+
+
+def test_credit_by_forks_sets_its_own_defaults(tmp_path: Path) -> None:
+    made = config(tmp_path, group_size=None, forks=None, alternatives=3)
+    assert (made.normalise_std, made.group_size, made.fork_count) == (False, 2, 18)

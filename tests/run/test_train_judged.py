@@ -1,0 +1,54 @@
+"""A run whose rewards a judge gives: a tiny model learns what a scripted judge prefers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("openai")
+pytestmark = pytest.mark.torch
+
+from test_train_tiny import AGENT
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.store import open_store
+from lightning_spans.testing import ScriptedServer
+from lightning_spans.testing.plugins.script import Reply
+from lightning_trainer import TrainConfig, train
+
+
+def letters(body: dict[str, Any], seen: int) -> Reply:
+    """Score each attempt by its letters."""
+    told = next(m["content"] for m in body["messages"] if m["role"] == "user")
+    answers = re.findall(r'<attempt number="\d+">\n\[writer\] assistant: (.*?)\n</attempt>', told, re.DOTALL)
+    good = [sum(c.isascii() and c.isalpha() for c in answer) / max(1, len(answer)) for answer in answers]
+    return Reply(text=json.dumps({"scores": [{"attempt": n, "score": s} for n, s in enumerate(good, 1)]}))
+
+
+def test_a_run_learns_from_a_judge_alone(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "judged_app.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": q}) + "\n" for q in "ab"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given: dict[str, Any] = {
+        "target": "judged_app:run", "data": tmp_path / "tasks.jsonl", "model": str(tiny_model), "steps": 2,
+        "workers": 1, "batch_size": 2, "group_size": 4, "out": tmp_path / "run", "dtype": "float32", "reward": "judge",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="endpoint is missing"):
+        train(TrainConfig(**given))
+    assert not (tmp_path / "run").exists()
+    with ScriptedServer(letters) as server:
+        result = train(TrainConfig(**given, judge={"endpoint": server.url, "model": "j"}))
+    assert result.steps == 2
+    store = open_store(str(tmp_path / "run/lightning.db"))
+    rewards = store.rewards()
+    store.close()
+    assert {reward.source for reward in rewards} == {"judge"}  # and not what the program returned
+    assert len(rewards) == 16
+    assert result.curve[0] == pytest.approx(sum(r.value for r in rewards[:8]) / 8)
+    assert (tmp_path / "run/judge.jsonl").exists()

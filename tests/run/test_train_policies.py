@@ -1,0 +1,222 @@
+"""Whole runs with several policies: who is answered by which, what is trained, saved, gone on from and served."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from lightning_spans.errors import UnknownAgentError
+from lightning_spans.schema.calls import Call
+from lightning_spans.store import open_store
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from lightning_trainer import TrainConfig, train
+from lightning_trainer.report.alarms import Alarm
+from lightning_trainer.report.progress import Silent
+
+AGENT = """
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded")
+client = openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
+
+async def say(name, text):
+    with agent(name):
+        reply = await client.chat.completions.create(
+            model="gpt-9", max_tokens=5, messages=[{"role": "user", "content": text}]
+        )
+    return reply.choices[0].message.content or ""
+
+def letters(text):
+    return sum(letter.isascii() and letter.isalpha() for letter in text) / 5
+
+async def three(task):
+    draft = await say("writer", task["q"])
+    final = await say("rewriter", task["q"] + draft)
+    verdict = await say("checker", final)
+    return {"writer": letters(draft), "rewriter": letters(final)}
+
+async def alone(task):
+    try:
+        await say("checker", task["q"])  # nobody answers at the address that it has by itself
+    except openai.APIConnectionError:
+        return {"writer": letters(await say("writer", task["q"]))}
+    raise RuntimeError("an agent without a policy was rerouted")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "policy_agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(4)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(model: Path, **options: Any) -> TrainConfig:
+    chosen: dict[str, Any] = {
+        "target": "policy_agent:three",
+        "policies": "writer=lora,rewriter=lora,checker=base",
+        "data": "tasks.jsonl",
+        "model": str(model),
+        "out": "out",
+        "steps": 2,
+        "batch_size": 2,
+        "group_size": 3,
+        "learning_rate": 3e-3,
+        "lora_rank": 4,
+        "workers": 1,
+        "timeout_s": 60,
+        "backend_options": {"threads": 1},
+        **options,
+    }
+    return TrainConfig(**chosen)
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == "train"]
+
+
+def calls(out: Path) -> list[Call]:
+    store = open_store(str(out / "lightning.db"))
+    try:
+        return store.calls()
+    finally:
+        store.close()
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def test_each_agent_is_trained_on_its_own_adapter_and_the_checker_stays(tiny_model: Path, folder: Path) -> None:
+    before = digest(tiny_model)
+    result = train(config(tiny_model))
+    answered = {(call.agent, call.policy) for call in calls(folder / "out")}
+    assert answered == {("writer", "writer"), ("rewriter", "rewriter"), ("checker", "base")}
+    last = lines(folder / "out")[-1]
+    assert (last["policy_version/writer"], last["policy_version/rewriter"]) == (2, 2)
+    assert last["calls_dropped/agent_not_selected"] == 6
+    assert {"loss/writer", "loss/rewriter", "reward/writer", "reward/rewriter"} <= last.keys()
+    watched = {"entropy/writer", "response_tokens/checker", "groups_without_signal", "staleness", "reward_source/run"}
+    assert watched | {"tokens_generated", "rollout_seconds", "adapt_seconds", "update_seconds"} <= last.keys()
+    assert (last["staleness"], last["calls_per_rollout"]) == (0.0, 3.0)
+    assert result.checkpoint is not None
+    for name in ("writer", "rewriter"):
+        assert (result.checkpoint / name / "adapter_model.safetensors").is_file()
+    assert not (result.checkpoint / "base").exists()
+    assert digest(tiny_model) == before
+
+
+def test_run_with_policies_goes_on_exactly_where_it_stopped(tiny_model: Path, folder: Path) -> None:
+    train(config(tiny_model, steps=3, save_every=1, keep=5, out="whole"))
+    train(config(tiny_model, steps=2, save_every=1, keep=5, out="halves"))
+    train(config(tiny_model, steps=3, save_every=1, keep=5, out=None, resume="halves"))
+    for name in ("writer", "rewriter"):
+        whole, halves = (digest(folder / out / "checkpoint" / name) for out in ("whole", "halves"))
+        assert whole.keys() == halves.keys()
+    names = ("step", "reward/writer", "reward/rewriter", "policy_version/writer", "tokens")
+    assert [[line[n] for n in names] for line in lines(folder / "whole")] == [
+        [line[n] for n in names] for line in lines(folder / "halves")
+    ]
+
+
+def test_agent_without_a_policy_keeps_its_own_endpoint(tiny_model: Path, folder: Path) -> None:
+    train(config(tiny_model, target="policy_agent:alone", policies="writer=lora", steps=1))
+    assert {(call.agent, call.policy) for call in calls(folder / "out")} == {("writer", "writer")}
+
+
+def test_agents_share_an_adapter_beside_one_of_another(tiny_model: Path, folder: Path) -> None:
+    train(config(tiny_model, policies="writer=lora:team,rewriter=lora:team,checker=lora", steps=1))
+    assert {(call.agent, call.policy) for call in calls(folder / "out")} == {
+        ("writer", "team"),
+        ("rewriter", "team"),
+        ("checker", "checker"),
+    }
+    assert lines(folder / "out")[-1]["policy_version/team"] == 1
+
+
+class Noting(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_agent_that_does_not_speak_yet_is_warned_of_and_its_adapter_stays(tiny_model: Path, folder: Path) -> None:
+    progress = Noting()
+    policies = "writer=lora,editor=lora,rewriter=base,checker=base"
+    result = train(config(tiny_model, policies=policies, steps=2), progress)
+    warned = [note for note in progress.notes if note.startswith("WARNING: editor not seen in ")]
+    assert ["in 1 step," in warned[0], "in 2 steps," in warned[1]] == [True, True]
+    assert all("Agents seen: checker, rewriter, writer." in note for note in warned)
+    assert result.steps == 2
+    assert "policy_version/editor" in lines(folder / "out")[-1]
+    assert lines(folder / "out")[-1]["policy_version/editor"] == 0
+
+
+def test_misspelt_agent_and_a_selection_that_nobody_meets_are_refused_at_once(tiny_model: Path, folder: Path) -> None:
+    with pytest.raises(UnknownAgentError, match=r"'wirter' was never seen, but 'writer' was"):
+        train(config(tiny_model, policies="wirter=lora,rewriter=lora,writer=base,checker=base", steps=1))
+    with pytest.raises(UnknownAgentError, match=r"'editor' was never seen. Agents seen: checker, rewriter, writer"):
+        train(config(tiny_model, policies="editor=lora,rewriter=base,writer=base,checker=base", steps=1, out="two"))
+
+
+def test_serve_answers_for_every_adapter_by_name(tiny_model: Path, folder: Path) -> None:
+    train(config(tiny_model, steps=1))
+    command = [sys.executable, "-m", "lightning_trainer.cli", "serve", "out/checkpoint"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            ready = json.loads(process.stdout.readline())
+            key = Path(ready["key_file"]).read_text().strip()
+            listed = httpx.get(f"{ready['url']}/v1/models", headers={"authorization": f"Bearer {key}"}).json()
+            assert ready["models"] == [model["id"] for model in listed["data"]] == ["base", "writer", "rewriter"]
+            with openai.OpenAI(base_url=f"{ready['url']}/v1", api_key=key) as client:
+                for name in ready["models"]:
+                    reply = client.chat.completions.create(
+                        model=name, max_tokens=3, messages=[{"role": "user", "content": "hello"}]
+                    )
+                    assert reply.model == name
+                with pytest.raises(openai.NotFoundError, match="Models: base, writer, rewriter"):
+                    client.chat.completions.create(model="editor", messages=[{"role": "user", "content": "hello"}])
+        finally:
+            process.terminate()
+
+
+class Watching(Silent):
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def stopping(self) -> None:
+        pass
+
+    def alarms(self, texts: Sequence[str]) -> None:
+        self.seen |= set(texts)
+
+
+def test_alarms_reach_the_screen_the_log_and_the_result(
+    tiny_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarm = Alarm("made_up", 1, "Look at this.")
+    monkeypatch.setattr("lightning_trainer.report.metrics.raised", lambda history: [alarm] if history else [])
+    progress = Watching()
+    result = train(config(tiny_model, steps=1), progress)
+    assert progress.seen == {"Look at this."}
+    assert result.alarms == (alarm,)
+    assert '"kind": "alarm"' in (folder / "out" / "metrics.jsonl").read_text()

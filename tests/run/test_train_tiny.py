@@ -1,0 +1,416 @@
+"""The whole loop on a tiny random model: a plain program without an endpoint is trained, stopped, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import open_store
+from lightning_spans.store.traces import traces_of
+
+pytest.importorskip("torch")
+pytest.importorskip("openai")
+pytestmark = pytest.mark.torch
+
+
+from lightning_trainer import Result, TrainConfig, train
+from lightning_trainer.report.progress import Silent
+from lightning_trainer.run.interrupts import Interrupted
+
+AGENT = '''
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded")
+client = openai.AsyncOpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
+
+async def say(name, text):
+    with agent(name):
+        reply = await client.chat.completions.create(
+            model="gpt-9", max_tokens=5, messages=[{"role": "user", "content": text}]
+        )
+    return reply.choices[0].message.content or ""
+
+async def run(task):
+    """Letters are good."""
+    text = await say("writer", task["q"])
+    return sum(letter.isascii() and letter.isalpha() for letter in text) / 5
+
+async def two(task):
+    draft = await say("writer", task["q"])
+    final = await say("rewriter", task["q"] + draft)
+    return {"writer": sum(c.isascii() and c.isalpha() for c in draft) / 5, "rewriter": float(len(final))}
+'''
+PLAIN = """
+def silent(task):
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Path:
+    return tiny_model
+
+
+def write_program(folder: Path) -> None:
+    (folder / "tiny_agent.py").write_text(AGENT)
+    (folder / "plain_agent.py").write_text(PLAIN)
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"q": f"say {n}"}) + "\n" for n in range(5)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_program(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(model: Path, **options: Any) -> TrainConfig:
+    chosen: dict[str, Any] = {
+        "target": "tiny_agent:run",
+        "data": "tasks.jsonl",
+        "model": str(model),
+        "agents": "writer",
+        "out": "out",
+        "steps": 2,
+        "batch_size": 2,
+        "group_size": 4,
+        "learning_rate": 3e-3,
+        "workers": 1,
+        "timeout_s": 60,
+        "backend_options": {"threads": 1},
+        **options,
+    }
+    return TrainConfig(**chosen)
+
+
+def lines(out: Path, kind: str = "train") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def learned(out: Path) -> list[dict[str, Any]]:
+    """What must be the same when a run is done again, or goes on from a checkpoint.
+
+    Recorded log-probabilities differ in the last digit with the company that a request had in the engine's batch.
+    """
+    names = ("step", "reward", "tokens", "rows", "policy_version")
+    return [
+        {
+            **{name: line[name] for name in names},
+            "loss": pytest.approx(line["loss"], abs=1e-5),
+            "grad_norm": pytest.approx(line["grad_norm"], rel=1e-3),
+            "entropy": pytest.approx(line["entropy"], rel=1e-4),
+        }
+        for line in lines(out)
+    ]
+
+
+def rollouts_of(out: Path) -> list[Rollout]:
+    store = open_store(str(out / "lightning.db"))
+    try:
+        return store.rollouts()
+    finally:
+        store.close()
+
+
+def tasks_of(out: Path) -> dict[str, Any]:
+    return {r.rollout_id.rpartition(":")[2]: r.task for r in rollouts_of(out) if r.mode == "train"}
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Three steps with validation, in one go."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_program(folder)
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        result = train(
+            config(
+                model, steps=3, val="tasks.jsonl", val_samples=2, val_every=2, save_every=1, keep=3, checkpoint="full"
+            )
+        )
+    finally:
+        os.chdir(before)
+    return folder, result
+
+
+def test_run_leaves_everything_it_promises(whole: tuple[Path, Result]) -> None:
+    folder, result = whole
+    out = folder / "out"
+    assert (result.steps, len(result.curve)) == (3, 3)
+    assert result.before is not None
+    assert result.after is not None
+    assert (result.before.rollouts, result.before.failed, result.after.failed) == (10, 0, 0)
+    assert result.reward_before == lines(out, "val")[0]["reward"]
+    assert [line["step"] for line in lines(out)] == [0, 1, 2]
+    assert [line["step"] for line in lines(out, "val")] == [0, 2, 3]
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out / "tensorboard").iterdir())
+    assert json.loads((out / "config.json").read_text())["group_size"] == 4
+    checkpoint = (out / "checkpoint").resolve()
+    assert checkpoint.name == "step-000003"
+    assert (checkpoint / "config.json").is_file()
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-000001", "step-000002", "step-000003"]
+
+
+def test_every_call_is_accounted_for_and_joined_to_its_span(whole: tuple[Path, Result]) -> None:
+    out = whole[0] / "out"
+    for line in lines(out):
+        assert line["calls_seen"] == line["calls_trained"] == 8
+        assert line["policy_version"] == line["step"] + 1
+        assert line["logprob_gap"] < 1e-3
+    store = open_store(str(out / "lightning.db"))
+    traces = traces_of(store)
+    calls = {call.response_id: call for call in store.calls()}
+    store.close()
+    chats = [node for trace in traces for node in trace.chats]
+    assert len(chats) == len(calls) == 3 * 8 + 3 * 10
+    for node in chats:
+        call = calls[node.to_json()["response_id"]]
+        assert node.span.agent == "writer"
+        assert node.to_json()["response_token_ids"] == list(call.choices[0].token_ids or ())
+        assert call.rollout_id == node.span.rollout_id
+
+
+def test_weights_of_each_step_sampled_its_rollouts(whole: tuple[Path, Result]) -> None:
+    store = open_store(str(whole[0] / "out" / "lightning.db"))
+    versions = {(call.rollout_id or "").rpartition(":")[2].split("-")[0]: call.policy_version for call in store.calls()}
+    store.close()
+    assert {name: version for name, version in versions.items() if name.startswith("t")} == {"t0": 0, "t1": 1, "t2": 2}
+
+
+def test_run_is_repeated_from_its_seed_in_any_thread(whole: tuple[Path, Result], folder: Path, model: Path) -> None:
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(train(config(model, steps=2, workers=2))))
+    thread.start()
+    thread.join()
+    assert results[0].curve == whole[1].curve[:2]
+    assert learned(folder / "out") == learned(whole[0] / "out")[:2]
+    assert tasks_of(folder / "out").items() <= tasks_of(whole[0] / "out").items()
+
+
+def test_run_goes_on_with_the_same_next_batch_and_the_same_losses(
+    whole: tuple[Path, Result], folder: Path, model: Path
+) -> None:
+    shutil.copytree(whole[0] / "out", folder / "out", symlinks=True)
+    result = train(config(model, steps=3, out=None, resume="out/checkpoints/step-000002"))
+    assert learned(folder / "out") == learned(whole[0] / "out")
+    assert result.curve == whole[1].curve
+    again = [r.task for r in rollouts_of(folder / "out") if ":t2-" in r.rollout_id]
+    assert again[:8] == again[8:]
+    assert len(again) == 16
+
+
+def test_checkpoint_of_weights_alone_is_a_model_and_no_place_to_go_on_from(folder: Path, model: Path) -> None:
+    result = train(config(model, steps=1, checkpoint="weights"))
+    assert result.checkpoint is not None
+    names = {path.name for path in result.checkpoint.iterdir()}
+    assert "model.safetensors" in names
+    assert not names & {"trainer.safetensors", "trainer.json"}
+    with pytest.raises(ConfigError, match="weights alone") as refused:
+        train(config(model, out=None, resume="out"))
+    assert "--resume" not in str(refused.value).replace("without --resume", "")  # there is nothing to go on from
+    assert f"--model {result.checkpoint.resolve()}" in str(refused.value)
+    train(config(result.folder, out="next", steps=1))
+
+
+def test_room_for_checkpoints_is_asked_for_before_anything_begins(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_trainer.backends.torch.needs import room, weights_of
+
+    asked = config(model, steps=1)
+    weights = weights_of(asked)
+    assert weights is not None
+    free = {"bytes": room(asked, weights, 1) - 1}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free["bytes"]))
+    with pytest.raises(ConfigError, match="are free in"):
+        train(asked)
+    assert not (folder / "out").exists()
+    free["bytes"] += 1
+    train(asked)
+    size = sum(path.stat().st_size for path in (folder / "out" / "checkpoint").resolve().iterdir())
+    assert size == pytest.approx(weights.checkpoint - 2**23, rel=0.2)
+
+
+def test_full_disk_at_a_checkpoint_is_one_error_and_the_last_good_one_stays(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+
+    from lightning_trainer.backends.torch.model import checkpoint
+
+    write, written = checkpoint.save_file, []
+
+    def full(tensors: Any, path: Path) -> None:
+        written.append(path)
+        if len(written) > 1:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        write(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(ConfigError, match=r"No space left on device.*step-000001 is whole.*--resume out"):
+        train(config(model, steps=3, save_every=1))
+    assert (folder / "out" / "checkpoint").resolve().name == "step-000001"
+
+
+class StopAt(Silent):
+    """Presses Ctrl-C once a step is done."""
+
+    def __init__(self, step: int) -> None:
+        self._stop_at = step
+        self.told = 0
+
+    def stopping(self) -> None:
+        self.told += 1
+
+    def step(self, step: int, metrics: Any) -> None:
+        if step == self._stop_at:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_ends_the_step_and_saves(folder: Path, model: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)  # a process that was started in the background ignores it
+    progress = StopAt(0)
+    with pytest.raises(Interrupted, match=r"stopped after 1 step\. Go on with: lightning-rl train --resume out"):
+        train(config(model), progress)
+    assert progress.told == 1
+    assert (folder / "out" / "checkpoint").resolve().name == "step-000001"
+    assert signal.getsignal(signal.SIGINT) is before
+    assert all(r.status in {"succeeded", "cancelled"} for r in rollouts_of(folder / "out"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"group_size": 2}, "group_size = 4, not 2"), ({"seed": 9}, "seed = 0, not 9"), ({"data": "other.jsonl"}, "data")],
+)
+def test_other_run_can_not_go_on_from_a_checkpoint(
+    whole: tuple[Path, Result], folder: Path, model: Path, options: dict[str, Any], message: str
+) -> None:
+    (folder / "other.jsonl").write_text('{"q": "other"}\n')
+    with pytest.raises(ConfigError, match=message):
+        train(config(model, out=None, resume=str(whole[0] / "out"), **options))
+
+
+def test_agents_not_chosen_keep_their_own_endpoint(folder: Path, model: Path) -> None:
+    with pytest.raises(LightningError, match="Connection error"):
+        train(config(model, target="tiny_agent:two", max_attempts=1))
+
+
+def test_several_agents_earn_their_own_rewards(folder: Path, model: Path) -> None:
+    result = train(config(model, target="tiny_agent:two", agents=None, steps=1, val="tasks.jsonl"))
+    assert result.before is not None
+    assert set(result.before.by_agent) == {"writer", "rewriter"}
+    assert {"reward/writer", "reward/rewriter"} <= set(lines(folder / "out")[0])
+    assert lines(folder / "out")[0]["calls_trained"] == 16
+
+
+def test_run_that_came_to_nothing_leaves_its_folder_to_the_next(
+    whole: tuple[Path, Result], folder: Path, model: Path
+) -> None:
+    for _ in range(2):
+        with pytest.raises(LightningError, match="no model call"):
+            train(config(model, target="plain_agent:silent"))
+    with pytest.raises(ConfigError, match="is not empty"):
+        train(config(model, out=str(whole[0] / "out")))
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+body = {"model": "gpt-9", "messages": [{"role": "user", "content": task["q"]}]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"},
+)
+text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] or ""
+print(sum(c.isascii() and c.isalpha() for c in text) / 5)
+"""
+
+
+def test_command_that_knows_nothing_of_us_is_trained(folder: Path, model: Path) -> None:
+    (folder / "foreign.py").write_text(COMMAND)
+    options = {"target": None, "command": f"{sys.executable} foreign.py", "agents": None}
+    result = train(config(model, **options, steps=9, until=-1.0, max_tokens=5, temperature=0.7))
+    assert result.steps == 2  # two steps running have reached the goal
+    assert [line["calls_trained"] for line in lines(folder / "out")] == [8, 8]
+    store = open_store(str(folder / "out" / "lightning.db"))
+    calls = store.calls()
+    store.close()
+    assert {call.agent for call in calls} == {"agent"}
+    assert {call.sampling["temperature"] for call in calls} == {0.7}
+    assert all(len(call.choices[0].token_ids or ()) <= 5 for call in calls)
+
+
+def test_command_in_a_folder_of_its_own_is_trained_by_a_reward_command(folder: Path, model: Path) -> None:
+    (folder / "work").mkdir()
+    written = COMMAND.replace("print(", "open('answer', 'w').write(text)\nprint(")
+    (folder / "work" / "foreign.py").write_text(written)
+    (folder / "work" / "count.py").write_text("print(sum(c.isascii() and c.isalpha() for c in open('answer').read()))")
+    work = {"workdir": "work", "reward_command": f"{sys.executable} count.py", "restore": "*.py"}
+    named = {"name_by": "writer=model:gpt", "agents": "writer"}
+    options = {"target": None, "command": f"{sys.executable} foreign.py", **work, **named}
+    result = train(config(model, **options, steps=1, max_tokens=5, temperature=0.7))
+    assert result.steps == 1
+    store = open_store(str(folder / "out" / "lightning.db"))
+    calls, spans, rewards = store.calls(), store.spans(), store.rewards()
+    store.close()
+    assert {call.agent for call in calls} == {"writer"}
+    assert len({reward.value for reward in rewards}) > 1
+    assert {span.operation for span in spans} == {"workdir", "reward"}
+    assert not (folder / "work" / "answer").exists()
+
+
+def test_dry_run_says_what_a_run_would_take_and_leaves_nothing(folder: Path, model: Path) -> None:
+    from lightning_trainer.run.train import describe
+
+    before = sorted(path.name for path in folder.iterdir())
+    described = describe(config(model, steps=3, val="tasks.jsonl"))
+    facts = described.facts
+    assert facts["agents"] == {"writer": {"calls": 8, "trained": True}}
+    assert (facts["tasks_tried"], facts["samples"]) == (2, 4)
+    assert facts["seconds_step"] > 0
+    assert facts["disk_bytes"] >= facts["checkpoint_bytes"] > 0
+    assert set(facts["gpu"]) == {"1.5B", "7B", "32B"}
+    assert facts["verdict"] in described.text
+    assert [name for name in sorted(path.name for path in folder.iterdir()) if name != "__pycache__"] == before
+
+
+def test_tasks_tells_which_teach_and_keeps_them(folder: Path, model: Path) -> None:
+    from click.testing import CliRunner
+
+    from lightning_trainer.cli import cli
+
+    asked = [
+        "tasks",
+        "tiny_agent:run",
+        "--data",
+        "tasks.jsonl",
+        "--model",
+        str(model),
+        "--samples",
+        "3",
+        "--first",
+        "2",
+    ]
+    done = CliRunner().invoke(cli, [*asked, "--workers", "1", "--keep", "kept.jsonl", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["place"], len(row["rewards"])) for row in rows] == [(0, 3), (1, 3)]
+    kept = [json.loads(line) for line in (folder / "kept.jsonl").read_text().splitlines()]
+    assert kept == [row["task"] for row in rows if row["teaches"]]
+    assert "of your tasks" in done.stderr

@@ -1,0 +1,185 @@
+"""A command in a folder of its own: what it changed is kept, and another command says what it earned."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from fakes import FakeEngine, served
+
+from lightning_spans.errors import ConfigError, RewardError
+from lightning_spans.schema.attempts import Attempt
+from lightning_trainer.runner.command import Ended, run_command
+from lightning_trainer.runner.command_agent import DIFF, command_agent, reward_of
+from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.workfolder import WorkFolderError
+from lightning_trainer.work import Work
+
+PYTHON = shlex.quote(sys.executable)
+MEND = (
+    f"""{PYTHON} -c "open('calc.py', 'w').write('def add(a, b): return a + b');"""
+    """open('test.py', 'a'); print('done')" """
+)
+TEST = f"{PYTHON} -B -c 'from calc import add; assert add(2, 3) == 5'"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("server"), FakeEngine()) as running:
+        yield running
+
+
+@pytest.fixture
+def attempt(request, server):
+    name = request.node.name
+    key = server.key(name)
+    rollout = f"rollout of {name}"
+    return Attempt(rollout_id=rollout, attempt_id=name, endpoint=server.url, key=key, agents=("*",))
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "calc.py").write_text("def add(a, b): return a - b")
+    (folder / "test.py").write_text("")
+    return folder
+
+
+def spans(server, attempt):
+    return {span.operation: span for span in server.store.spans(attempt_ids=[attempt.attempt_id])}
+
+
+async def run(job, attempt, **task):
+    return await command_agent(job)(task, attempt)
+
+
+def left(folder):
+    return [path.name for path in folder.parent.iterdir() if path.name.startswith("lightning-work-")]
+
+
+async def test_tests_that_pass_in_its_folder_earn_one(server, attempt, project):
+    work = Work(workdir=str(project), reward_command=TEST)
+    assert await run(Job(command="true", work=work), attempt) == 0.0
+    assert await run(Job(command=MEND, work=work), attempt) == 1.0
+    found = spans(server, attempt)
+    assert "+def add(a, b): return a + b" in found["workdir"].attributes[DIFF]
+    assert found["workdir"].name == "1 file changed, +1 -1"
+    assert found["reward"].name.endswith("exit status 0")
+    assert found["reward"].attributes["lightning.exit_status"] == 0
+    assert "a - b" in (project / "calc.py").read_text()
+    assert left(project) == []
+
+
+async def test_a_number_on_the_last_line_is_the_reward(attempt, project):
+    job = Job(command="true", work=Work(reward_command="sh -c 'echo ok; echo {part}; exit 1'"))
+    assert await run(job, attempt, part=0.25) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "reward"),
+    [
+        (0, "", 1.0),
+        (1, "3 failed", 0.0),
+        (-11, "", 0.0),
+        (0, "ok\n0.5\n", 0.5),
+        (2, '{"writer": 1, "tester": 0.5}', {"writer": 1, "tester": 0.5}),
+        (0, "NaN", 1.0),
+        (0, "true", 1.0),
+        (0, "0.5\n5 passed", 1.0),
+    ],
+)
+def test_the_end_of_a_reward_command_means(status, output, reward):
+    assert reward_of(Ended(status, output, "")) == reward
+
+
+async def test_tests_that_the_agent_changed_are_put_back(attempt, project):
+    (project / "test.py").write_text("from calc import add\nassert add(2, 3) == 5\n")
+    cheat = "sh -c 'echo pass > test.py'"
+    reward = f"{PYTHON} -B test.py"
+    assert await run(Job(command=cheat, work=Work(workdir=str(project), reward_command=reward)), attempt) == 1.0
+    work = Work(workdir=str(project), reward_command=reward, restore=("test.py",))
+    assert await run(Job(command=cheat, work=work), attempt) == 0.0
+
+
+async def test_tests_that_never_end_earn_nothing(server, attempt, project):
+    work = Work(workdir=str(project), reward_command="sleep 60", reward_timeout_s=0.2)
+    assert await run(Job(command="true", work=work), attempt) == 0.0
+    assert "0.2 s" in spans(server, attempt)["reward"].status_message
+
+
+async def test_a_reward_command_that_can_not_be_run_is_no_zero(attempt, project):
+    with pytest.raises(RewardError, match="exit status 127"):
+        await run(Job(command="true", work=Work(reward_command="sh -c no-such-program")), attempt)
+    work = Work(workdir=str(project), reward_command="./no-such-program")
+    with pytest.raises(RewardError, match="no-such-program"):
+        await run(Job(command="true", work=work), attempt)
+
+
+async def test_what_was_changed_is_kept_of_an_attempt_that_failed_or_ran_too_long(server, attempt, project):
+    job = Job(command="sh -c 'echo x > new; exit 3'", work=Work(workdir=str(project)))
+    with pytest.raises(Exception, match="exit status 3"):
+        await run(job, attempt)
+    assert "b/new" in spans(server, attempt)["workdir"].attributes[DIFF]
+    flag = project.parent / "flag"
+    long = Job(command=f"sh -c 'echo x > longer; touch {flag}; sleep 60'", work=Work(workdir=str(project)))
+    running = asyncio.create_task(run(long, attempt))
+    while not flag.exists():
+        await asyncio.sleep(0.02)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    told = [span.attributes[DIFF] for span in server.store.spans(attempt_ids=[attempt.attempt_id])]
+    assert any("b/longer" in diff for diff in told)
+    assert left(project) == []
+
+
+async def test_a_folder_that_grows_too_large_ends_the_attempt(attempt, project):
+    grow = f"""{PYTHON} -c "open('large', 'wb').write(b'x' * 300_000)" """
+    with pytest.raises(WorkFolderError, match="workdir_size"):
+        await run(Job(command=grow, work=Work(workdir=str(project), workdir_size="200k")), attempt)
+
+
+async def test_the_words_of_a_command_are_filled_from_the_task_and_its_variables(attempt):
+    words = ["sh", "-c", 'echo "[\\"$1\\", \\"$2\\", \\"$3\\", \\"${HOME:+home}\\"]"', "sh"]
+    words += ["{prompt}", "{LIGHTNING_ATTEMPT_ID}", "{unknown} ${prompt}"]
+    told = await run_command(words, {"prompt": "two words"}, attempt)
+    assert told == ["two words", attempt.attempt_id, "{unknown} ${prompt}", "home"]
+
+
+async def test_a_task_that_is_in_its_words_is_not_on_its_stdin(attempt):
+    assert await run_command(["sh", "-c", "cat"], {"answer": 19}, attempt) == {"answer": 19}
+    assert await run_command(["sh", "-c", "echo {answer}; cat"], {"answer": 19}, attempt) == 19
+
+
+async def test_what_a_task_says_is_not_filled_again(attempt):
+    task = {"prompt": "{OPENAI_API_KEY} {other}", "other": "x"}
+    told = await run_command(["printf", "%s", "{prompt}"], task, attempt)
+    assert told == "{OPENAI_API_KEY} {other}"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"target": "a:b", "work": Work(workdir=".")}, "workdir"),
+        ({"command": "true", "reward": "a:b", "work": Work(reward_command="true")}, "two rewards"),
+        ({"command": "true", "work": Work(restore=("a",))}, "restore"),
+    ],
+)
+def test_options_that_do_not_belong_together_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        Job(**options)
+
+
+def test_a_job_reaches_a_worker_whole():
+    from dataclasses import asdict
+
+    job = Job(command="true", work=Work(workdir=".", restore=("a",), reward_command="true"))
+    assert Job(**json.loads(json.dumps(asdict(job)))).work.reward_command == "true"
+    assert Path(Job(**asdict(job)).work.workdir) == Path()

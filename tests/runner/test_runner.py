@@ -1,0 +1,448 @@
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import Attempt, AttemptRecord, Rollout
+from lightning_spans.store import Store, open_store
+from lightning_spans.testing import ScriptedServer
+from lightning_trainer.runner.process import WorkerProcess
+from lightning_trainer.runner.protocol import attempt_to_json
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+AGENTS = '''
+import asyncio, ctypes, os, signal, sys, threading, time
+from pathlib import Path
+from lightning_spans import emit_reward
+from lightning_spans.record.context import current_attempt
+
+async def async_run(task):
+    await asyncio.sleep(0)
+    return task["x"]
+
+def sync_run(task):
+    return {"writer": task["x"], "rewriter": 0.5}
+
+def prints(task):
+    print("\\x00\\x00\\x00\\x05 not a message", flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
+    os.write(1, b"straight to the descriptor\\n")
+    return 1.0
+
+def meet(task):
+    """Ends only while `task["party"]` attempts are here at once."""
+    here = Path(task["folder"]) / current_attempt().attempt_id
+    here.touch()
+    while len(list(here.parent.iterdir())) < task["party"]:
+        time.sleep(0.01)
+    return 1.0
+
+async def async_meet(task):
+    here = Path(task["folder"]) / current_attempt().attempt_id
+    here.touch()
+    while len(list(here.parent.iterdir())) < task["party"]:
+        await asyncio.sleep(0.01)
+    return 1.0
+
+async def behave(task):
+    how, flag = task["how"], Path(task.get("flag", "/nonexistent/flag"))
+    if how == "sleep":
+        await asyncio.sleep(60)
+    if how == "brief":
+        await asyncio.sleep(task.get("s", 1.0))
+    if how == "block":
+        time.sleep(60)
+    if how == "exit" or (how == "exit once" and not flag.exists()):
+        flag.parent.is_dir() and flag.touch()
+        os._exit(3)
+    if how == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "sys.exit":
+        sys.exit("enough")
+    if how == "cancel itself":
+        raise asyncio.CancelledError
+    if how == "swallow":
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return 1.0
+    if how == "raise":
+        raise ValueError("no good answer")
+    if how == "emit":
+        emit_reward(0.25)
+        emit_reward(0.5, agent="writer")
+        return None
+    return task.get("value", 1.0)
+
+def hang_or_not(task):
+    time.sleep(60 if task["hang"] else task.get("s", 0.0))
+    return 1.0
+
+def stop_iteration(task):
+    raise StopIteration
+
+def change(task):
+    task["x"] = 99
+    return "changed"
+
+def score(task, result):
+    return float(task["x"]) if result == "changed" else 0.0
+
+async def async_score(task, result):
+    return {"writer": float(task["x"])}
+
+def environment(task):
+    return float("LIGHTNING_KEY" in os.environ)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "agents.py").write_text(AGENTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[Store]:
+    store = open_store(str(folder / "store.db"))
+    yield store
+    store.close()
+
+
+def enqueue(store: Store, tasks: list[dict[str, Any]], **options: Any) -> list[str]:
+    ids = [f"r{len(store.rollouts()) + number}" for number in range(len(tasks))]
+    store.enqueue(
+        [Rollout(rollout_id=i, group_id="g", task=task, **options) for i, task in zip(ids, tasks, strict=True)]
+    )
+    return ids
+
+
+@contextmanager
+def running(store: Store, job: Job, folder: Path, **options: Any) -> Iterator[Runner]:
+    settings: dict[str, Any] = {"workers": 1, "concurrency": 8, "grace_s": 0.3, **options}
+    runner = Runner(job, logs=folder / "logs", **settings)
+    runner.start()
+    runner.serve(store)
+    try:
+        yield runner
+    finally:
+        runner.stop()
+
+
+def until(done: Callable[[], bool], limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
+
+
+def results(store: Store, ids: list[str]) -> list[list[AttemptRecord]]:
+    """Wait until these rollouts have ended; give the attempts of each."""
+    until(lambda: all(r.status not in {"queued", "running"} for r in store.rollouts(rollout_ids=ids)))
+    attempts = store.attempts(rollout_ids=ids)
+    return [[a for a in attempts if a.rollout.rollout_id == i] for i in ids]
+
+
+def run(store: Store, folder: Path, target: str, *tasks: dict[str, Any], reward: str | None = None, **options: Any):
+    rollout = {"max_attempts": options.pop("max_attempts", 1), "timeout_s": options.pop("timeout_s", 20.0)}
+    ids = enqueue(store, list(tasks), **rollout)
+    with running(store, Job(target=f"agents:{target}", reward=reward), folder, **options):
+        return results(store, ids)
+
+
+def rewards(store: Store) -> list[tuple[str, str | None, float, str]]:
+    return sorted((r.rollout_id, r.agent or "", r.value, r.source) for r in store.rewards())
+
+
+@pytest.mark.parametrize("target", ["async_run", "sync_run"])
+def test_agent_runs_and_its_rewards_are_kept(store: Store, folder: Path, target: str) -> None:
+    attempts = run(store, folder, target, {"x": 0.25}, {"x": 0.75})
+    assert [[a.status for a in each] for each in attempts] == [["succeeded"], ["succeeded"]]
+    expected = {
+        "async_run": [("r0", "", 0.25, "run"), ("r1", "", 0.75, "run")],
+        "sync_run": [
+            ("r0", "rewriter", 0.5, "run"),
+            ("r0", "writer", 0.25, "run"),
+            ("r1", "rewriter", 0.5, "run"),
+            ("r1", "writer", 0.75, "run"),
+        ],
+    }
+    assert rewards(store) == expected[target]
+
+
+@pytest.mark.parametrize("target", ["meet", "async_meet"])
+def test_attempts_of_one_worker_run_at_once_and_each_knows_its_own(store: Store, folder: Path, target: str) -> None:
+    (folder / "party").mkdir()
+    attempts = run(store, folder, target, *({"folder": str(folder / "party"), "party": 6} for _ in range(6)))
+    assert all(each[0].status == "succeeded" for each in attempts)
+    assert {path.name for path in (folder / "party").iterdir()} == {each[0].attempt_id for each in attempts}
+
+
+def test_runner_without_workers_leaves_rollouts_to_those_elsewhere(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"x": 1.0}])
+    with running(store, Job(target="agents:sync_run"), folder, workers=0) as here:
+        with running(store, Job(target="agents:sync_run"), folder):
+            (attempts,) = results(store, ids)
+        here.check()
+    assert [attempt.status for attempt in attempts] == ["succeeded"]
+
+
+def test_what_agents_print_goes_to_the_log(store: Store, folder: Path) -> None:
+    [[attempt]] = run(store, folder, "prints", {})
+    assert attempt.status == "succeeded"
+    log = (folder / "logs" / "worker-0.log").read_text()
+    assert "not a message" in log
+    assert "to stderr" in log
+    assert "straight to the descriptor" in log
+
+
+def test_raising_agent_fails_its_attempts_with_its_traceback(store: Store, folder: Path) -> None:
+    [attempts] = run(store, folder, "behave", {"how": "raise"}, max_attempts=2)
+    assert [a.status for a in attempts] == ["failed", "failed"]
+    assert "no good answer" in (attempts[0].error or "")
+    assert "agents.py" in (attempts[0].error or "")
+    assert "execution.py" not in (attempts[0].error or "")
+    assert store.rewards() == []
+
+
+@pytest.mark.parametrize(
+    ("target", "task", "named"),
+    [
+        ("behave", {"how": "sys.exit"}, "SystemExit: enough"),
+        ("stop_iteration", {}, "StopIteration"),
+        ("behave", {"how": "cancel itself"}, "CancelledError"),
+    ],
+)
+def test_whatever_an_agent_raises_costs_its_attempt_alone(
+    store: Store, folder: Path, target: str, task: dict[str, Any], named: str
+) -> None:
+    other = {"how": "brief"}
+    [[attempt], [beside]] = run(store, folder, target, task, task | other)
+    assert attempt.status == "failed"
+    assert named in (attempt.error or "")
+    assert target == "stop_iteration" or beside.status == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [(None, "reward is None"), ("good", "not a number"), ({}, "is empty"), ({"writer": None}, "reward of 'writer'")],
+)
+def test_attempt_without_a_usable_reward_fails_and_says_why(store: Store, folder: Path, value: Any, named: str) -> None:
+    [[attempt]] = run(store, folder, "behave", {"how": "", "value": value})
+    assert attempt.status == "failed"
+    assert (attempt.error or "").startswith("RewardError: ")
+    assert named in (attempt.error or "")
+
+
+def test_rewards_are_not_needed_where_one_only_looks(store: Store, folder: Path) -> None:
+    """None at all, that is: a wrong one would be refused in training, and is told."""
+    ids = enqueue(store, [{"how": "", "value": None}, {"how": "", "value": "text"}, {"how": "", "value": 1}])
+    with running(store, Job(target="agents:behave", needs_reward=False), folder):
+        assert [each[0].status for each in results(store, ids)] == ["succeeded", "failed", "succeeded"]
+    assert rewards(store) == [("r2", "", 1.0, "run")]
+
+
+def test_emitted_rewards_travel_with_the_result(store: Store, folder: Path) -> None:
+    [[attempt]] = run(store, folder, "behave", {"how": "emit"})
+    assert attempt.status == "succeeded"
+    assert rewards(store) == [("r0", "", 0.25, "emit_reward"), ("r0", "writer", 0.5, "emit_reward")]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [("score", ("r0", "", 3.0, "score")), ("async_score", ("r0", "writer", 3.0, "score"))]
+)
+def test_reward_function_gets_the_unchanged_task_and_the_result(
+    store: Store, folder: Path, function: str, expected: Any
+) -> None:
+    run(store, folder, "change", {"x": 3}, reward=f"agents:{function}")
+    assert rewards(store) == [expected]
+
+
+def test_attempt_over_its_time_ends_and_is_tried_again(store: Store, folder: Path) -> None:
+    [attempts, [quick]] = run(store, folder, "behave", {"how": "sleep"}, {"how": ""}, max_attempts=2, timeout_s=0.3)
+    assert [a.status for a in attempts] == ["timeout", "timeout"]
+    assert "0.3 s" in (attempts[0].error or "")
+    assert quick.status == "succeeded"
+
+
+def test_result_after_the_time_limit_does_not_count(store: Store, folder: Path) -> None:
+    [[attempt]] = run(store, folder, "behave", {"how": "swallow"}, timeout_s=0.2)
+    assert attempt.status == "timeout"
+    assert store.rewards() == []
+
+
+def test_hanging_thread_costs_nobody_else(store: Store, folder: Path) -> None:
+    slow = enqueue(store, [{"hang": False, "s": 2.0}], timeout_s=20.0, max_attempts=1)
+    hung = enqueue(store, [{"hang": True}], timeout_s=0.2, max_attempts=1)
+    with running(store, Job(target="agents:hang_or_not"), folder) as runner:
+        first = runner.describe()
+        assert results(store, hung)[0][0].status == "timeout"
+        after = enqueue(store, [{"hang": False}], max_attempts=1)
+        assert results(store, after)[0][0].status == "succeeded"
+        assert results(store, slow)[0][0].status == "succeeded"
+        until(lambda: runner.describe().count("worker ") == 1)
+        assert runner.describe().split()[1] != first.split()[1]
+
+
+def test_blocked_event_loop_is_ended_and_its_neighbours_run_again(store: Store, folder: Path) -> None:
+    beside = enqueue(store, [{"how": "brief", "s": 1.0}], timeout_s=20.0, max_attempts=1)
+    blocks = enqueue(store, [{"how": "block"}], timeout_s=2.0, max_attempts=1)
+    with running(store, Job(target="agents:behave"), folder):
+        [blocked] = results(store, blocks)
+        [neighbour] = results(store, beside)
+    assert [a.status for a in blocked] == ["timeout"]
+    assert "agents.py" in (blocked[0].error or "")
+    assert [a.status for a in neighbour] == ["released", "succeeded"]
+
+
+@pytest.mark.parametrize(("how", "named"), [("exit", "exit status 3"), ("segfault", "SIGSEGV")])
+def test_agent_that_ends_its_process_fails_with_the_cause_named(
+    store: Store, folder: Path, how: str, named: str
+) -> None:
+    [[attempt]] = run(store, folder, "behave", {"how": how})
+    assert attempt.status == "failed"
+    assert named in (attempt.error or "")
+
+
+def test_crash_costs_nobody_else(store: Store, folder: Path) -> None:
+    tasks = [{"how": "brief", "s": 0.5} for _ in range(5)]
+    *others, culprit = run(store, folder, "behave", *tasks, {"how": "exit"}, max_attempts=1)
+    assert [[a.status for a in each] for each in others] == [["disturbed", "succeeded"]] * 5
+    assert [a.status for a in culprit] == ["disturbed", "failed"]
+
+
+def test_stopped_runner_gives_its_attempts_back_and_leaves_no_process(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"how": "sleep"}], max_attempts=3)
+    with running(store, Job(target="agents:behave"), folder) as runner:
+        until(lambda: store.rollouts(rollout_ids=ids)[0].status == "running")
+        pid = int(runner.describe().split()[1])
+    assert store.rollouts(rollout_ids=ids)[0].status == "queued"
+    assert store.attempts(rollout_ids=ids)[0].status == "released"
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_drained_runner_lets_attempts_end(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"how": "brief"}])
+    with running(store, Job(target="agents:behave"), folder) as runner:
+        until(lambda: store.rollouts(rollout_ids=ids)[0].status == "running")
+        runner.stop(drain_s=20.0)
+    assert store.attempts(rollout_ids=ids)[0].status == "succeeded"
+
+
+def test_cancelled_rollout_makes_room(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"how": "sleep"}])
+    with running(store, Job(target="agents:behave"), folder, concurrency=1, lease_s=1.0):
+        until(lambda: store.rollouts(rollout_ids=ids)[0].status == "running")
+        store.cancel(ids)
+        after = enqueue(store, [{"how": ""}])
+        assert results(store, after)[0][0].status == "succeeded"
+    assert store.attempts(rollout_ids=ids)[0].status == "cancelled"
+
+
+def test_attempts_outlive_their_first_lease(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"how": "brief", "s": 1.5}])
+    with running(store, Job(target="agents:behave"), folder, lease_s=0.6):
+        assert [a.status for a in results(store, ids)[0]] == ["succeeded"]
+
+
+def test_agent_never_sees_the_runners_key(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_KEY", "the runner's own")
+    run(store, folder, "environment", {})
+    assert rewards(store) == [("r0", "", 0.0, "run")]
+
+
+def test_wrong_target_is_told_at_the_start(store: Store, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="has no 'nothing'"), running(store, Job(target="agents:nothing"), folder):
+        pass
+
+
+def test_process_that_dies_while_it_imports_is_told_at_the_start(store: Store, folder: Path) -> None:
+    (folder / "dies.py").write_text("import os\nos._exit(4)\n")
+    with (
+        pytest.raises(ConfigError, match="exit status 4 while it imported"),
+        running(store, Job(target="dies:run"), folder),
+    ):
+        pass
+
+
+SPANS = """
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach()
+
+async def run(task):
+    with agent("writer"):
+        return 1.0
+"""
+
+
+async def test_spans_of_an_attempt_are_delivered_before_its_end_is_told(folder: Path) -> None:
+    pytest.importorskip("openai")
+    (folder / "spans_agent.py").write_text(SPANS)
+    with ScriptedServer() as server:
+        worker = await WorkerProcess.start(Job(target="spans_agent:run"), 4, folder / "log")
+        try:
+            context = Attempt("r", "r.1", endpoint=server.base, key="k")
+            worker.send({"type": "run", "id": 1, "task": {}, "context": attempt_to_json(context)})
+            told = [await worker.receive(), await worker.receive()]
+            assert [message["type"] for message in told if message] == ["flushing", "ended"]
+            message = told[1]
+            assert message is not None
+            assert (message["status"], message["flushed"]) == ("succeeded", True)
+            assert message["attached"] == ["openai"]
+            assert [request.headers["authorization"] for request in server.traces] == ["Bearer k"]
+        finally:
+            await worker.stop()
+
+
+COMMAND = """
+import json, os, sys, time
+task = json.load(sys.stdin)
+assert json.loads(os.environ["LIGHTNING_TASK"]) == task
+print("working")
+if task.get("fail"):
+    print("it went wrong", file=sys.stderr)
+    sys.exit(5)
+if task.get("sleep"):
+    open(task["sleep"], "w").write(str(os.getpid()))
+    time.sleep(60)
+print(task.get("last", json.dumps({"writer": float(os.environ["LIGHTNING_ATTEMPT_ID"] != "")})))
+"""
+
+
+@pytest.fixture
+def command(folder: Path) -> Job:
+    (folder / "agent_command.py").write_text(COMMAND)
+    return Job(command=f"{sys.executable} agent_command.py")
+
+
+def test_command_gets_its_task_and_its_last_line_is_the_reward(store: Store, folder: Path, command: Job) -> None:
+    ids = enqueue(store, [{"q": "Grüße"}, {"last": "0.5"}, {"last": "no reward"}, {"fail": True}], max_attempts=1)
+    with running(store, command, folder):
+        first, second, third, fourth = (each[0] for each in results(store, ids))
+    assert (first.status, second.status, third.status, fourth.status) == ("succeeded", "succeeded", "failed", "failed")
+    assert rewards(store) == [("r0", "writer", 1.0, "run"), ("r1", "", 0.5, "run")]
+    assert "RewardError: reward is 'working\\nno reward'" in (third.error or "")
+    assert "exit status 5" in (fourth.error or "")
+    assert "it went wrong" in (fourth.error or "")
+
+
+def test_command_over_its_time_is_ended(store: Store, folder: Path, command: Job) -> None:
+    ids = enqueue(store, [{"sleep": str(folder / "pid")}], max_attempts=1, timeout_s=1.0)
+    with running(store, command, folder, grace_s=5.0):
+        assert results(store, ids)[0][0].status == "timeout"
+        pid = int((folder / "pid").read_text())
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

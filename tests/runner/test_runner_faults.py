@@ -1,0 +1,331 @@
+"""One crash, hang, leaked thread or killed process costs one attempt and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from test_runner import enqueue, results, running, until
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import Store, open_store
+from lightning_trainer.runner.crashes import Victim, verdict
+from lightning_trainer.runner.limits import WorkerLimits, parse_bytes
+from lightning_trainer.runner.process import WorkerProcess
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.workers import Blocking, Death
+
+AGENTS = '''
+import asyncio, json, os, subprocess, sys, threading, time
+from pathlib import Path
+from lightning_spans.record.context import current_attempt
+
+async def run(task):
+    how = task.get("how")
+    if how == "block":
+        time.sleep(task["s"])
+    if how == "block in a child":
+        async def child():
+            time.sleep(task["s"])
+        await asyncio.gather(child())
+    if how == "leak":
+        for _ in range(40):
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    if how == "ugly error":
+        raise ValueError("half an emoji: \\ud83d, a zero: \\0")
+    if how == "ugly reward":
+        return {"\\ud83d": 1.0}
+    if how == "big":
+        return float(task["n"] == 2 ** 80)
+    if how == "memory":
+        return float(len(bytearray(task["bytes"])) > 0)
+    if how == "cores":
+        return float(len(os.sched_getaffinity(0)))
+    if how == "subprocess":
+        note = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+        child = [sys.executable, "-c", note]
+        subprocess.Popen([*child, "child"])
+        subprocess.Popen([*child, "detached"], start_new_session=True)
+        subprocess.Popen(["sh", "-c", '"$0" -c "$1" orphan & true', sys.executable, note]).wait()
+        await asyncio.create_subprocess_exec(*child, "asyncio", env={})
+        while not all(os.path.exists(f) and open(f).read() for f in ("child", "detached", "orphan", "asyncio")):
+            await asyncio.sleep(0.01)
+    if how == "waits for a child":
+        child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        Path("waiting").touch()
+        while not Path("go").exists():
+            await asyncio.sleep(0.01)
+        child.stdin.close()
+        return float(child.wait() == 0)
+    await asyncio.sleep(task.get("sleep", 0))
+    return 1.0
+
+async def who(task):
+    """Says who it is from everywhere: itself, child tasks, threads."""
+    seen = set()
+    def look():
+        seen.add(current_attempt().rollout_id)
+    async def child(n):
+        await asyncio.sleep(0.001 * n)
+        look()
+        await asyncio.to_thread(look)
+    for _ in range(5):
+        look()
+        await asyncio.gather(*(child(n) for n in range(4)))
+        await asyncio.sleep(0)
+    return float(seen == {task["me"]})
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "faulty.py").write_text(AGENTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[Store]:
+    store = open_store(str(folder / "store.db"))
+    yield store
+    store.close()
+
+
+JOB = Job(target="faulty:run")
+
+
+def ends(store: Store, ids: list[str]) -> list[list[str]]:
+    return [[attempt.status for attempt in each] for each in results(store, ids)]
+
+
+def test_worker_killed_from_outside_costs_no_try_of_those_in_company(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"sleep": 0.5} for _ in range(6)], max_attempts=1)
+    with running(store, JOB, folder) as runner:
+        until(lambda: all(r.status == "running" for r in store.rollouts(rollout_ids=ids)))
+        os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
+        assert ends(store, ids) == [["disturbed", "succeeded"]] * 6
+
+
+def test_loop_held_by_an_attempt_within_its_time_costs_that_one_alone(store: Store, folder: Path) -> None:
+    patient = enqueue(store, [{"sleep": 0.1}, {"sleep": 0.1}], max_attempts=1, timeout_s=2.5)
+    holds = enqueue(store, [{"how": "block", "s": 60}], max_attempts=1, timeout_s=600.0)
+    with running(store, JOB, folder, concurrency=3):
+        [[held]] = results(store, holds)
+        assert ends(store, patient) == [["released", "succeeded"]] * 2
+    assert held.status == "failed"
+    assert "blocked the event loop" in (held.error or "")
+    assert "faulty.py" in (held.error or "")
+
+
+def test_where_nobody_knows_who_held_the_loop_each_runs_alone() -> None:
+    def end(blocking: Blocking | None, **facts: Any) -> str:
+        record = Rollout(rollout_id="r", group_id="g", task={}, timeout_s=1.0)
+        from lightning_spans.schema.attempts import AttemptRecord
+
+        attempt = AttemptRecord(attempt_id="r.1", rollout=record, number=1, fence=1, worker="w")
+        values = {"number": 7, "record": attempt, "company": 2, "told": False, "overdue": True, **facts}
+        return verdict(Victim(**values), Death("signal SIGKILL"), stood_still=True, blocking=blocking).status
+
+    assert end(None) == end(Blocking(None, 2.0, "x")) == "disturbed"
+    assert end(None, company=1) == "timeout"
+    assert end(Blocking(7, 2.0, "x")) == "timeout"
+    assert end(Blocking(7, 2.0, "x"), overdue=False) == "failed"
+    assert end(Blocking(8, 2.0, "x")) == "released"
+    assert end(None, told=True) == "timeout"
+
+
+def test_what_a_lost_machine_ran_is_released() -> None:
+    from lightning_spans.schema.attempts import AttemptRecord
+
+    rollout = Rollout(rollout_id="r", group_id="g", task={}, timeout_s=1.0)
+    attempt = AttemptRecord(attempt_id="r.1", rollout=rollout, number=1, fence=1, worker="w")
+    victim = Victim(number=1, record=attempt, company=1, told=False, overdue=False)
+    lost = Death("the loss of its node", outside=True)
+    assert verdict(victim, lost, stood_still=False, blocking=None).status == "released"
+
+
+def test_threads_left_behind_cost_the_process_and_no_attempt(store: Store, folder: Path) -> None:
+    slow = enqueue(store, [{"sleep": 1.5}], max_attempts=1)
+    with running(store, JOB, folder) as runner:
+        until(lambda: store.rollouts(rollout_ids=slow)[0].status == "running")
+        first = runner.describe().split()[1]
+        assert ends(store, enqueue(store, [{"how": "leak"}], max_attempts=1)) == [["succeeded"]]
+        assert ends(store, [*slow, *enqueue(store, [{}], max_attempts=1)]) == [["succeeded"]] * 2
+        until(lambda: runner.describe().count("worker ") == 1 and runner.describe().split()[1] != first)
+
+
+@pytest.mark.parametrize(
+    ("task", "status"),
+    [
+        ({"how": "ugly error"}, "failed"),
+        ({"how": "ugly reward"}, "succeeded"),
+        ({"how": "big", "n": 2**80}, "succeeded"),
+        ({"x": "\ud83d"}, "succeeded"),
+    ],
+)
+def test_text_and_numbers_that_json_can_not_hold_come_through(
+    store: Store, folder: Path, task: dict[str, Any], status: str
+) -> None:
+    ids = enqueue(store, [task, {}], max_attempts=1, timeout_s=20.0)
+    with running(store, JOB, folder):
+        assert ends(store, ids) == [[status], ["succeeded"]]
+
+
+def test_every_attempt_knows_itself_in_tasks_and_threads(store: Store, folder: Path) -> None:
+    pytest.importorskip("openai")
+    (folder / "attached.py").write_text("import lightning_openai\nlightning_openai.attach()\nfrom faulty import who\n")
+    ids = [f"m{n}" for n in range(40)]
+    store.enqueue([Rollout(rollout_id=i, group_id="g", task={"me": i}, max_attempts=1) for i in ids])
+    with running(store, Job(target="attached:who"), folder, concurrency=20):
+        assert ends(store, ids) == [["succeeded"]] * 40
+    assert [reward.value for reward in store.rewards()] == [1.0] * 40
+
+
+def test_worker_over_its_memory_fails_the_attempt_and_goes_on(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"how": "memory", "bytes": 800 << 20}, {"how": "memory", "bytes": 1 << 20}], max_attempts=1)
+    with running(store, JOB, folder, limits=WorkerLimits(memory_bytes=500 << 20)) as runner:
+        pid = runner.describe().split()[1]
+        assert ends(store, ids) == [["failed"], ["succeeded"]]
+        assert runner.describe().split()[1] == pid
+    assert "MemoryError" in (store.attempts(rollout_ids=ids[:1])[0].error or "")
+
+
+def test_workers_keep_to_their_cores(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"how": "cores"}], max_attempts=1)
+    with running(store, JOB, folder, limits=WorkerLimits(cores=1)):
+        assert ends(store, ids) == [["succeeded"]]
+    assert [reward.value for reward in store.rewards()] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        (WorkerLimits(memory_bytes=1000), "needs more"),
+        (WorkerLimits(cores=10_000), "worker-cores"),
+        (WorkerLimits(cores=0), "1 to"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(folder: Path, limits: WorkerLimits, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Runner(JOB, workers=1, concurrency=1, logs=folder / "logs", limits=limits)
+
+
+def test_limits_are_refused_where_the_system_does_not_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    WorkerLimits().check()
+    with pytest.raises(ConfigError, match="need Linux"):
+        WorkerLimits(memory_bytes=1 << 30).check()
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert [parse_bytes(text) for text in ("1024", "1k", "2 MB", "1.5GiB")] == [1024, 1024, 2 << 20, 3 << 29]
+    with pytest.raises(ConfigError, match="800M"):
+        parse_bytes("much")
+
+
+def test_worker_that_can_not_be_started_is_tried_again(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = WorkerProcess.start, []
+
+    async def stingy(*args: Any, **options: Any) -> WorkerProcess:
+        if options.get("number") == 0 and len(refused) < 1 and store.attempts():
+            refused.append(True)
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return await start(*args, **options)
+
+    monkeypatch.setattr(WorkerProcess, "start", stingy)
+    ids = enqueue(store, [{"sleep": 0.3} for _ in range(2)], max_attempts=1)
+    with running(store, JOB, folder) as runner:
+        until(lambda: all(r.status == "running" for r in store.rollouts(rollout_ids=ids)))
+        os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
+        assert ends(store, ids) == [["disturbed", "succeeded"]] * 2
+    assert refused
+
+
+def test_runner_gives_up_when_no_worker_can_be_started_any_more(store: Store, folder: Path) -> None:
+    enqueue(store, [{"sleep": 60}])
+    with running(store, JOB, folder) as runner:
+        until(lambda: store.rollouts()[0].status == "running")
+        (folder / "faulty.py").write_text("import os\nos._exit(4)\n")
+        os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
+        until(lambda: not runner.alive)
+        with pytest.raises(ConfigError, match="exit status 4"):
+            runner.check()
+    assert store.rollouts()[0].status in {"failed", "queued"}
+
+
+def test_draining_runner_claims_no_more(store: Store, folder: Path) -> None:
+    first = enqueue(store, [{"sleep": 1.5}], max_attempts=1)
+    with running(store, JOB, folder) as runner:
+        until(lambda: store.rollouts(rollout_ids=first)[0].status == "running")
+        stopping = threading.Thread(target=runner.stop, kwargs={"drain_s": 20.0})
+        stopping.start()
+        later = enqueue(store, [{}])
+        stopping.join()
+    assert store.rollouts(rollout_ids=first)[0].status == "succeeded"
+    assert store.rollouts(rollout_ids=later)[0].status == "queued"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_runner_told_to_end_finishes_what_runs_and_a_second_time_releases_it(
+    store: Store, folder: Path, signals: int
+) -> None:
+    from fakes import served
+
+    with served(folder) as server:
+        ids = [f"d{n}" for n in range(3)]
+        tasks = [{"sleep": 2.0 if signals == 1 else 60.0}] * 3
+        server.store.enqueue([Rollout(rollout_id=i, group_id="g", task=t) for i, t in zip(ids, tasks, strict=True)])
+        command = [sys.executable, "-m", "lightning_trainer.cli", "runner", "faulty:run", "--server", server.url]
+        command += ["--workers", "1", "--concurrency", "3"]  # no place is free
+        env = {**os.environ, "LIGHTNING_KEY": server.keys.issue("runner")}
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as process:
+            until(lambda: all(r.status == "running" for r in server.store.rollouts(rollout_ids=ids)), 60.0)
+            server.store.enqueue([Rollout(rollout_id="later", group_id="g", task={})])
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+                threading.Event().wait(1.0)
+            assert process.wait(30) == 0
+        expected = "succeeded" if signals == 1 else "queued"
+        assert {r.status for r in server.store.rollouts(rollout_ids=ids)} == {expected}
+        if signals == 2:
+            assert {a.status for a in server.store.attempts(rollout_ids=ids)} == {"released"}
+            assert server.store.rollouts(rollout_ids=["later"])[0].status == "queued"
+
+
+def _alive(name: str) -> bool:
+    """Whether the process whose number is in this file runs."""
+    try:
+        return psutil.Process(int(Path(name).read_text())).status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+
+
+def test_what_an_attempt_starts_is_ended_with_it_and_nothing_of_another(store: Store, folder: Path) -> None:
+    ids = enqueue(store, [{"how": "waits for a child"}, {"how": "subprocess"}], max_attempts=1)
+
+    with running(store, JOB, folder, workers=1, concurrency=2):
+        until(lambda: store.rollouts(rollout_ids=ids[1:])[0].status == "succeeded")
+        assert not any(map(_alive, ("child", "detached", "orphan", "asyncio")))
+        Path("go").touch()
+        assert ends(store, ids[:1]) == [["succeeded"]]
+    assert [reward.value for reward in store.rewards(rollout_ids=ids[:1])] == [1.0]
+
+
+def test_what_an_attempt_started_does_not_outlive_a_worker_that_dies(store: Store, folder: Path) -> None:
+    enqueue(store, [{"how": "subprocess", "sleep": 600}], max_attempts=1)
+    with running(store, JOB, folder, workers=1) as runner:
+        until(lambda: all(Path(name).exists() and _alive(name) for name in ("detached", "orphan", "asyncio")))
+        os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
+        until(lambda: not any(map(_alive, ("detached", "orphan", "asyncio"))))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.runner.target import load_function, split_command
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("user_"):
+            del sys.modules[name]
+
+
+def load(spec: str, parameters: tuple[str, ...] = ("task",)) -> object:
+    return load_function(spec, option="target", parameters=parameters)
+
+
+def test_function_is_imported_from_the_current_folder(folder: Path) -> None:
+    (folder / "user_app.py").write_text("def run(task, extra=1):\n    return task['x'] + extra\n")
+    assert load("user_app:run")({"x": 1}) == 2  # type: ignore[operator]
+
+
+def test_function_may_lie_in_an_object(folder: Path) -> None:
+    (folder / "user_object.py").write_text("class A:\n    def run(self, task): return 5\napp = A()\n")
+    assert load("user_object:app.run")({}) == 5  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("spec", ["user_app", "user_app:", ":run", ""])
+def test_target_must_be_module_and_function(spec: str) -> None:
+    with pytest.raises(ConfigError, match="write it as module:function"):
+        load(spec)
+
+
+def test_missing_module_says_where_it_was_sought(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no module 'user_none'") as caught:
+        load("user_none:run")
+    assert str(folder) in str(caught.value)
+
+
+def test_missing_package_of_a_module_says_which() -> None:
+    with pytest.raises(ConfigError, match="no module 'user_none'"):
+        load("user_none.sub:run")
+
+
+def test_module_that_raises_shows_its_line(folder: Path) -> None:
+    (folder / "user_raises.py").write_text("x = 1\nimport user_missing_dependency\n")
+    with pytest.raises(ConfigError, match="user_missing_dependency") as caught:
+        load("user_raises:run")
+    assert "user_raises.py, line 2" in str(caught.value)
+
+
+def test_script_that_exits_while_imported_is_an_error(folder: Path) -> None:
+    (folder / "user_exits.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match="SystemExit: 3"):
+        load("user_exits:run")
+
+
+def test_syntax_error_shows_its_line(folder: Path) -> None:
+    (folder / "user_syntax.py").write_text("def run(task):\n    return (\n")
+    with pytest.raises(ConfigError, match=r"user_syntax\.py, line 2"):
+        load("user_syntax:run")
+
+
+def test_missing_function_lists_those_that_are_there(folder: Path) -> None:
+    (folder / "user_other.py").write_text("def rune(task): pass\ndef score(task, result): pass\n")
+    with pytest.raises(ConfigError, match=r"has no 'run'\. Its functions: rune, score"):
+        load("user_other:run")
+
+
+def test_thing_that_is_no_function_is_an_error(folder: Path) -> None:
+    (folder / "user_number.py").write_text("run = 3\n")
+    with pytest.raises(ConfigError, match="is a int, not a function"):
+        load("user_number:run")
+
+
+@pytest.mark.parametrize("definition", ["def run(): pass", "def run(task, model): pass", "def run(*, task): pass"])
+def test_wrong_signature_shows_how_it_is_called(folder: Path, definition: str) -> None:
+    name = f"user_signature_{abs(hash(definition))}"
+    (folder / f"{name}.py").write_text(definition)
+    with pytest.raises(ConfigError, match=r"called as run\(task\)"):
+        load(f"{name}:run")
+
+
+def test_reward_takes_task_and_result(folder: Path) -> None:
+    (folder / "user_reward.py").write_text("def score(task, result): return 1\ndef bad(task): return 1\n")
+    load("user_reward:score", ("task", "result"))
+    with pytest.raises(ConfigError, match=r"called as bad\(task, result\)"):
+        load("user_reward:bad", ("task", "result"))
+
+
+def test_command_is_split_as_a_shell_would() -> None:
+    assert split_command(f"{sys.executable} -c 'print(1)'") == [sys.executable, "-c", "print(1)"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"), [("", "is empty"), ("'", "quotes"), ("no-such-program-here x", "no program")]
+)
+def test_command_that_can_not_start_is_an_error(command: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        split_command(command)

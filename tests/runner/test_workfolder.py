@@ -1,0 +1,151 @@
+"""A folder of its own for each attempt: what it holds, what was changed in it, and what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.runner.workfolder import (
+    Source,
+    WorkFolder,
+    WorkFolderError,
+    check,
+    remove_left_over,
+    source_of,
+)
+
+pytestmark = pytest.mark.skipif(os.system("git --version > /dev/null 2>&1") != 0, reason="no git")
+MOST = 1 << 20
+
+
+def git(folder, *words):
+    return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def repository(tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_calc.py").write_text("from calc import add\nassert add(2, 3) == 5\n")
+    (folder / ".gitignore").write_text("*.pyc\n")
+    git(folder, "init", "--quiet", "--initial-branch", "main")
+    git(folder, "add", ".")
+    git(folder, "-c", "user.name=n", "-c", "user.email=e@x", "commit", "--quiet", "-m", "first")
+    return folder
+
+
+@pytest.fixture
+def plain(repository):
+    for path in sorted((repository / ".git").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (repository / ".git").rmdir()
+    return repository
+
+
+@pytest.fixture
+def made():
+    folders = []
+
+    def make(source, most=MOST):
+        folders.append(WorkFolder(source, most))
+        return folders[-1]
+
+    yield make
+    for folder in folders:
+        folder.remove()
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
+def test_what_an_attempt_changes_stays_in_its_folder_and_is_told(request, made, kind):
+    source = Source(request.getfixturevalue(kind), None)
+    one, two = made(source), made(source)
+    (one.path / "calc.py").write_text("def add(a, b):\n    return a + b\n")
+    (one.path / "new.txt").write_text("new\n")
+    (one.path / "cache.pyc").write_text("ignored")
+    diff = one.diff()
+    assert "-    return a - b\n+    return a + b\n" in diff
+    assert "+++ b/new.txt" in diff
+    assert "cache.pyc" not in diff
+    assert two.diff() == ""
+    assert "a - b" in (source.path / "calc.py").read_text()
+
+
+def test_an_agent_that_commits_or_drops_its_repository_hides_nothing(made, repository):
+    committed, dropped = made(Source(repository, None)), made(Source(repository, None))
+    for folder in (committed, dropped):
+        (folder.path / "calc.py").write_text("def add(a, b):\n    return a + b\n")
+    git(committed.path, "commit", "--quiet", "--all", "--message", "mine")
+    git(committed.path, "checkout", "--quiet", "-b", "other")
+    (dropped.path / ".git").rename(dropped.path.parent / "gone")
+    assert committed.diff() == dropped.diff() != ""
+    assert git(repository, "branch", "--format", "%(refname:short)").split() == ["main"]
+    assert git(committed.path, "remote") == ""
+
+
+def test_a_revision_is_what_attempts_begin_with(made, repository):
+    first = git(repository, "rev-parse", "HEAD").strip()
+    (repository / "calc.py").write_text("later\n")
+    git(repository, "-c", "user.name=n", "-c", "user.email=e@x", "commit", "--quiet", "--all", "-m", "second")
+    source = source_of(f"{repository.parent}/{{name}}@{{base}}", {"name": "project", "base": first})
+    assert "a - b" in (made(source).path / "calc.py").read_text()
+    with pytest.raises(WorkFolderError, match="no-such"):
+        made(source_of(f"{repository}@no-such"))
+
+
+def test_changes_that_no_attempt_would_see_are_refused(repository):
+    check(str(repository))
+    (repository / "calc.py").write_text("not committed\n")
+    with pytest.raises(ConfigError, match="@HEAD"):
+        check(str(repository))
+    check(f"{repository}@HEAD")
+    with pytest.raises(ConfigError, match="no folder"):
+        check(str(repository / "gone"))
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
+def test_files_are_put_back_and_added_ones_go(request, made, kind):
+    folder = made(Source(request.getfixturevalue(kind), None))
+    (folder.path / "tests" / "test_calc.py").write_text("pass\n")
+    (folder.path / "tests" / "conftest.py").write_text("forged\n")
+    (folder.path / "calc.py").write_text("mine\n")
+    folder.restore(["tests/**"])
+    assert "assert" in (folder.path / "tests" / "test_calc.py").read_text()
+    assert not (folder.path / "tests" / "conftest.py").exists()
+    assert (folder.path / "calc.py").read_text() == "mine\n"
+    with pytest.raises(WorkFolderError, match="no-such"):
+        folder.restore(["no-such/**"])
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
+def test_a_folder_has_a_limit(request, made, kind):
+    source = Source(request.getfixturevalue(kind), None)
+    folder = made(source, 200_000)
+    folder.check_size()
+    (folder.path / "large").write_bytes(b"x" * 200_001)
+    with pytest.raises(WorkFolderError, match="200000 bytes"):
+        folder.check_size()
+    (source.path / "large").write_bytes(b"x" * 200_001)
+    if kind == "plain":
+        with pytest.raises(WorkFolderError, match="200000 bytes"):
+            made(source, 200_000)
+
+
+def test_folders_go_also_where_a_process_was_killed(tmp_path, made, plain):
+    folder = made(Source(plain, None))
+    root = folder.path.parent
+    (folder.path / "locked").mkdir()
+    (folder.path / "locked" / "file").touch()
+    (folder.path / "locked").chmod(0o500)
+    folder.remove()
+    assert not root.exists()
+    gone, alive = tmp_path / "lightning-work-999999999-x", tmp_path / f"lightning-work-{os.getpid()}-x"
+    gone.mkdir()
+    alive.mkdir()
+    remove_left_over(tmp_path)
+    assert not gone.exists()
+    assert alive.exists()

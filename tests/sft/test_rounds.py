@@ -1,0 +1,136 @@
+"""`lightning-rl sft --rounds`: the program samples on the current weights, and the best of each group is learned."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+pytest.importorskip("openai")
+pytestmark = pytest.mark.torch
+
+from test_train_tiny import AGENT
+
+from lightning_spans.errors import AgentFailedError, ConfigError, NothingToLearnError
+from lightning_spans.store import open_store
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.cli import cli
+from lightning_trainer.sft.config import RoundsConfig
+from lightning_trainer.sft.rounds import rejection_sampling
+
+MORE = """
+
+async def flat(task):
+    await say("writer", task["q"])
+    return 0.0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "rounds_app.py").write_text(AGENT + MORE)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": q}) + "\n" for q in "abc"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """Return a model that ends its answers: every other token does."""
+    made = tmp_path / "model"
+    shutil.copytree(tiny_model, made)
+    settings = json.loads((made / "generation_config.json").read_text())
+    (made / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [2, *range(3, 259, 2)]}))
+    return made
+
+
+def test_each_round_learns_the_best_of_its_own_samples(folder: Path, model: Path) -> None:
+    arguments = ["sft", "rounds_app:run", "--data", "tasks.jsonl", "--rounds", "2", "--model", str(model)]
+    arguments += ["--samples", "4", "--agents", "writer", "--out", "out", "--device", "cpu", "--workers", "1"]
+    arguments += ["--val", "tasks.jsonl", "--learning-rate", "3e-3", "--steps", "6", "--backend-options", "threads=1"]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert [each["round"] for each in told["rounds"]] == [1, 2]
+    assert told["checkpoint"] == "out/checkpoint"
+    assert all(each["loss_after"] < each["loss_before"] for each in told["rounds"])
+    assert told["reward_after"] == told["rounds"][-1]["held_out"]
+    assert told["reward_before"] is not None
+    store = open_store("out/lightning.db")
+    traces = [trace for trace in traces_of(store) if ":t" in (trace.rollout_id or "")]
+    store.close()
+    calls = [(trace, node.call) for trace in traces for node in trace.chats]
+    versions = {((t.rollout_id or "").partition(":t")[2][0], call.policy_version) for t, call in calls}
+    assert versions == {("1", 0), ("2", 6)}  # the second round samples with what the first learned
+    rewards: dict[str, list[float]] = {}
+    for trace in traces:
+        group = (trace.rollout_id or "").rpartition("-")[0]
+        rewards.setdefault(group, []).append(sum(reward.value for reward in trace.rewards))
+    for number in ("1", "2"):
+        groups = [each for name, each in rewards.items() if f":t{number}" in name]
+        worst = min(min(each) for each in groups)
+        best = sum(max(each) > worst for each in groups)
+        assert told["rounds"][int(number) - 1]["rows"] <= best  # equal lines are learned once
+        assert told["rounds"][int(number) - 1]["reward"] == pytest.approx(sum(map(sum, groups)) / 12)
+
+
+def test_a_round_of_equal_rewards_is_refused_and_leaves_no_folder(folder: Path, model: Path) -> None:
+    options: dict[str, Any] = {
+        "target": "rounds_app:flat", "tasks": "tasks.jsonl", "rounds": 2, "model": str(model), "samples": 2,
+        "out": folder / "out", "device": "cpu", "workers": 1,
+    }  # fmt: skip
+    with pytest.raises(NothingToLearnError, match="earned no more than the worst of the round"):
+        rejection_sampling(RoundsConfig(**options))
+    assert not (folder / "out").exists()
+    with pytest.raises(ConfigError, match="held_out: of files and stores"):
+        RoundsConfig(**options, held_out=0.1)
+
+
+def test_options_of_rounds_need_rounds(folder: Path, tiny_model: Path) -> None:
+    for more, text in ((["--data", "tasks.jsonl"], "--data is of"), (["--samples", "3"], "--samples is of")):
+        result = CliRunner().invoke(cli, ["sft", "x.jsonl", "--model", str(tiny_model), *more])
+        assert text in result.output
+        assert result.exit_code != 0
+
+
+def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_trainer.sft import rounds as room
+
+    options: dict[str, Any] = {
+        "target": "rounds_app:run", "tasks": "tasks.jsonl", "val": "tasks.jsonl", "rounds": 2, "model": str(model),
+        "samples": 4, "agents": "writer", "device": "cpu", "workers": 1, "learning_rate": 3e-3, "steps": 4,
+        "backend_options": {"threads": 1}, "concurrency": 1,
+    }  # fmt: skip
+    whole = rejection_sampling(RoundsConfig(**options, out=folder / "whole")).to_json()
+    taken = room._Loop._round
+
+    def first_alone(loop: Any, number: int) -> Any:
+        if number == 2:
+            raise AgentFailedError("the machine is gone")
+        return taken(loop, number)
+
+    monkeypatch.setattr(room._Loop, "_round", first_alone)
+    with pytest.raises(AgentFailedError, match="the machine is gone"):
+        rejection_sampling(RoundsConfig(**options, out=folder / "cut"))
+    monkeypatch.setattr(room._Loop, "_round", taken)
+    wrong = CliRunner().invoke(cli, ["sft", "--resume", "cut", "--seed", "3"])
+    assert "leave out seed" in wrong.output
+    result = CliRunner().invoke(cli, ["sft", "--resume", "cut"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert told["rounds"] == whole["rounds"]
+    assert told["reward_before"] == whole["reward_before"]
+    weights = [(folder / run / "checkpoint" / "model.safetensors").read_bytes() for run in ("whole", "cut")]
+    assert weights[0] == weights[1]
+    assert not list((folder / "cut").glob("checkpoint-*"))
+    again = CliRunner().invoke(cli, ["sft", "--resume", "cut"])
+    assert "has no rounds to go on with" in again.output
+    assert again.exit_code == 2

@@ -1,0 +1,100 @@
+"""Data sets in the usual shapes, and what is said of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spans.errors import DataError
+from lightning_trainer.sft.batches import batches, held_out, named
+from lightning_trainer.sft.data import conversation, read_file
+
+USER, DONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"messages": [USER, DONE]},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+        {"prompt": "hi", "completion": "hello"},
+        {"prompt": [USER], "completion": [DONE]},
+        {"instruction": "hi", "input": "", "output": "hello"},
+        {"messages": [{**USER, "tool_calls": None}, {**DONE, "name": None}], "tools": None},
+    ],
+)
+def test_the_usual_shapes_are_one(line: dict[str, Any]) -> None:
+    found = conversation(line, "here")
+    assert (found.messages, found.answers) == ((USER, DONE), (1,))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"question": "a", "answer": "b"}, "the fields answer, question. Wanted: messages"),
+        ({"messages": [USER]}, "the assistant says nothing"),
+        ({"messages": "hi"}, "Wanted"),
+        ({"conversations": [{"from": "moon", "value": "x"}]}, "'moon'"),
+        ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, but 1 labels"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, DONE]}, "more than text"),
+    ],
+)
+def test_what_has_not_the_fields_is_told_with_its_line(tmp_path: Path, line: dict[str, Any], told: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": [USER, DONE]}) + "\n" + json.dumps(line) + "\n")
+    with pytest.raises(DataError, match="line 2") as error:
+        read_file(path)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "folder", "data.txt", "empty.jsonl", "bad.jsonl", "list.json"])
+def test_files_that_are_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for other, text in {"data.txt": "x", "empty.jsonl": "\n", "bad.jsonl": "{", "list.json": "{}"}.items():
+        (tmp_path / other).write_text(text)
+    with pytest.raises(DataError, match=name.replace(".", r"\.")):
+        read_file(tmp_path / name)
+
+
+def test_parquet_is_read_without_what_other_lines_fill_in(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    calls = [{"function": {"name": "f", "arguments": {name: 1}}} for name in "ab"]
+    lines = [{"messages": [USER, {**DONE, "tool_calls": [call]}]} for call in calls]
+    parquet.write_table(pyarrow.Table.from_pylist([*lines, {"messages": [USER, DONE]}]), tmp_path / "data.parquet")
+    found = read_file(tmp_path / "data.parquet")
+    assert found[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"b": 1}
+    assert found[2].messages == (USER, DONE)
+    (tmp_path / "bad.parquet").write_text("x")
+    with pytest.raises(DataError, match=r"no Parquet"):
+        read_file(tmp_path / "bad.parquet")
+
+
+def test_data_without_agents_is_of_the_one_that_is_named() -> None:
+    data = [conversation({"messages": [USER, DONE]}, "here")]
+    assert named(data, ("writer",))(data[0]) == "writer"
+    assert named(data, None)(data[0]) is None
+    with pytest.raises(DataError, match="whose words"):
+        named(data, ("writer", "rewriter"))
+
+
+def test_a_group_and_a_question_are_held_out_whole() -> None:
+    lines = [{"messages": [{**USER, "content": f"q{n % 60}"}, DONE], "group_id": f"g{n // 2}"} for n in range(120)]
+    data = [conversation(line, "here") for line in lines]
+    training, out = held_out(data, 0.2)
+    assert len(training) + len(out) == 120
+    assert 10 <= len(out) <= 50
+    for part in ({one.group for one in training} & {one.group for one in out},):
+        assert not part
+    assert not {one.messages[0]["content"] for one in training} & {one.messages[0]["content"] for one in out}
+
+
+def test_every_epoch_takes_every_row_once() -> None:
+    rows: Any = list(range(10))
+    taken = [row for batch in batches(rows, 4, 5, seed=3) for row in batch]
+    assert [sorted(taken[:10]), sorted(taken[10:])] == [list(range(10))] * 2
+    assert taken[:10] != taken[10:]
+    assert taken == [row for batch in batches(rows, 4, 5, seed=3) for row in batch]

@@ -1,0 +1,340 @@
+"""The update: gradients are those of the published loss, however rows are packed; and nothing poisons the weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from tiny import make_tiny_model
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch import TorchLearner
+from lightning_trainer.backends.torch.learn.tree import micro_batches
+from lightning_trainer.backends.torch.learn.update import update
+from lightning_trainer.gateway.engine import Sampling
+from lightning_trainer.rl.losses import policy_loss, token_logprobs
+from lightning_trainer.rl.rows import Row, token_weights
+
+pytestmark = pytest.mark.torch
+
+Gradients = dict[str, "torch.Tensor"]
+
+
+def make_backend(folder: Path, **options: object) -> TorchLearner:
+    return TorchLearner(folder, **{"threads": 1, **options})
+
+
+def make_row(tokens: list[int], answer: slice, advantage: float = 1.0, logprob: float = -5.0, **changes: object) -> Row:
+    mask = np.zeros(len(tokens), np.bool_)
+    mask[answer] = True
+    fields = {
+        "tokens": np.array(tokens, np.int32),
+        "mask": mask,
+        "logprobs": np.where(mask, logprob, 0).astype(np.float32),
+        "advantages": np.where(mask, advantage, 0.0),
+        "lengths": (int(mask.sum()),),
+        "agent": "a",
+        "attempt_id": "t",
+        "rollout_id": "r",
+        "group_id": "g",
+    }
+    return Row(**{**fields, **changes})
+
+
+def make_batch(seed: int = 0, count: int = 12, temperature: float = 1.0) -> list[Row]:
+    """Rows as in a step: one system prompt, groups with one question, answers that begin alike, two temperatures."""
+    random = np.random.default_rng(seed)
+    system = random.integers(3, 250, 20)
+    rows: list[Row] = []
+    for n in range(count):
+        question = np.random.default_rng(n // 4).integers(3, 250, 3 + n // 4)
+        prompt = [*system, *question]
+        answer = random.integers(3, 250, random.integers(2, 12)).tolist()
+        if n % 4 == 3:  # shares sampled tokens with the row before it
+            answer = [*rows[-1].tokens[len(prompt) : len(prompt) + 2].tolist(), *answer]
+        row = make_row([*prompt, *answer], slice(len(prompt), None), float(random.normal()))
+        logprobs = np.where(row.mask, -5 + 0.3 * random.standard_normal(len(row.tokens)), 0).astype(np.float32)
+        rows.append(replace(row, logprobs=logprobs, temperature=temperature if n % 2 else 1.0))
+    return [*rows, rows[0]]  # twice the same: n > 1 choices may be equal
+
+
+def gradients(folder: Path, rows: list[Row], *, share: bool = True, **options: object) -> tuple[Gradients, dict]:
+    """Gradients of the masters as they come to the optimiser."""
+    backend = make_backend(folder, **options)
+    policy, found = backend._trained(), {}
+
+    def step() -> tuple[float, bool]:
+        found.update({name: master.grad.clone() for name, master in policy.masters.items()})
+        return 0.0, True
+
+    policy.step = step
+    metrics = update(backend._model, policy, rows, backend.options, backend._reference(), share=share)
+    backend.close()
+    return found, metrics
+
+
+def plain_gradients(folder: Path, rows: list[Row], aggregation: str = "token-mean", **clip: float) -> Gradients:
+    """The same by transformers alone: each row forwarded whole, on its own."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for row, weights in zip(rows, token_weights(rows, aggregation), strict=True):
+        logits = model(torch.from_numpy(row.tokens.astype(np.int64))[None]).logits[0, :-1]
+        kept = torch.from_numpy(row.mask[1:])
+        new = token_logprobs(logits[kept], torch.from_numpy(row.tokens[row.mask]), row.temperature)
+        old, advantages = torch.from_numpy(row.logprobs[row.mask]), torch.from_numpy(row.advantages[row.mask])
+        policy_loss(new, old, advantages, torch.from_numpy(weights), **clip).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def distance(a: Gradients, b: Gradients) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.fixture
+def backend(tiny_model: Path) -> Iterator[TorchLearner]:
+    made = make_backend(tiny_model, learning_rate=1e-3)
+    yield made
+    made.close()
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sharing_prefixes_does_not_change_the_gradient(tiny_model: Path, aggregation: str, temperature: float) -> None:
+    rows = make_batch(temperature=temperature)
+    ours, _ = gradients(tiny_model, rows, loss_aggregation=aggregation)
+    assert distance(ours, plain_gradients(tiny_model, rows, aggregation)) < 1e-5
+    assert max(float(gradient.abs().max()) for gradient in ours.values()) > 1e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 80, 110])
+def test_micro_batching_does_not_change_the_gradient(tiny_model: Path, tokens: int) -> None:
+    rows = make_batch()
+    whole, metrics = gradients(tiny_model, rows)
+    split, split_metrics = gradients(tiny_model, rows, micro_batch_tokens=tokens)
+    assert distance(whole, split) < 1e-5
+    for name in ("loss", "clip_fraction", "entropy", "logprob_gap", "tokens", "ratio_max"):
+        assert split_metrics[name] == pytest.approx(metrics[name], abs=1e-5), name
+    assert split_metrics["packed_tokens"] > metrics["packed_tokens"]
+
+
+def test_merged_rows_give_the_gradient_of_unmerged_ones(tiny_model: Path) -> None:
+    first = make_row([*range(10, 30)], slice(14, 18), 0.7)
+    second = make_row([*range(10, 30), *range(60, 70)], slice(24, 28), -0.4)
+    mask = first.mask.tolist() + [False] * 10
+    merged = replace(
+        second,
+        mask=second.mask | np.array(mask),
+        logprobs=second.logprobs + np.where(mask, -5, 0).astype(np.float32),
+        advantages=second.advantages + np.where(mask, 0.7, 0.0),
+        lengths=(4, 4),
+    )
+    one, _ = gradients(tiny_model, [merged], loss_aggregation="sequence-mean")
+    two, _ = gradients(tiny_model, [first, second], loss_aggregation="sequence-mean")
+    assert distance(one, two) < 1e-5
+
+
+def test_masked_tokens_get_no_gradient(tiny_model: Path) -> None:
+    row = make_row([*range(10, 40)], slice(20, 25))
+    noise = np.where(row.mask, 0, 7.0)
+    noisy = replace(row, advantages=row.advantages + noise, logprobs=row.logprobs + noise.astype(np.float32))
+    expected = plain_gradients(tiny_model, [row])
+    for variant in (row, noisy):
+        ours, metrics = gradients(tiny_model, [variant])
+        assert metrics["tokens"] == 5
+        assert distance(ours, expected) < 1e-5
+    cut, _ = gradients(tiny_model, [replace(row, **{k: getattr(row, k)[:25] for k in _ARRAYS})])
+    assert distance(cut, expected) < 1e-5  # what comes after the last sampled token has no effect at all
+
+
+_ARRAYS = ("tokens", "mask", "logprobs", "advantages")
+
+
+def test_clipped_tokens_get_no_gradient(tiny_model: Path) -> None:
+    row = make_row([*range(10, 30)], slice(10, 20), 1.0, logprob=-9.0)  # now far likelier than when it was sampled
+    ours, metrics = gradients(tiny_model, [row])
+    assert metrics["clip_fraction"] == 1.0
+    assert max(float(gradient.abs().max()) for gradient in ours.values()) == 0.0
+    free, _ = gradients(tiny_model, [row], clip_high=1e6)
+    assert max(float(gradient.abs().max()) for gradient in free.values()) > 0.0
+
+
+def test_rows_without_gradient_are_not_forwarded_but_count_in_the_mean(tiny_model: Path) -> None:
+    rows = make_batch()
+    idle = make_row([*range(100, 140)], slice(20, 40), 0.0)
+    ours, metrics = gradients(tiny_model, [*rows, idle])
+    assert metrics["tokens"] == sum(int(row.mask.sum()) for row in rows)
+    assert distance(ours, plain_gradients(tiny_model, [*rows, idle])) < 1e-5
+
+
+def test_a_batch_without_gradient_changes_nothing(backend: TorchLearner) -> None:
+    before = {name: value.clone() for name, value in backend._trained().masters.items()}
+    metrics = backend.update([make_row([*range(10, 30)], slice(10, 20), 0.0)])
+    assert (metrics["tokens"], metrics["grad_norm"], metrics["skipped"]) == (0, 0, 0)
+    assert all(torch.equal(before[name], value) for name, value in backend._trained().masters.items())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(3, 5), min_size=2, max_size=8), min_size=1, max_size=12),
+    st.integers(1, 60),
+    st.booleans(),
+)
+def test_packing_keeps_every_row_and_shares_every_beginning(sequences: list[list[int]], most: int, share: bool) -> None:
+    rows = [make_row(tokens, slice(1, None), temperature=1.0 + n % 2) for n, tokens in enumerate(sequences)]
+    seen = []
+    for packed in micro_batches(rows, most, share=share):
+        paths = iter(packed.segments)
+        beginnings = {tuple(rows[r].tokens[: n + 1]) for r in packed.rows for n in range(len(rows[r].tokens))}
+        total = sum(len(rows[r].tokens) for r in packed.rows)
+        assert len(packed.tokens_N) == (len(beginnings) if share else total)
+        assert len(packed.tokens_N) <= most or len(packed.rows) == 1
+        for segment in paths:
+            assert packed.positions_N[segment.path].tolist() == [*range(len(segment.path))]
+            assert any(packed.tokens_N[segment.path].tolist() == sequences[r] for r in packed.rows)
+        targets = np.concatenate([rows[r].tokens[1:] for r in packed.rows])
+        sources = np.concatenate([rows[r].tokens[:-1] for r in packed.rows])
+        temperatures = np.concatenate([np.full(len(rows[r].tokens) - 1, rows[r].temperature) for r in packed.rows])
+        assert packed.target_P.tolist() == targets.tolist()
+        assert packed.tokens_N[packed.predicts_U[packed.place_P]].tolist() == sources.tolist()
+        assert packed.temperature_U[packed.place_P].tolist() == temperatures.tolist()
+        seen += packed.rows.tolist()
+    assert sorted(seen) == [*range(len(rows))]
+
+
+# Steps.
+
+
+def test_an_update_makes_good_answers_likelier_and_the_engine_knows(backend: TorchLearner) -> None:
+    prompt = list(range(10, 30))
+    good, bad = [40, 41, 42, 43], [50, 51, 52, 53]
+
+    async def logprobs() -> tuple[float, ...]:
+        pieces = backend.engine.generate(prompt, Sampling(max_tokens=6, temperature=0))
+        return sum([piece.logprobs async for piece in pieces], ())
+
+    def scores() -> list[float]:
+        with torch.no_grad():
+            backend._model.causal.set_attn_implementation("sdpa")
+            logits = backend._model.causal(torch.tensor([prompt + good, prompt + bad])).logits[:, 19:-1]
+            backend._model.causal.set_attn_implementation("lightning_plan")
+        chosen = torch.tensor([good, bad])[..., None]
+        return logits.log_softmax(-1).gather(-1, chosen).sum((1, 2)).tolist()
+
+    before, engine_before = scores(), asyncio.run(logprobs())
+    rows = [make_row(prompt + good, slice(20, 24), 1.0), make_row(prompt + bad, slice(20, 24), -1.0)]
+    for _ in range(3):
+        metrics = backend.update(rows)
+    after = scores()
+    assert after[0] > before[0] + 0.5
+    assert after[1] < before[1] - 0.5
+    assert backend.engine.version == 3
+    assert asyncio.run(logprobs()) != engine_before
+    assert metrics["skipped"] == 0
+    assert metrics["grad_norm"] > 0
+
+
+def test_what_the_engine_recorded_is_what_the_trainer_computes(backend: TorchLearner) -> None:
+    async def sample() -> Row:
+        tokens, logprobs = [], []
+        async for piece in backend.engine.generate(range(10, 40), Sampling(max_tokens=20, temperature=0.8, seed=4)):
+            tokens += piece.token_ids
+            logprobs += piece.logprobs
+        row = make_row([*range(10, 40), *tokens], slice(30, None), temperature=0.8)
+        row.logprobs[30:] = logprobs
+        return row
+
+    metrics = backend.update([asyncio.run(sample())])
+    assert metrics["logprob_gap"] < 1e-5
+    assert metrics["kl"] < 1e-6
+    assert metrics["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_recomputed_logprobs_replace_the_recorded_ones(tiny_model: Path) -> None:
+    rows = make_batch()
+    _, recorded = gradients(tiny_model, rows)
+    _, recomputed = gradients(tiny_model, rows, old_logprobs="recompute")
+    assert recorded["ratio_max"] > 1.2
+    assert recomputed["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    assert recomputed["logprob_gap"] == pytest.approx(recorded["logprob_gap"], abs=1e-5)
+
+
+@pytest.mark.parametrize("advantage", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(backend: TorchLearner, advantage: float) -> None:
+    backend.update(make_batch())
+    before = {name: value.clone() for name, value in backend._trained().state().items()}
+    metrics = backend.update([*make_batch(), make_row([*range(10, 30)], slice(10, 20), advantage)])
+    assert metrics["skipped"] == 1
+    assert all(torch.equal(before[name], value) for name, value in backend._trained().state().items())
+    assert backend.update(make_batch())["skipped"] == 0
+
+
+def test_small_steps_are_not_lost_in_bfloat16(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "bf16", dtype="bfloat16")
+    backend = make_backend(folder, learning_rate=1e-7, dtype="bfloat16")
+    masters = backend._trained().masters
+    before = {name: value.clone() for name, value in masters.items()}
+    for _ in range(2):
+        backend.update(make_batch())
+    changed = [float((value - before[name]).abs().max()) for name, value in masters.items()]
+    assert min(changed) > 0
+    assert all(parameter.dtype is torch.bfloat16 for parameter in backend._model.causal.parameters())
+    backend.close()
+
+
+def test_the_master_is_a_float32_gradient_sum_over_micro_batches(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "bf16", dtype="bfloat16")
+    free = {"clip_low": 0.99, "clip_high": 1e6}  # a ratio at the clip's edge falls on either side by rounding
+    whole, _ = gradients(folder, make_batch(), **free)
+    split, _ = gradients(folder, make_batch(), micro_batch_tokens=40, **free)
+    exact = plain_gradients(folder, make_batch(), **free)
+    for ours in (whole, split):
+        assert all(gradient.dtype is torch.float32 for gradient in ours.values())
+        for name, gradient in ours.items():
+            assert float((gradient - exact[name]).norm() / exact[name].norm()) < 0.1, name
+
+
+# Reference policy and adapters.
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_kl_pulls_towards_the_starting_policy(tiny_model: Path, rank: int) -> None:
+    def drift(kl_coef: float) -> list[float]:
+        backend = make_backend(tiny_model, kl_coef=kl_coef, lora_rank=rank, learning_rate=3e-3, clip_high=1e3)
+        found = [backend.update(make_batch(count=4))["kl"] for _ in range(6)]
+        backend.close()
+        return found
+
+    light, heavy = drift(1e-6), drift(5.0)
+    assert light[0] == pytest.approx(0.0, abs=1e-6)  # nothing is trained yet
+    assert 0 < heavy[-1] < light[-1]
+
+
+def test_only_adapters_are_trained_with_lora(tiny_model: Path) -> None:
+    backend = make_backend(tiny_model, lora_rank=2, lora_targets=("q_proj", "v_proj"), learning_rate=1e-2)
+    before = {name: value.clone() for name, value in backend._model.causal.named_parameters()}
+    for _ in range(2):
+        metrics = backend.update(make_batch())
+    changed = {n for n, value in backend._model.causal.named_parameters() if not torch.equal(before[n], value)}
+    assert changed
+    assert all("lora_" in name and ("q_proj" in name or "v_proj" in name) for name in changed)
+    assert metrics["grad_norm"] > 0
+    backend.close()
+
+
+def test_unknown_lora_targets_are_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="lora_targets"):
+        make_backend(tiny_model, lora_rank=2, lora_targets=("no_such_module",))

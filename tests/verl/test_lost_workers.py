@@ -1,0 +1,121 @@
+"""What goes wrong on verl's side ends with a word, and within a bound."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl.protocol")
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from readings import lines
+
+from lightning_spans.errors import ConfigError, LightningError
+from lightning_trainer import TrainConfig, train
+from lightning_trainer.backends.verl import process
+from lightning_trainer.backends.verl.options.overrides import Site
+from lightning_trainer.backends.verl.process import explained, run_verl
+from lightning_trainer.backends.verl.steps.agreement import WeightsError
+from lightning_trainer.backends.verl.steps.trainers import within
+from lightning_trainer.report.progress import Silent
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+NOBODY = {"workers": 0, "concurrency": 1, "logs": Path("logs")}
+
+
+def test_a_hung_weight_transfer_ends_within_its_bound():
+    began = time.monotonic()
+    with pytest.raises(WeightsError, match="did not reach vLLM within 0 s"):
+        within(0.2, lambda: time.sleep(30))
+    assert time.monotonic() - began < 5
+
+
+def test_an_error_of_the_transfer_is_raised_as_it_is():
+    def fail() -> None:
+        raise OSError("shared memory")
+
+    assert within(5, lambda: 3) == 3
+    with pytest.raises(OSError, match="shared memory"):
+        within(5, fail)
+
+
+def test_our_own_errors_come_out_of_rays_wrapping(tmp_path):
+    place = Site(folder=tmp_path)
+    inner = WeightsError("the weights")
+    assert explained(RayTaskError("run", "traceback", inner), place) is inner
+    wrapped = explained(RayTaskError("run", "traceback", ValueError("bad value")), place)
+    assert isinstance(wrapped, LightningError)
+    assert "Go on with" not in str(wrapped)
+    (tmp_path / "checkpoint").mkdir()
+    died = explained(RayTaskError("run", "traceback", RayActorError()), place)
+    assert "a process of verl died" in str(died)
+    assert f"lightning-rl train --resume {tmp_path}" in str(died)
+
+
+def test_a_verl_that_cannot_be_imported_is_told(options, tmp_path, monkeypatch):
+    """A run must not end as if it had been done."""
+    monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo", None)
+    with pytest.raises(LightningError, match="verl failed: import of"):
+        run_verl(TrainConfig(**options), Site(folder=tmp_path), Runner(Job(target="program:run"), **NOBODY).check)
+
+
+def test_a_ray_that_does_not_answer_ends_the_run_within_a_bound(options, tmp_path, monkeypatch):
+    importlib.import_module("verl.trainer.main_ppo")  # which takes its time
+    asked, over = threading.Event(), threading.Event()
+    monkeypatch.setattr(ray, "init", lambda **_: asked.set() or over.wait(60))
+    monkeypatch.setattr(process, "_START_S", 1.0)
+    monkeypatch.setattr(process, "_END_S", 0.1)
+    try:
+        with pytest.raises(LightningError, match=r"Ray on this machine did not answer within 1 s.*raylet\.out"):
+            run_verl(TrainConfig(**options), Site(folder=tmp_path), Runner(Job(target="program:run"), **NOBODY).check)
+        assert asked.wait(30)
+    finally:
+        over.set()
+        for thread in threading.enumerate():
+            if thread.name == "lightning-verl":
+                thread.join(30)
+
+
+def test_a_temporary_folder_inside_the_environment_is_refused(options, tmp_path, monkeypatch):
+    """Ray's workers refuse to start there, and Ray waits for them for ever."""
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    with pytest.raises(ConfigError, match="Set RAY_TMPDIR to another folder"):
+        train(TrainConfig(**options))
+    assert not options["out"].exists()
+
+
+class KillsAfter(Silent):
+    """Kills verl's training worker once a step is told."""
+
+    def __init__(self, step: int) -> None:
+        self.step_to_kill_after = step
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.step_to_kill_after:
+            for process in psutil.Process().children(recursive=True):
+                if process.name().startswith("ray::WorkerDict"):
+                    process.kill()
+
+
+@pytest.mark.timeout(1800)
+def test_a_rollout_that_never_ends_is_left_out_and_a_killed_worker_is_told(options):
+    """Two steps with an agent that hangs on one task of six, then the trainer's process is killed."""
+    options |= {"target": "hanging_program:run", "timeout_s": 60, "max_attempts": 1, "batch_size": 6, "group_size": 2}
+    with pytest.raises(LightningError, match="a process of verl died") as error:
+        train(TrainConfig(**options), KillsAfter(1))
+    assert "--resume" in str(error.value)
+    steps = lines(options["out"])
+    assert len(steps) >= 2
+    assert [step["failed"] for step in steps[:2]] == [2, 2]
+    assert all(step["rollouts"] == 12 and step["grad_norm"] > 0 for step in steps[:2])

@@ -1,0 +1,103 @@
+"""What verl's trainer tells of its steps: the numbers that the torch backend has, the alarms, and who did not speak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_NAME, Span
+from lightning_spans.schema.transitions import Transition
+from lightning_trainer.backends.verl.report import Reporter
+from lightning_trainer.backends.verl.steps.gathered import Gathered
+from lightning_trainer.report.metrics import MetricLog
+from lightning_trainer.report.progress import Silent
+from lightning_trainer.rl.account import Account
+from lightning_trainer.rl.batch import Batch, Judged
+from lightning_trainer.rl.rollouts import Outcome
+
+
+def gathered(groups: int, *, flat: int) -> Gathered:
+    """Groups of one rollout that called once and used a tool once, which failed."""
+    found = Gathered("exclude")
+    for number in range(groups):
+        ids = {"rollout_id": f"r{number}", "attempt_id": f"r{number}.1"}
+        rollout = Rollout(rollout_id=f"r{number}", group_id=f"g{number}", task={})
+        attempt = AttemptRecord(
+            attempt_id=f"r{number}.1", rollout=rollout, number=1, fence=1, worker="w", status="succeeded"
+        )
+        reward = Reward(value=0.5, source="run", **ids)
+        outcome = Outcome(rollout=rollout, attempt=attempt, attempts=(attempt,), rewards=(reward,))
+        call = Judged(Transition(agent="solver", turn=0, span_id="s", **ids), f"g{number}", 0.5, 0.0)
+        batch = Batch(
+            rows=[],
+            account=Account(seen=1, dropped={"no tokens recorded": 1}),
+            agents={"solver": 1},
+            automatic=(Reward(value=-0.1, source="tool_status", agent="solver", span_id="s", **ids),),
+            calls=(call,),
+            flat_groups=frozenset({f"g{number}"} if number < flat else ()),
+        )
+        found.add([outcome], batch, [Trace.build([span(CHAT, 1, ids), span(EXECUTE_TOOL, 2, ids)], **ids)])
+    return found
+
+
+def span(operation: str, number: int, ids: dict[str, str]) -> Span:
+    return Span(
+        trace_id=f"{1:032x}", span_id=f"{number:016x}", parent_id=None, operation=operation, name=operation,
+        agent="solver", start_ns=number, end_ns=number + 1, status="error" if operation == EXECUTE_TOOL else "ok",
+        attributes={TOOL_NAME: "search"} if operation == EXECUTE_TOOL else {}, **ids,
+    )  # fmt: skip
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.standing: Sequence[str] = ()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def stopping(self) -> None:
+        pass
+
+    def alarms(self, texts: Sequence[str]) -> None:
+        self.standing = texts
+
+
+def test_numbers_are_those_of_the_torch_backend_and_are_taken_once() -> None:
+    found = gathered(4, flat=3)
+    numbers = found.take()
+    wanted = {
+        "reward": 0.5,
+        "rollouts": 4.0,
+        "calls_seen": 4.0,
+        "groups": 4.0,
+        "groups_without_signal": 0.75,
+        "reward_source/run": 0.5,
+        "reward_source/tool_status": -0.1,
+        "calls_per_rollout/solver": 1.0,
+        "tool_error_rate/search": 1.0,
+    }
+    assert {name: numbers[name] for name in wanted} == wanted
+    again = found.take()
+    assert (again["rollouts"], again["groups"], "reward" in again) == (0.0, 0.0, False)
+
+
+def test_dead_groups_raise_an_alarm_and_a_silent_agent_a_warning(tmp_path: Path) -> None:
+    progress = Told()
+    with closing(MetricLog(tmp_path)) as log:
+        reporter = Reporter(log, progress, ("solver", "answerer"))
+        for step in (1, 2, 3):
+            assert not progress.standing
+            numbers = gathered(4, flat=4).take()
+            reporter.told("train", step, {f"lightning/{name}": value for name, value in numbers.items()})
+        reporter.warn_of_unheard(3)
+        assert [alarm.name for alarm in log.raised()] == ["groups_dead"]
+    assert progress.standing[0].startswith("In the last 3 steps 100% of the groups had equal rewards")
+    assert [note.split(",")[0] for note in progress.notes] == [
+        "WARNING: answerer not seen in 1 step",
+        "WARNING: answerer not seen in 3 steps",
+    ]

@@ -1,0 +1,326 @@
+"""The pages in a real browser: each screen opens, says what the store says, asks nobody else, and complains of nothing.
+
+`nox -s view` runs it, and with `-- --pictures` writes docs/img/view anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made import NASTY, make_run
+from test_view import printed
+
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import open_store
+from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.gateway.http.serving import ServerThread
+from lightning_trainer.view.pages import create_view
+from lightning_trainer.view.routes import Views
+from lightning_trainer.view.runs import Runs
+
+pytest.importorskip("playwright.sync_api")
+
+PICTURES = Path(__file__).parents[2] / "docs" / "img" / "view"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs of agents that learn."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "other", steps=2, groups=2, size=4, seed=2)
+    make_run(folder / "calculator", steps=4, groups=4, size=6)
+    return folder
+
+
+class Looking:
+    """A page, what it asked for, and what it complained of."""
+
+    def __init__(self, page: Any, url: str, key: str) -> None:
+        self.page, self.url, self._key = page, url, key
+        self.asked: list[str] = []
+        self.complaints: list[str] = []
+        page.on("request", lambda request: self.asked.append(request.url))
+        page.on("console", lambda message: self.complaints.append(message.text) if message.type != "log" else None)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
+
+    def open(self, *where: object) -> None:
+        """Go to a screen with the key in the address, as `lightning-rl view` prints it, and wait until it is there."""
+        from urllib.parse import quote
+
+        if "/view/" not in self.page.url:
+            self.page.goto(f"{self.url}/view/#key={self._key}")
+            self.page.wait_for_selector("h1")
+        address = "/".join(quote(str(part), safe="") for part in where)
+        self.page.evaluate("hash => { location.hash = hash }", f"/{address}")
+        self.page.wait_for_selector("h1")
+
+    def until(self, condition: str) -> None:
+        """Wait until something is true in the page. Playwright's own way needs `eval`, which the page forbids."""
+        for _ in range(400):
+            if self.page.evaluate(condition):
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"never true: {condition}")
+
+    def text(self, selector: str) -> str:
+        return " ".join(self.page.locator(selector).first.inner_text().split())
+
+    def number(self, name: str) -> int:
+        self.until(f"/[0-9]/.test(document.querySelector('[data-testid={name}]')?.textContent ?? '')")
+        found = re.search(r"[\d,]+", self.text(f"[data-testid='{name}']"))
+        assert found is not None
+        return int(found[0].replace(",", ""))
+
+    def well(self) -> None:
+        """Nobody else was asked, and nothing was complained of."""
+        assert {url.split("/", 3)[2] for url in self.asked if not url.startswith(("data:", "blob:"))} == {
+            self.url.split("/", 3)[2]
+        }
+        assert self.complaints == []
+
+
+@contextmanager
+def looking(browser: Any, path: Path, **more: Any) -> Iterator[Looking]:
+    keys = Keys.fresh()
+    views = Views(Runs(path))
+    with ServerThread(create_view(views, keys)) as server:
+        context = browser.new_context(
+            viewport=more.pop("viewport", {"width": 1280, "height": 800}), reduced_motion="reduce", locale="en-GB",
+            timezone_id="UTC", **more,
+        )  # fmt: skip
+        context.set_default_timeout(20_000)
+        page = context.new_page()
+        try:
+            yield Looking(page, server.url, keys.issue("viewer"))
+        finally:
+            context.close()
+            views.stopping.set()
+
+
+@pytest.fixture
+def look(browser: Any, runs: Path) -> Iterator[Looking]:
+    with looking(browser, runs) as found:
+        yield found
+        found.well()
+
+
+@pytest.fixture
+def picture(request: pytest.FixtureRequest) -> Any:
+    """Writes a picture of a page into the docs, where that is asked for."""
+
+    def take(look: Looking, name: str) -> None:
+        if request.config.getoption("--pictures"):
+            PICTURES.mkdir(parents=True, exist_ok=True)
+            look.page.wait_for_load_state("load")
+            look.page.screenshot(path=str(PICTURES / f"{name}.png"))
+
+    return take
+
+
+def test_a_run_is_opened_from_the_list_and_its_steps_from_the_chart(look: Looking, picture: Any) -> None:
+    look.open()
+    look.page.click("text=calculator")
+    look.page.wait_for_selector(".chart canvas")
+    assert look.page.locator(".chart").count() >= 8
+    assert look.page.locator("tr.train").count() == 4
+    picture(look, "run")
+    look.page.click("text=step 3")
+    look.page.wait_for_selector(".cell")
+    assert look.text("h1") == "Step 3"
+
+
+def test_a_step_says_what_the_store_says_and_filters_by_a_click(look: Looking, runs: Path, picture: Any) -> None:
+    look.open("run", "calculator", "step", "train", 1)
+    look.page.wait_for_selector(".cell")
+    store = open_store(str(runs / "calculator" / "lightning.db"))
+    ids = [r.rollout_id for r in store.rollouts() if ":t1-" in r.rollout_id]
+    store.close()
+    lines = [line for rollout in ids for line in printed(runs / "calculator", "--rollout", rollout)]
+    assert look.number("rollouts") == len(ids) == 24
+    assert look.number("calls") == sum(line["operation"] == "chat" for line in lines)
+    picture(look, "step")
+    first = look.page.locator(".histogram button").first
+    inside = int(first.locator("b").inner_text())
+    first.click()
+    assert look.page.locator(".cell:not(.faded)").count() == inside
+    first.click()
+    look.page.fill("input[type=search]", "invalid syntax")
+    failed = {line["rollout_id"] for line in lines if line["operation"] == "execute_tool" and line["status"] == "error"}
+    look.until(f"document.querySelectorAll('.cell:not(.faded)').length === {len(failed)}")
+
+
+def test_a_group_stands_side_by_side(look: Looking, picture: Any) -> None:
+    look.open("run", "calculator", "group", "calculator-0a1b2c3d:t1-0")
+    look.page.wait_for_selector(".side td .event")
+    columns = look.page.locator(".side th").count()
+    assert columns + look.page.locator(".twin").count() == 6
+    look.page.click("text=fold those")
+    assert look.page.locator(".side th").count() == 6
+    look.page.click("text=fold those")
+    rewards = [float(text) for text in look.page.locator(".side th .cell").all_inner_texts()]
+    assert rewards == sorted(rewards, reverse=True)
+    picture(look, "group")
+
+
+def test_a_rollout_is_walked_by_keys(look: Looking, runs: Path, picture: Any) -> None:
+    rollout = "calculator-0a1b2c3d:t1-0-1"
+    look.open("run", "calculator", "rollout", rollout)
+    look.page.wait_for_selector(".event.chosen")
+    lines = printed(runs / "calculator", "--rollout", rollout)
+    assert look.number("spans") == len(lines) == look.page.locator(".track .span").count()
+    assert look.number("calls") == sum(line["operation"] == "chat" for line in lines)
+    assert "planner" in look.text(".event.chosen")
+    look.page.keyboard.press("j")
+    assert "solver" in look.text(".event.chosen")
+    picture(look, "rollout")
+    look.page.keyboard.press("m")
+    look.page.keyboard.press("Enter")
+    look.page.wait_for_selector(".token")
+    look.page.keyboard.press("u")
+    look.page.wait_for_selector(".event.chosen")
+    assert "solver" in look.text(".event.chosen")
+    look.page.keyboard.press("n")
+    look.until("location.hash.includes('t1-0-2')")
+    look.open("run", "calculator", "marks")
+    assert look.page.locator(".links li").count() == 1
+
+
+def test_a_call_is_shown_as_the_tokens_that_were_drawn(look: Looking, runs: Path, picture: Any) -> None:
+    rollout = "calculator-0a1b2c3d:t1-0-1"
+    chats = [line for line in printed(runs / "calculator", "--rollout", rollout) if line["operation"] == "chat"]
+    look.open("run", "calculator", "call", rollout, f"{rollout}.1", chats[2]["span_id"])
+    look.page.wait_for_selector(".response .token")
+    assert look.page.locator(".response .token").count() == len(chats[2]["response_token_ids"])
+    assert look.page.locator(".prompt .token").count() == len(chats[2]["prompt_token_ids"])
+    picture(look, "call")
+    look.page.click("text=mask")
+    assert look.page.locator(".response .token.trained").count() == len(chats[2]["response_token_ids"])
+    assert look.page.locator(".prompt .token.trained").count() == len(chats[1]["response_token_ids"])
+    look.page.click("text=raw request")
+    assert "You solve what is planned" in look.text(".raw")
+
+
+def test_the_account_adds_up_and_leads_to_the_calls(look: Looking, picture: Any) -> None:
+    look.open("run", "calculator", "account", 1)
+    look.page.wait_for_selector(".funnel")
+    texts = look.page.locator(".funnel").first.locator("b").all_inner_texts()
+    numbers = [int(text.replace(",", "").replace("\N{MINUS SIGN}", "-")) for text in texts]
+    seen, *losses, trained, merged, rows, _ = numbers
+    assert seen + sum(losses) == trained == merged + rows
+    look.page.click(".funnel summary")
+    picture(look, "account")
+    look.page.click(".funnel .links a")
+    look.page.wait_for_selector(".tokens")
+
+
+@pytest.mark.parametrize("screen", ["credit", "rewards", "tools"])
+def test_the_other_screens_of_a_step_open(look: Looking, picture: Any, screen: str) -> None:
+    look.open("run", "calculator", screen, *([] if screen == "credit" else ["train"]), 1)
+    look.page.wait_for_selector({"credit": ".heat td b", "rewards": ".scatter circle", "tools": ".meter"}[screen])
+    picture(look, screen)
+    if screen == "credit":
+        look.page.select_option("main label select", "last")
+        look.page.wait_for_selector("text=as this assigner would have done")
+
+
+def test_the_screens_beside_them_open(look: Looking) -> None:
+    look.open("run", "calculator", "fleet")
+    look.page.wait_for_selector("text=runner/one")
+    look.open("run", "calculator", "search", "invalid syntax")
+    look.page.wait_for_selector("mark")
+    look.page.click(".links.wide a")
+    look.page.wait_for_selector(".event.chosen")
+    look.open("compare", "calculator|other")
+    look.page.wait_for_selector("text=What differs")
+
+
+def test_what_is_written_shows_without_a_reload(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "live", steps=1, groups=1, size=2)
+    with looking(browser, run) as look:
+        look.open("run", "live")
+        look.page.wait_for_selector(".live")
+        assert look.page.locator("tr.train").count() == 1
+        store = open_store(str(run / "lightning.db"))
+        store.enqueue([Rollout(rollout_id="live-1:t1-0-0", group_id="live-1:t1-0", task={"q": "new"})])
+        look.page.wait_for_selector("text=1 queued")
+        store.close()
+        assert look.page.locator("tr.train").count() == 2
+        look.well()
+
+
+def test_hostile_texts_stay_texts(browser: Any, nasty: Path) -> None:
+    with looking(browser, nasty) as look:
+        look.open("run", "nasty", "step", "train", 0)
+        look.page.wait_for_selector(".cell")
+        look.number("calls")
+        addresses = look.page.eval_on_selector_all(
+            ".cell, .what a", "all => all.map(each => each.getAttribute('href'))"
+        )
+        shown = ""
+        for address in addresses:
+            look.page.evaluate("hash => { location.hash = hash }", address[1:])
+            look.page.wait_for_selector(".event")
+            shown += look.page.inner_text("main")
+            if link := look.page.query_selector(".event-head a"):
+                link.click()
+                look.page.wait_for_selector(".tokens, .note")
+                look.page.click("text=messages")
+                shown += look.page.inner_text("main")
+        for screen in ("account/0", "credit/0", "rewards/train/0", "tools/train/0", "search/script"):
+            look.open("run", "nasty", *screen.split("/"))
+            look.until("!document.querySelector('[aria-busy]')")
+        assert NASTY[0] in shown
+        assert NASTY[1] in shown
+        assert look.page.evaluate("document.querySelectorAll('img, iframe, main script').length") == 0
+        assert "owned" not in look.page.title()
+        look.well()
+
+
+def test_without_a_key_the_page_asks_for_one(browser: Any, runs: Path) -> None:
+    with looking(browser, runs) as look:
+        look.page.goto(f"{look.url}/view/")
+        look.page.wait_for_selector("text=A key, please")
+        look.page.fill("input[type=password]", look._key)
+        look.page.click("text=Look")
+        look.page.wait_for_selector("h1")
+        assert look._key not in look.page.url
+
+
+def test_it_is_read_on_a_phone_and_in_the_dark(browser: Any, runs: Path, picture: Any) -> None:
+    phone = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark", "has_touch": True}
+    with looking(browser, runs, **phone) as look:
+        rollout = "calculator-0a1b2c3d:t1-0-1"
+        for screen in ("", "step train 1", f"rollout {rollout}", "account 1"):
+            where = f"run calculator {screen}"
+            look.open(*where.split())
+            look.until("!document.querySelector('[aria-busy]')")
+            assert look.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), where
+            assert look.page.evaluate("document.documentElement.dataset.theme") == "dark"
+            if "rollout" in where:
+                picture(look, "phone")
+        look.well()
+
+
+def test_view_prints_an_address_that_opens(browser: Any, runs: Path) -> None:
+    command = [sys.executable, "-m", "lightning_trainer.cli", "view", str(runs / "calculator"), "--no-open"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        page = browser.new_page()
+        page.goto(url)
+        page.wait_for_selector(".chart canvas")
+        assert "key" not in page.url
+        page.close()
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0

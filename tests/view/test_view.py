@@ -1,0 +1,293 @@
+"""The viewer's interface answers what the store holds, writes nothing, and lets nobody in without a key."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+from conftest import Asked
+from made import NASTY
+from starlette.testclient import TestClient
+
+from lightning_spans.errors import ConfigError, StoreError
+from lightning_spans.schema.spans import Span
+from lightning_spans.store import open_store
+from lightning_trainer.cli import cli
+from lightning_trainer.cli.viewed import Viewed
+from lightning_trainer.report.metrics import read
+from lightning_trainer.report.progress import Silent
+from lightning_trainer.view.pieces import pieces_of
+from lightning_trainer.view.reader import Reader
+from lightning_trainer.view.runs import runs_in
+
+
+def printed(run: Path, *arguments: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(cli, ["traces", "--store", str(run / "lightning.db"), "--json", *arguments])
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def rollouts_of(ask: Asked, step: int = 0) -> list[str]:
+    return [row["rollout_id"] for group in ask("step", step=step)["groups"] for row in group["rollouts"]]
+
+
+def test_counts_agree_with_traces(ask: Asked, run: Path) -> None:
+    ids = rollouts_of(ask)
+    assert len(ids) == 8
+    for each in ask("facts", rollout=ids):
+        lines = printed(run, "--rollout", each["rollout_id"])
+        assert each["spans"] == len(lines)
+        assert each["calls"] == sum(line["operation"] == "chat" for line in lines)
+        assert sum(each["tools"].values()) == sum(line["operation"] == "execute_tool" for line in lines)
+        assert each["response_tokens"] == sum(len(line.get("response_token_ids") or ()) for line in lines)
+        page = ask("rollout", rollout=each["rollout_id"])
+        assert [event["span_id"] for event in page["events"]] == [line["span_id"] for line in lines]
+
+
+def test_the_numbers_of_a_step_are_those_that_the_run_wrote(ask: Asked, run: Path) -> None:
+    for line in (line for line in read(run / "metrics.jsonl") if line["kind"] == "train"):
+        rows = [
+            row for g in ask("step", step=line["step"])["groups"] for row in g["rollouts"] if row["reward"] is not None
+        ]
+        assert sum(row["reward"] for row in rows) / len(rows) == pytest.approx(line["reward"])
+        account = ask("account", step=line["step"])
+        assert account["same_as_run"]
+        assert account["seen"] == line["calls_seen"] == account["trained"] + sum(x["calls"] for x in account["losses"])
+
+
+def test_the_overview_counts_every_rollout_of_the_store(ask: Asked, run: Path) -> None:
+    store = open_store(str(run / "lightning.db"))
+    every = store.rollouts()
+    store.close()
+    steps = ask("run")["steps"]
+    assert sum(row["rollouts"] for row in steps) == len(every)
+    assert {(row["mode"], row["step"]) for row in steps} == {("val", 0), ("train", 0), ("train", 1)}
+
+
+def test_a_call_shows_the_tokens_that_were_recorded_and_the_row_that_it_shares(ask: Asked, run: Path) -> None:
+    rollout = rollouts_of(ask, 1)[0]
+    lines = [line for line in printed(run, "--rollout", rollout) if line["operation"] == "chat"]
+    solver = [line for line in lines if line["agent"] == "solver"]
+    page = ask("call", rollout=rollout, span=solver[1]["span_id"])
+    tokens = page["choices"][0]["tokens"]
+    assert [token["id"] for token in tokens] == solver[1]["response_token_ids"]
+    assert [token["logprob"] for token in tokens] == solver[1]["logprobs"]
+    assert [token["id"] for token in page["prompt"]] == solver[1]["prompt_token_ids"]
+    assert "".join(token["text"] for token in tokens).endswith("<|im_end|>")
+    assert page["row"]["calls"] == [line["span_id"] for line in solver]
+    assert all(token["trained"] for token in tokens)
+    assert sum(bool(token["trained"]) for token in page["prompt"]) == len(solver[0]["response_token_ids"])
+    assert all(token["advantage"] == page["choices"][0]["advantage"] for token in tokens)
+
+
+def test_calls_that_were_left_out_are_named_with_the_reason(ask: Asked) -> None:
+    (loss,) = ask("account", step=1)["losses"]
+    assert loss["reason"] == "agent not selected"
+    assert {link["agent"] for link in loss["links"]} == {"checker"}
+    assert len(loss["links"]) == loss["calls"]
+
+
+def test_a_group_says_how_far_its_rollouts_are_alike_and_what_each_was_worth(ask: Asked) -> None:
+    group = ask("step", step=1)["groups"][0]
+    page = ask("group", group=group["group_id"])
+    assert [member["row"] for member in page["members"]] == group["rollouts"]
+    firsts = [next(e for e in member["events"] if e["turn"] == 0)["answer"] for member in page["members"]]
+    assert (page["alike"] > 0) == all(answer == firsts[0] for answer in firsts)
+    assert any(member["advantages"] for member in page["members"])
+
+
+def test_credit_can_be_shared_out_otherwise(ask: Asked) -> None:
+    own, other = ask("credit", step=1), ask("credit", step=1, credit="last")
+    assert own["credit"] == "identical"
+    assert {cell["agent"] for cell in own["cells"]} == {"planner", "solver", "checker"}
+    assert other["credit"] == "last"
+    assert own["cells"] != other["cells"]
+
+
+def test_a_rule_and_the_outcome_are_kept_apart(ask: Asked) -> None:
+    page = ask("rewards", step=0)
+    assert {row["source"]: row["rule"] for row in page["sources"]} == {"run": False, "tool_status": True}
+    outcomes = {r["rollout_id"]: r["reward"] for g in ask("step", step=0)["groups"] for r in g["rollouts"]}
+    assert {a["rollout_id"]: a["outcome"] for a in page["attempts"]} == {
+        rollout: reward
+        for rollout, reward in outcomes.items()
+        if rollout in {a["rollout_id"] for a in page["attempts"]}
+    }
+
+
+def test_tools_that_fail_are_found_with_their_error(ask: Asked, run: Path) -> None:
+    (row,) = ask("tools", step=0)["tools"]
+    failed = [
+        x
+        for r in rollouts_of(ask)
+        for x in printed(run, "--rollout", r)
+        if x["operation"] == "execute_tool" and x["status"] == "error"
+    ]
+    assert row["errors"] == len(failed) > 0
+    assert "SyntaxError" in row["error"]
+
+
+@pytest.mark.parametrize("text", ["invalid syntax", '"expression"', "with the calculator", "no such thing anywhere"])
+def test_search_finds_what_was_said_however_it_is_kept(ask: Asked, text: str) -> None:
+    hits = ask("search", text=text)["hits"]
+    assert bool(hits) == (text != "no such thing anywhere")
+    assert all(text in hit["match"].replace("\\", "") for hit in hits)
+
+
+def test_hostile_texts_come_back_as_they_are(ask_nasty: Asked) -> None:
+    ids = rollouts_of(ask_nasty)
+    facts = ask_nasty("facts", rollout=ids)
+    assert len(facts) == len(ids) == 16
+    agents = {name for each in facts for name in each["agents"]}
+    assert {NASTY[0], NASTY[1], "__proto__"} <= agents
+    for rollout in ids:
+        page = ask_nasty("rollout", rollout=rollout)
+        call = next(event for event in page["events"] if event["turn"] == 0)
+        ask_nasty("call", rollout=rollout, span=call["span_id"])
+        assert all(len(said["text"]) <= 4000 for event in page["events"] for said in (*event["said"], *event["answer"]))
+    for screen in ("account", "credit", "rewards", "tools"):
+        ask_nasty(screen, step=0)
+
+
+@pytest.mark.parametrize("scope", ["attempt", "runner", "evaluator", "live"])
+def test_only_keys_for_looking_open_it(ask: Asked, scope: str) -> None:
+    more = {"rollout_id": "r", "attempt_id": "a", "fence": 1} if scope == "attempt" else {}
+    key = ask.keys.issue(scope, **more)  # type: ignore[arg-type]
+    refused = ask.client.get("/api/view/runs", headers={"Authorization": f"Bearer {key}"})
+    assert refused.status_code in (401, 403)
+    assert ask.client.get("/api/view/runs").status_code == 401
+    ask("runs", scope="admin")
+
+
+def test_every_route_of_the_interface_only_reads_and_needs_a_key(ask: Asked) -> None:
+    paths = {path: set(about) for path, about in ask.app.openapi()["paths"].items()}
+    assert len(paths) >= 14
+    assert all(methods == {"get"} for methods in paths.values())
+    for path in paths:
+        assert ask.client.get(path).status_code == 401, path
+
+
+def test_pages_let_nothing_in_from_elsewhere(ask: Asked) -> None:
+    for path in ("/view/", "/view/app.js", "/view/app.css"):
+        answer = ask.client.get(path)
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+    assert ask.client.get("/view/../../secret").status_code == 404
+    assert ask.client.get("/view/nothing.js").status_code == 404
+
+
+def test_reading_changes_no_file(run: Path, ask: Asked) -> None:
+    def sums() -> dict[str, str]:
+        files = [path for path in run.rglob("*") if path.is_file() and not path.name.endswith("-shm")]
+        return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+    before = sums()
+    rollout = rollouts_of(ask)[0]
+    for what, params in (("run", {}), ("rollout", {"rollout": rollout}), ("account", {"step": 0}), ("fleet", {})):
+        ask(what, **params)
+    after = sums()
+    assert {path: found for path, found in after.items() if path in before} == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_can_not_be_written_is_read(run: Path) -> None:
+    mode = run.stat().st_mode
+    run.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        Reader(str(run / "lightning.db")).close()
+    finally:
+        run.chmod(mode)
+
+
+def test_what_is_no_store_or_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "no.db").write_text("hello, this is no database at all" * 50)
+    for path in (tmp_path / "missing.db", tmp_path / "no.db"):
+        with pytest.raises(StoreError):
+            Reader(str(path))
+    with pytest.raises(ConfigError, match="no folder of a run"):
+        runs_in(tmp_path)
+
+
+def test_traces_outside_of_rollouts_are_listed_and_opened(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "lightning.db"))
+    own = {"trace_id": "a" * 32, "origin": "live", "agent": "writer"}
+    store.add_spans([
+        Span(operation="invoke_agent", name="writer", span_id="1" * 16, start_ns=1, end_ns=9, **own),
+        Span(operation="chat", name="m", span_id="2" * 16, parent_id="1" * 16, start_ns=2, end_ns=8, **own),
+    ])  # fmt: skip
+    store.close()
+    ask = Asked(tmp_path)
+    assert ask("run")["loose"]
+    (trace,) = ask("loose")["traces"]
+    assert (trace["name"], trace["calls"], trace["spans"], trace["origin"]) == ("writer", 1, 2, "live")
+    page = ask("trace", trace=trace["trace_id"])
+    assert [event["name"] for event in page["events"]] == ["writer", "m"]
+    assert ask("call", trace=trace["trace_id"], span="2" * 16)["agent"] == "writer"
+
+
+def test_pieces_of_letters_are_shown_as_bytes(tmp_path: Path) -> None:
+    described = {
+        "added_tokens": [{"id": 9, "content": "<|end|>"}],
+        "decoder": {"type": "ByteLevel"},
+        "model": {"vocab": {"Ġhello": 0, "âĤ": 1, "¬": 2, "âĤ¬": 3}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    pieces = pieces_of([tmp_path / "none", tmp_path])
+    assert pieces is not None
+    assert pieces.texts([0, 1, 2, 3, 9, 77]) == [" hello", "⟨E2 82⟩", "⟨AC⟩", "€", "<|end|>", "⟨77⟩"]
+
+
+def test_a_server_shows_the_same_pages(run: Path) -> None:
+    from lightning_trainer.gateway.app import create_app
+    from lightning_trainer.gateway.auth.keys import Keys
+    from lightning_trainer.view.pages import add_view
+    from lightning_trainer.view.routes import Views
+    from lightning_trainer.view.runs import Runs
+
+    url = str(run / "lightning.db")
+    store, keys = open_store(url), Keys.fresh()
+    app = create_app(store, keys=keys)
+    add_view(app, Views(Runs(store=url)))
+    with TestClient(app) as client:
+        assert client.get("/view/").headers["content-security-policy"]
+        assert client.get("/api/view/run?run=store").status_code == 401
+        client.headers["Authorization"] = f"Bearer {keys.issue('viewer')}"
+        assert len(client.get("/api/view/run?run=store").json()["steps"]) == 3
+        assert client.get("/api/rollouts").status_code == 403  # what looks may not do more
+    store.close()
+
+
+class Told(Silent):
+    """Hears notes."""
+
+    def __init__(self) -> None:
+        self.notes: Queue[str] = Queue()
+
+    def note(self, text: str) -> None:
+        self.notes.put(text)
+
+
+def test_a_run_is_viewed_from_a_process_of_its_own_once_it_has_begun(run: Path, tmp_path: Path) -> None:
+    told = Told()
+    with Viewed(told, tmp_path) as progress:
+        progress.phase("loading")  # nothing is there yet
+    with Viewed(told, run) as progress:
+        progress.begin(0, 2)
+        url = told.notes.get(timeout=60).removeprefix("look at it: ")
+        page, _, key = url.partition("#key=")
+        headers = {"Authorization": f"Bearer {key}"}
+        (row,) = httpx.get(page.replace("/view/", "/api/view/runs"), headers=headers).json()
+        assert row["steps"] == 2
+    assert told.notes.empty()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(page)
