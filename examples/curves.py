@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_spans.errors import NothingToLearnError
 from lightning_trainer import TrainConfig, train
-from lightning_trainer.loop import NothingLearnedError
-from lightning_trainer.progress import Shown
+from lightning_trainer.report.progress import Shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def trained(name: str, seed: int, folder: Path, config: Callable[[str, int, Path
     with Shown(f"{name}, seed {seed}") as progress:
         try:
             train(chosen, progress)
-        except NothingLearnedError as error:  # is a result, too
+        except NothingToLearnError as error:  # is a result, too
             print(error, file=sys.stderr)
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
@@ -164,7 +164,7 @@ def draw(runs: Sequence[Run], panels: Mapping[str, str], path: Path, *, label: s
 
 
 def table(runs: Sequence[Run], agents: Sequence[str]) -> str:
-    """Give the held-out rewards of each run as a table of Markdown."""
+    """Return the held-out rewards of each run as a table of Markdown."""
     head = ["setup", "seed", *(f"{name}, before and after" for name in ("reward", *agents)), "CPU s", "wall s"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for run in sorted(runs, key=lambda run: (run.setup, run.seed)):

@@ -20,9 +20,8 @@ from problems import problems, write
 from rich.console import Console
 from rich.table import Table
 
-from lightning_trainer import Result, TrainConfig, train
-from lightning_trainer.models import resolve_model
-from lightning_trainer.progress import Shown
+from lightning_trainer import Result, TrainConfig, models, train
+from lightning_trainer.report.progress import Shown
 
 HERE = Path(__file__).parent
 console = Console()
@@ -117,7 +116,7 @@ def main() -> None:
     os.chdir(HERE)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-    model = resolve_model(args.model)
+    model = models.resolve(args.model)
     if set(agents) >= {"caller", "answerer"}:
         result = trained(model, agents, folder, args)
     else:

@@ -23,7 +23,7 @@ def _over_http(url: str, question: str) -> str:
 
 
 def _on_ray() -> Any:
-    """Give the one actor of the cluster; whoever comes first starts it, and it outlives them all."""
+    """Return the one actor of the cluster; whoever comes first starts it, and it outlives them all."""
     import ray
     from index import Index
 

@@ -27,7 +27,7 @@ class Index:
         self._words = [Counter(text.lower().strip(".").split()) for text in TEXTS]
 
     def search(self, question: str) -> str:
-        """Give the best text."""
+        """Return the best text."""
         asked = Counter(question.lower().strip("?").split())
         scores = [(sum((words & asked).values()), -place) for place, words in enumerate(self._words)]
         return TEXTS[-max(scores)[1]]

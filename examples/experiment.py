@@ -1,0 +1,149 @@
+"""Supervised learning, then RL, on one of the examples on real data, with held-out figures before, between and after.
+
+`python examples/experiment.py NAME [--seeds 0,1,2] [--quick] [--out FOLDER]`; NAME is a folder beside this file that
+has an `experiment.toml`. Each stage is one command of `lightning-rl`, printed before it runs. It is not run again where
+its result is there, so a measurement that was stopped goes on. The table goes between marks in the folder's README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).resolve().parent
+sys.path.insert(0, str(EXAMPLES))
+
+from curves import publish  # noqa: E402
+
+MODEL = "smollm2-135m"
+
+
+class Experiment:
+    """The stages of one example with one seed.
+
+    Args:
+        name: of the example's folder.
+        seed: of SFT and RL; what is held out is the same for all.
+        out: folder for data, runs and results.
+        quick: a small piece of each stage, to see that it works.
+    """
+
+    def __init__(self, name: str, seed: int, out: Path, *, quick: bool) -> None:
+        self.here = EXAMPLES / name
+        options = tomllib.loads((self.here / "experiment.toml").read_text())
+        small = options.pop("quick", {}) if quick else {}
+        for stage in {*options, *small}:
+            if "steps" in small.get(stage, {}):  # another way to say how long
+                options[stage].pop("epochs", None)
+        self._options = {stage: {**options.get(stage, {}), **small.get(stage, {})} for stage in {*options, *small}}
+        self._seed, self._out = seed, out / f"seed-{seed}"
+        self._data = out / "data"
+
+    def run(self) -> list[dict[str, Any]]:
+        """Return what each stage measured: held-out reward with its interval, and what the stage cost."""
+        self._data.mkdir(parents=True, exist_ok=True)
+        self._out.mkdir(parents=True, exist_ok=True)
+        if not (self._data / "sft.jsonl").exists():
+            self._call("data", [sys.executable, "data.py", "--out", self._data, *_flags(self._options.get("data", {}))])
+        untrained = self._evaluated("untrained", MODEL)
+        sft = self._learned("sft", ["sft", self._data / "sft.jsonl", "--model", MODEL])
+        after_sft = self._evaluated("after SFT", sft["checkpoint"], sft)
+        target = ["train", self._target(), "--data", self._data / "train.jsonl", "--model", sft["checkpoint"]]
+        rl = self._learned("train", target)
+        after_rl = self._evaluated("after RL", rl["checkpoint"], rl, against=after_sft["folder"])
+        return [untrained, after_sft, after_rl]
+
+    def _target(self) -> str:
+        return str(self._options.get("train", {}).get("target", "agent:run"))
+
+    def _learned(self, stage: str, command: list[Any]) -> dict[str, Any]:
+        flags = {name: value for name, value in self._options.get(stage, {}).items() if name != "target"}
+        folder = self._out / stage
+        where = ["--seed", self._seed, "--out", folder]
+        return self._call(f"{self._seed} {stage}", ["lightning-rl", *command, *_flags(flags), *where])
+
+    def _evaluated(
+        self, stage: str, model: str, cost: Mapping[str, Any] | None = None, against: str | None = None
+    ) -> dict[str, Any]:
+        folder = self._out / stage.replace(" ", "-")
+        command = ["lightning-rl", "eval", "agent:run", "--data", self._data / "val.jsonl", "--model", model, "--json"]
+        beside = ["--against", against] if against else []
+        flags = _flags(self._options.get("eval", {}))
+        found = self._call(f"{self._seed} {stage}", [*command, *flags, *beside, "--out", folder])
+        costs = {name: cost[name] if cost else 0.0 for name in ("seconds", "cpu_seconds")}
+        return {"stage": stage, "seed": self._seed, "folder": str(folder), "found": found, **costs}
+
+    def _call(self, name: str, command: list[Any]) -> dict[str, Any]:
+        """Run a command, unless it was run before, and return its last line and what it cost."""
+        kept = self._out / f"{name.replace(' ', '-')}.json"
+        if kept.exists():
+            result: dict[str, Any] = json.loads(kept.read_text())
+            return result
+        words = [str(word) for word in command]
+        print("$", " ".join(words), flush=True)
+        began, cpu = time.monotonic(), _cpu_s()
+        done = subprocess.run(words, cwd=self.here, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{words[1]} ended with {done.returncode}: {done.stdout[-2000:]}")
+        last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "{}"
+        told = json.loads(last) if last.startswith("{") else {}
+        result = {**told, "seconds": time.monotonic() - began, "cpu_seconds": _cpu_s() - cpu}
+        kept.write_text(json.dumps(result))
+        return result
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def table(measured: list[dict[str, Any]]) -> str:
+    """Return the figures as a table in Markdown."""
+    head = "| | seed | held out, 95 % | tasks | more than after SFT, 95 % | CPU s | wall s |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for row in measured:
+        found = row["found"]
+        mean = _interval(found["mean"], found["low"], found["high"])
+        compared = "difference" in found
+        beside = _interval(*(found[f"difference{end}"] for end in ("", "_low", "_high"))) if compared else ""
+        costs = f"{row['cpu_seconds']:.0f} | {row['seconds']:.0f}" if row["seconds"] else " | "
+        lines.append(f"| {row['stage']} | {row['seed']} | {mean} | {found['tasks']} | {beside} | {costs} |")
+    return "\n".join(lines)
+
+
+def _interval(mean: float, low: float | None, high: float | None) -> str:
+    return f"{mean:.3f}" + (f" ({low:.3f} to {high:.3f})" if low is not None else "")
+
+
+def main() -> None:
+    """Measure what is asked for, and publish the table, unless it was only a quick look."""
+    names = sorted(path.parent.name for path in EXAMPLES.glob("*/experiment.toml"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=names)
+    parser.add_argument("--seeds", default="0,1,2", help="with commas between")
+    parser.add_argument("--quick", action="store_true", help="a small piece of each stage, for a look that it works")
+    parser.add_argument("--out", type=Path, default=Path("experiments"))
+    given = parser.parse_args()
+    out = (given.out / (f"{given.name}-quick" if given.quick else given.name)).resolve()
+    seeds = [0] if given.quick else [int(seed) for seed in given.seeds.split(",")]
+    measured = [row for seed in seeds for row in Experiment(given.name, seed, out, quick=given.quick).run()]
+    print(table(measured))
+    if not given.quick:
+        (EXAMPLES / given.name / "measured.jsonl").write_text("".join(json.dumps(row) + "\n" for row in measured))
+        publish(EXAMPLES / given.name / "README.md", "measured", table(measured))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""An AutoGen agent that solves word problems and leaves computing to a tool: `solver` reasons, `calculator` counts."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import re
+from fractions import Fraction
+from typing import Any
+
+import lightning_autogen
+
+lightning_autogen.attach()
+
+from autogen_agentchat.agents import AssistantAgent  # noqa: E402
+from autogen_core.models import ModelInfo  # noqa: E402
+from autogen_core.tools import FunctionTool  # noqa: E402
+from autogen_ext.models.openai import OpenAIChatCompletionClient  # noqa: E402
+
+SOLVE = "Solve the problem step by step. Compute with the calculator. End with: Answer: NUMBER."
+MOST_CALLS = 9
+LONGEST = 120  # characters of an expression
+INFO = ModelInfo(vision=False, function_calling=True, json_output=False, family="unknown", structured_output=False)
+OPERATORS: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+
+
+def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression."""
+    return compute(expression)
+
+
+def compute(expression: str) -> str:
+    """Evaluate numbers, + - * / and brackets, exactly.
+
+    Raises:
+        ValueError: it is none, or divides by zero.
+    """
+    try:
+        value = _value(ast.parse(expression.strip()[:LONGEST], mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        raise ValueError(f"can't compute {expression!r}") from error
+    return shown(value)
+
+
+def shown(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.4f}".rstrip("0").rstrip(".")
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return Fraction(OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+    raise ValueError("only numbers, + - * / and brackets")
+
+
+TOOL = FunctionTool(calculator, description="Evaluate an arithmetic expression.")
+
+
+def number_in(text: str) -> str | None:
+    """Return the number after ``Answer:``; None where there is none."""
+    found = re.findall(r"Answer:\s*\$?(-?[\d,]*\.?\d+)", text)
+    return shown(Fraction(found[-1].replace(",", ""))) if found else None
+
+
+async def solve(problem: str) -> str:
+    """Return what the agent says last."""
+    client = OpenAIChatCompletionClient(
+        model=os.environ.get("MATHEMATICS_MODEL", "policy"), model_info=INFO, max_tokens=100, max_retries=2
+    )
+    solver = AssistantAgent(
+        "solver", client, tools=[TOOL], system_message=SOLVE, max_tool_iterations=MOST_CALLS, reflect_on_tool_use=False
+    )
+    try:
+        result = await solver.run(task=problem)
+    finally:
+        await client.close()
+    return str(result.messages[-1].to_text())
+
+
+async def run(task: dict[str, str]) -> float:
+    """Run the program on a task: 1 where the number is right."""
+    return float(number_in(await solve(task["problem"])) == task["answer"])

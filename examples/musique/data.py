@@ -1,0 +1,123 @@
+"""Write `corpus.jsonl`, `train.jsonl`, `val.jsonl` and `sft.jsonl` from MuSiQue, read in place.
+
+`python data.py [--index bm25|hybrid]`. The index is over all questions' paragraphs; `hybrid` writes `corpus.npy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from index import HITS, KINDS, Index, build
+
+Number = dict[tuple[str, str], int]
+
+
+def read(part: str) -> list[dict[str, Any]]:
+    if not (root := os.environ.get("LIGHTNING_DATA")):
+        raise SystemExit("LIGHTNING_DATA is not set: the folder that has musique/musique_train_subset.jsonl.")
+    text = (Path(root) / f"musique/musique_{part}_subset.jsonl").read_text()
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def corpus(questions: list[dict[str, Any]]) -> tuple[list[dict[str, str]], Number]:
+    """Return all paragraphs, each once, and the number of each."""
+    number: Number = {}
+    for row in questions:
+        for paragraph in row["paragraphs"]:
+            number.setdefault((paragraph["title"], paragraph["paragraph_text"]), len(number))
+    return [{"title": title, "text": text} for title, text in number], number
+
+
+def hops(row: dict[str, Any], number: Number) -> list[dict[str, Any]]:
+    """Return the search questions of a question, each with its answer and the paragraph that has it."""
+    by_place = {p["idx"]: number[p["title"], p["paragraph_text"]] for p in row["paragraphs"]}
+    steps: list[dict[str, Any]] = []
+    for step in row["question_decomposition"]:
+        query = step["question"].replace(" >> ", " ")
+        for place in range(len(steps), 0, -1):
+            query = query.replace(f"#{place}", steps[place - 1]["answer"])
+        steps.append({"query": query, "answer": step["answer"], "paragraph": by_place[step["paragraph_support_idx"]]})
+    return steps
+
+
+def lessons(row: dict[str, Any], number: Number, known: Index) -> Iterator[dict[str, Any]]:
+    """Give chats for both agents: of the question, and of its first search question, being a question in itself.
+
+    A lesson ends where the index does not show what the next search takes for granted: it would teach to invent.
+    """
+    steps = hops(row, number)
+    for question, answer, taken in ((row["question"], row["answer"], steps), (steps[0]["query"], None, steps[:1])):
+        found, searched = [], []
+        for step in taken:
+            numbers = known.search(step["query"], HITS)
+            found.extend(n for n in numbers if n not in found)
+            searched.append((step["query"], numbers))
+            if step["answer"].lower() not in known.shown(step["paragraph"]).lower() or step["paragraph"] not in found:
+                break
+        else:
+            yield searcher_chat(question, searched)
+            yield answerer_chat(question, found, answer or steps[0]["answer"])
+
+
+def searcher_chat(question: str, searched: list[tuple[str, list[int]]]) -> dict[str, Any]:
+    from agent import SEARCH, search, shown
+    from agents.models.chatcmpl_converter import Converter
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": SEARCH}, {"role": "user", "content": question}]
+    for place, (query, numbers) in enumerate(searched):
+        call = {"name": "search", "arguments": json.dumps({"query": query})}
+        messages.append(
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": f"call_{place}", "type": "function", "function": call}],
+            }
+        )
+        messages.append({"role": "tool", "tool_call_id": f"call_{place}", "content": shown(numbers)})
+    messages.append({"role": "assistant", "content": "done"})
+    return {"agent": "searcher", "messages": messages, "tools": [Converter.tool_to_openai(search)]}
+
+
+def answerer_chat(question: str, found: list[int], answer: str) -> dict[str, Any]:
+    from agent import ANSWER, asked
+
+    turns = (("system", ANSWER), ("user", asked(found, question)), ("assistant", f"<answer>{answer}</answer>"))
+    return {"agent": "answerer", "messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+def tasks(rows: list[dict[str, Any]], number: Number) -> list[dict[str, Any]]:
+    return [
+        {
+            "question": row["question"],
+            "answers": [row["answer"], *row["answer_aliases"]],
+            "support": sorted({hop["paragraph"] for hop in hops(row, number)}),
+        }
+        for row in rows
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--index", choices=KINDS, default="bm25")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    given = parser.parse_args()
+    os.environ["MUSIQUE_CORPUS"] = str(given.out)
+    train, held = read("train"), read("dev")
+    rows, number = corpus([*train, *held])
+    known = build(rows, given.index, given.out)
+    print(f"corpus.jsonl: {len(rows)}")
+    chats = [chat for row in train for chat in lessons(row, number, known)]
+    random.Random(0).shuffle(chats)
+    for name, lines in {"train": tasks(train, number), "val": tasks(held, number), "sft": chats}.items():
+        (given.out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        print(f"{name}.jsonl: {len(lines)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Write `train.jsonl`, `val.jsonl` and `sft.jsonl` from Spider, which is read in place: `LIGHTNING_DATA`/spider.
+
+`python data.py [--slice single|all]`. Held-out questions are about databases that no training question is about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from agent import CHECK, WRITE, asked, doubt, look
+from database import QueryError, execute, folder, schema
+
+# What 135M parameters read and write: a third of all questions with `single`, a little over half with `all`.
+SLICES = {
+    "single": {"schema": 700, "query": 160, "joins": False},
+    "all": {"schema": 1000, "query": 200, "joins": True},
+}
+TRAIN_TASKS = 1200
+
+
+def questions(name: str, limits: dict[str, Any]) -> Iterator[dict[str, str]]:
+    """Give the questions of a file that a slice takes, with a right query that gives rows."""
+    for line in (folder() / name).read_text().splitlines():
+        row = json.loads(line)
+        database, query = row["db_id"], row["query"]
+        if not (folder() / "database" / f"{database}.sqlite").exists():
+            continue
+        upper = query.upper()
+        several = " JOIN " in upper or upper.count("SELECT") > 1
+        if (
+            len(query) > limits["query"]
+            or (several and not limits["joins"])
+            or len(schema(database)) > limits["schema"]
+        ):
+            continue
+        try:
+            execute(database, query)
+        except QueryError:
+            continue  # the edition's corrections are for another dialect
+        yield {"database": database, "question": row["question"], "query": query}
+
+
+def chats(rows: list[dict[str, str]], draw: random.Random) -> Iterator[dict[str, Any]]:
+    """Give a chat for each agent: answers of the data set, and queries spoiled so that there is something to mend."""
+    by_database: dict[str, list[str]] = {}
+    for row in rows:
+        by_database.setdefault(row["database"], []).append(row["query"])
+    for row in rows:
+        text = asked(row["database"], row["question"])
+        yield _chat("writer", (WRITE, text), row["query"])
+        wrong = _spoiled(row, by_database[row["database"]], draw)
+        said, failed = look(row["database"], wrong)
+        turns = (WRITE, text, wrong, f"SQLite says: {said}. Write another query.")
+        if draw.random() < 0.3:
+            yield _chat("rewriter", turns, row["query"])
+        if not failed and draw.random() < 0.5:
+            right = draw.random() < 0.6
+            shown = row["query"] if right else wrong
+            said, _ = look(row["database"], shown)
+            yield _chat("checker", (CHECK, f"{text}\n\n{doubt(shown, said)}"), "yes" if right else "no")
+
+
+def _spoiled(row: dict[str, str], others: list[str], draw: random.Random) -> str:
+    """Return a query that does not answer the question: of another question, or with a column that is not there."""
+    query, words = row["query"], row["query"].split()
+    other = draw.choice(others)
+    if draw.random() < 0.5 and other != query:
+        return other
+    at = draw.randrange(1, len(words)) if len(words) > 1 else 0
+    words[at] = draw.choice(["name", "id", "total", "", words[at] + "s", draw.choice(words)])
+    return " ".join(word for word in words if word)
+
+
+def _chat(agent: str, turns: tuple[str, ...], answer: str) -> dict[str, Any]:
+    roles = ("system", "user", "assistant", "user")
+    said = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    return {"agent": agent, "messages": [*said, {"role": "assistant", "content": answer}]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--slice", choices=SLICES, default="all")
+    parser.add_argument("--out", type=Path, default=Path())
+    given = parser.parse_args()
+    draw = random.Random(0)
+    train = list(questions("train.jsonl", SLICES[given.slice]))
+    val = list(questions("test.jsonl", SLICES[given.slice]))
+    assert not {row["database"] for row in train} & {row["database"] for row in val}
+    draw.shuffle(train)
+    draw.shuffle(val)
+    lessons = list(chats(train, draw))
+    draw.shuffle(lessons)
+    for name, rows in {"train": train[:TRAIN_TASKS], "val": val, "sft": lessons}.items():
+        (given.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"{name}.jsonl: {len(rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Spider's databases: read-only queries with a time limit, schemas for a small model, and the official match."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sqlite3
+import time
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import TypeAlias
+
+Rows: TypeAlias = list[tuple[object, ...]]
+
+LIMIT_S = 2.0  # of one query
+MOST_ROWS = 5000
+STEPS = 10_000  # of SQLite's machine between two looks at the clock
+
+
+class QueryError(Exception):
+    """SQLite's words about a query that it did not run."""
+
+
+def folder() -> Path:
+    """Return the folder with Spider: `LIGHTNING_DATA`/spider."""
+    if not (root := os.environ.get("LIGHTNING_DATA")):
+        raise SystemExit("LIGHTNING_DATA is not set: the folder that has spider/database and spider/train.jsonl.")
+    return Path(root) / "spider"
+
+
+def execute(database: str, query: str) -> Rows:
+    """Run a query, read-only.
+
+    Raises:
+        QueryError: SQLite refused it, or it took longer than `LIMIT_S`.
+    """
+    path = folder() / "database" / f"{database}.sqlite"
+    connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
+    connection.text_factory = lambda raw: raw.decode(errors="replace")
+    until = time.monotonic() + LIMIT_S
+    connection.set_progress_handler(lambda: time.monotonic() > until, STEPS)
+    try:
+        return connection.execute(query).fetchmany(MOST_ROWS)
+    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:  # ValueError: a zero character
+        raise QueryError(str(error)) from None
+    finally:
+        connection.close()
+
+
+@cache
+def schema(database: str) -> str:
+    """Return the tables, a line each, ``name(column, ...)``, and after them which columns refer to which."""
+    tables, links = [], []
+    for (table,) in execute(database, "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY rowid"):
+        columns = [str(row[1]) for row in execute(database, f'PRAGMA table_info("{table}")')]
+        tables.append(f"{table}({', '.join(columns)})")
+        referring = execute(database, f'PRAGMA foreign_key_list("{table}")')
+        links += [f"{table}.{row[3]} = {row[2]}.{row[4] or row[3]}" for row in referring]
+    return "\n".join([*tables, *dict.fromkeys(links)])
+
+
+def matches(database: str, query: str, gold: str) -> bool:
+    """Whether a query gives what the right one gives: Spider's execution accuracy.
+
+    Values and duplicates count, the order of rows only where the right query orders them; columns may come in another
+    order (as in the test-suite evaluation of Zhong et al., 2020, arXiv 2010.02840).
+    """
+    right = execute(database, gold)
+    try:
+        found = execute(database, query)
+    except QueryError:
+        return False
+    if len(found) != len(right) or (right and len(found[0]) != len(right[0])):
+        return False
+    if not right:
+        return True
+    ordered = "order by" in gold.lower()
+    width = len(right[0])
+    columns = [Counter(map(repr, column)) for column in zip(*right, strict=True)]
+    have = [Counter(map(repr, column)) for column in zip(*found, strict=True)]
+    fits = [[at for at in range(width) if have[at] == column] for column in columns]
+    for order in itertools.islice(itertools.product(*fits), 1000):
+        if len(set(order)) < width:
+            continue
+        turned = [tuple(row[at] for at in order) for row in found]
+        if turned == right if ordered else Counter(map(repr, turned)) == Counter(map(repr, right)):
+            return True
+    return False
