@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import itertools
 import json
 import os
 import socket
@@ -895,3 +897,40 @@ def test_uses_are_counted_in_a_replay_too(tmp_path):
     (first, second), made, _ = replayed(program, tmp_path)
     assert first == second
     assert made == 1
+
+
+class BackwardsPool(ThreadPoolExecutor):
+    """Lets the first of several tools begin when the second is over."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._second = threading.Event()
+        self._number = itertools.count()
+
+    def submit(self, call, *args, **kwargs):
+        return super().submit(self._in_turn, next(self._number), call, *args, **kwargs)
+
+    def _in_turn(self, number, call, *args, **kwargs):
+        if number == 0:
+            assert self._second.wait(60)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if number == 1:
+                self._second.set()
+
+
+def test_equal_calls_at_once_keep_their_ids_in_whatever_order_they_begin(tmp_path, monkeypatch):
+    module = importlib.import_module("crewai.agents." + ("agent_executor" if NEW else "crew_agent_executor"))
+    effects = TestConformance().effects
+    begun = []
+
+    def program(url):
+        begun.append(url)
+        with monkeypatch.context() as patch:
+            if len(begun) == 1:  # the record; in the replay they begin in order
+                patch.setattr(module, "ThreadPoolExecutor", BackwardsPool)
+            return effects(url)
+
+    (recorded, replayed), _ = run_twice(program, tmp_path, "crewai")
+    assert recorded == replayed

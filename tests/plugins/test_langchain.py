@@ -701,6 +701,24 @@ def test_equal_calls_of_tools_that_begin_at_once_are_taken_once_each():
     assert take_request(requests, "add", None, {"a": 1}, "x") is None
 
 
+@pytest.mark.parametrize("way", ["invoke", "ainvoke"])
+def test_equal_calls_of_one_answer_keep_their_ids_in_whatever_order_they_begin(spans_of, way):
+    """As they do where a graph's node of tools runs them in threads."""
+    call = 'call add {"a": 2, "b": 3}'
+
+    def program(url):
+        def backwards(_):
+            answer = model(url).bind_tools([add]).invoke(asked("caller", f"{call}\n{call}"))
+            run = add.invoke if way == "invoke" else lambda one: asyncio.run(add.ainvoke(one))
+            return [run(one).tool_call_id for one in reversed(answer.tool_calls)]
+
+        return RunnableLambda(backwards).invoke({})
+
+    found = spans_of(program)
+    assert len(set(found.output)) == 2
+    assert [span.attributes[names.TOOL_CALL_ID] for span in found.tools] == found.output
+
+
 # What comes after an asynchronous run in the same task
 
 

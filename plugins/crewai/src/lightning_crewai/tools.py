@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
 
 from crewai.tools import BaseTool
 from crewai.tools.structured_tool import CrewStructuredTool
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
 
 
 _FINGERPRINTS = "security_context"  # CrewAI's own argument: ids of agent and task, others in each run
+_EXECUTORS: Final = {  # what carries out a model's own tool calls, several at once in threads; CrewAI moved it
+    "crewai.agents.crew_agent_executor": "CrewAgentExecutor",
+    "crewai.agents.agent_executor": "AgentExecutor",
+    "crewai.experimental.agent_executor": "AgentExecutor",
+}
+_called: Final[ContextVar[str | None]] = ContextVar("lightning_crewai_tool_call", default=None)
 
 
 def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
@@ -65,6 +73,32 @@ def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
             yield replace_in_subclasses(BaseTool, name, wrap)
     for name in ("invoke", "ainvoke"):
         yield replace(CrewStructuredTool, name, wrap)
+    yield from _keep_ids()
+
+
+def _keep_ids() -> Iterator[Callable[[], None]]:
+    """Keep the model's id of the call that a thread carries out, which no event tells."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def execute(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            token = _called.set(kwargs.get("call_id") or _call_id(args[0] if args else kwargs.get("tool_call")))
+            try:
+                return original(executor, *args, **kwargs)
+            finally:
+                _called.reset(token)
+
+        return execute
+
+    kinds: list[type] = []
+    for module, name in _EXECUTORS.items():
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except ImportError:
+            continue
+        method = "_execute_single_native_tool_call"
+        if kind not in kinds and method in vars(kind):
+            kinds.append(kind)
+            yield replace(kind, method, wrap)
 
 
 def _tell_call(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -99,14 +133,17 @@ def requests_in(response: Any) -> Iterator[ToolRequest]:
         name = _get(function, "name")
         given = _first(function, "arguments", "input", "args")
         if isinstance(name, str) and given is not None:
-            call_id = _first(call, "call_id", "id", "toolUseId")
-            yield ToolRequest(call_id, name, given if isinstance(given, str) else to_json(given))
+            yield ToolRequest(_call_id(call), name, given if isinstance(given, str) else to_json(given))
 
 
 def take_request(requests: list[ToolRequest], name: str, arguments: Any) -> ToolRequest | None:
-    """Take out the request that a tool's call is made for: the same name and arguments, else the same name."""
+    """Take out the request that a tool's call is made for: the same name, and rather the same id, or arguments."""
+    call_id = _called.get()
+    known = call_id is not None and any(request.call_id == call_id for request in requests)
 
     def same(request: ToolRequest) -> bool:
+        if known:
+            return request.call_id == call_id
         return arguments in (request.arguments, _parsed(str(request.arguments)))
 
     return take(requests, lambda request: request.name == name, same)
@@ -134,6 +171,10 @@ def handed_to(name: str, arguments: Any) -> str | None:
     given = _parsed(arguments) if isinstance(arguments, str) else arguments
     coworker = _first(given, "coworker", "co_worker")
     return coworker.strip() if isinstance(coworker, str) else None
+
+
+def _call_id(call: Any) -> Any:
+    return _first(call, "call_id", "id", "toolUseId")
 
 
 def _parsed(text: str) -> Any:

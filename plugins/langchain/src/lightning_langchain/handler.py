@@ -18,7 +18,7 @@ from lightning_langchain.handoffs import handed_to
 from lightning_langchain.models import OtherModels, follow_caches
 from lightning_langchain.plugin import FRAMEWORK
 from lightning_langchain.refused import answers_in, offered_in, unreadable_in
-from lightning_langchain.tools import is_control_flow, requests_in, take_request, tool_result
+from lightning_langchain.tools import called_for, is_control_flow, requests_in, take_request, tool_result
 from lightning_openai.other_clients import to_json
 from lightning_spans.record.context import current, current_agent
 from lightning_spans.record.instrument.tracker import begins, ends
@@ -125,6 +125,7 @@ class Handler(Runs, BaseCallbackHandler):
         **_: Any,
     ) -> None:
         run = self.begin_run(run_id, parent_run_id, "tool", _name_of(serialized, "tool"), metadata or {})
+        tool_call_id = tool_call_id or called_for()
         context = self.place(run.parent)
         around = current_agent(context)
         run.made = made = take_request(run.requests, run.name, tool_call_id, inputs, around)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import BaseTool
 
 from lightning_openai.other_clients import to_json
-from lightning_spans.record.instrument.patches import replace_in_subclasses
+from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take
 from lightning_spans.record.replay import acalled, called
 
@@ -24,10 +25,34 @@ if TYPE_CHECKING:
 
 _CONVERSATIONS: Final = 1024  # that may wait for somebody's approval at once; the oldest are forgotten
 _CALLS: Final = 64  # and of one conversation
+_called: Final[ContextVar[str | None]] = ContextVar("lightning_langchain_tool_call", default=None)
 
 
 def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
-    """Put what a replay's record has in the place of every tool's own code, until what is yielded is called."""
+    """Put what a replay's record has in the place of every tool's own code, until what is yielded is called.
+
+    And keep the model's id of the call that a tool is run for, which callbacks are told since langchain-core 1.0 only.
+    """
+
+    def wrap_call(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tool: Any, *args: Any, tool_call_id: str | None = None, **kwargs: Any) -> Any:
+            token = _called.set(tool_call_id)
+            try:
+                return original(tool, *args, tool_call_id=tool_call_id, **kwargs)
+            finally:
+                _called.reset(token)
+
+        return call
+
+    def wrap_acall(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def acall(tool: Any, *args: Any, tool_call_id: str | None = None, **kwargs: Any) -> Any:
+            token = _called.set(tool_call_id)
+            try:
+                return await original(tool, *args, tool_call_id=tool_call_id, **kwargs)
+            finally:
+                _called.reset(token)
+
+        return acall
 
     def wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(tool: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +70,15 @@ def bind(tracker: Tracker) -> Iterator[Callable[[], None]]:
 
         return arun
 
+    yield replace(BaseTool, "run", wrap_call)
+    yield replace(BaseTool, "arun", wrap_acall)
     yield replace_in_subclasses(BaseTool, "_run", wrap_run)
     yield replace_in_subclasses(BaseTool, "_arun", wrap_arun)
+
+
+def called_for() -> str | None:
+    """Return the model's id of the call that the tool around is run for, where it is run for one."""
+    return _called.get()
 
 
 def is_control_flow(error: BaseException) -> bool:
@@ -86,8 +118,8 @@ def take_request(
 ) -> ToolRequest | None:
     """Take out the request that a tool's call is made for; None when no model of its tree asked for it.
 
-    By id, or by name and arguments where the framework does not tell the id (langchain-core before 1.0). Where several
-    asked for the same, and ids are unique only within a conversation, it is the agent's around the call.
+    By id, or by name and arguments where the program calls a tool with these alone. Where several asked for the same,
+    and ids are unique only within a conversation, it is the agent's around the call.
     """
 
     def fits(known: ToolRequest) -> bool:
