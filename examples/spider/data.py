@@ -95,6 +95,7 @@ def main() -> None:
     draw.shuffle(val)
     lessons = list(chats(train, draw))
     draw.shuffle(lessons)
+    given.out.mkdir(parents=True, exist_ok=True)
     for name, rows in {"train": train[:TRAIN_TASKS], "val": val, "sft": lessons}.items():
         (given.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{name}.jsonl: {len(rows)}")

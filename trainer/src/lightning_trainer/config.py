@@ -81,8 +81,8 @@ class TrainConfig(BaseModel):
     lora_alpha: float | None = Field(default=None, gt=0)
     """Scale of the adapters; twice the rank by default."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the weights that generate; auto takes the model's own, but float32 on processors that have no
-    instructions for bfloat16, which are several times slower at it (torch)."""
+    """Number format of the weights that generate; auto takes the model's own, but float32 on processors that are
+    slower at bfloat16: all but those with AMX, or ARM's (torch)."""
     device: str = "auto"
     """Where the backend works: auto, cpu, cuda, cuda:1, ... With verl: cpu, else its GPUs."""
     gpus: int = Field(default=1, ge=1)
