@@ -127,9 +127,9 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | str:
 def multiplies_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 matrices faster than float32: with AMX, or with those of ARM.
 
-    oneDNN says that it supports bfloat16 on any processor with AVX-512; there it converts in software. And AVX-512's own
-    instructions for bfloat16 were slower than float32 where they were tried: 145 to 269 GFLOPS at the sizes of a small
-    model, an update in 1.6 times the time.
+    oneDNN says that it supports bfloat16 on any processor with AVX-512; there it converts in software. And the
+    instructions of AVX-512 for bfloat16 were slower than float32 where they were tried: 145 to 269 GFLOPS at the sizes
+    of a small model, an update in 1.6 times the time.
     """
     if hasattr(torch.cpu, "get_capabilities"):  # from torch 2.10 on
         found = torch.cpu.get_capabilities()
