@@ -84,7 +84,7 @@ def matrix(session: nox.Session, plugin: str, leg: str) -> None:
     """Run a plugin's tests on one of its tested versions, in an environment of its own."""
     folder = ROOT / "plugins" / plugin
     install(session, "-e", str(folder), *versions(folder)[leg], *TEST)
-    session.run("pytest", f"tests/plugins/test_{plugin.replace('-', '_')}.py", *session.posargs)
+    session.run("pytest", f"tests/plugins/test_{plugin.replace('-', '_')}.py", *(session.posargs or ["-n", "2"]))
 
 
 def install_together(session: nox.Session, *requirements: str) -> None:
