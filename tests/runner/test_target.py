@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.runner.execution import describe
 from lightning_trainer.runner.target import load_function, split_command
 
 
@@ -107,3 +108,12 @@ def test_command_is_split_as_a_shell_would() -> None:
 def test_command_that_can_not_start_is_an_error(command: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split_command(command)
+
+
+def test_what_was_noted_on_an_error_comes_before_it() -> None:
+    error = ValueError("no such table")
+    error.add_note("During task with name 'checker'")
+    told = describe(error).splitlines()
+    assert told[0] == "During task with name 'checker'"
+    assert told[-1] == "ValueError: no such table"
+    assert error.__notes__ == ["During task with name 'checker'"]

@@ -277,7 +277,7 @@ class Loop:
             crashed = sum(outcome.crash is not None for outcome in outcomes)
             how = how_they_count(crashed, reward_of_failures(outcomes, self._run.config.failed), self._run.config)
             text = f"{len(errors)} of {len(outcomes)} rollouts failed{how}: {_end(errors[-1], 1)}"
-            self._run.progress.note(text)
+            self._run.progress.note(f"{text}\n{where_calls_go(errors[-1])}".rstrip())
 
     def _tell_unheard(self) -> None:
         """Warn of agents that are to be trained and made no call so far: they may speak later, or be misspelt."""

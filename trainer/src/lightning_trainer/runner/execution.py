@@ -90,11 +90,16 @@ def _rewards(
 
 
 def describe(error: BaseException) -> str:
-    """Return the traceback as text, without the frames of this package at its top."""
+    """Return the traceback as text, without the frames of this package at its top; what was noted on it comes first.
+
+    So the last line is the error's own: LangGraph notes on each the node it came from.
+    """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__ and frames.tb_next:
         frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    told = traceback.TracebackException(type(error), error, frames)
+    notes, told.__notes__ = getattr(told, "__notes__", None) or (), None
+    text = "\n".join([*map(str, notes), "".join(told.format()).rstrip()])
     return text if len(text) <= ERROR_LIMIT else f"...{text[-ERROR_LIMIT:]}"
 
 
