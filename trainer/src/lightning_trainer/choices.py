@@ -6,4 +6,5 @@ from typing import Literal, TypeAlias
 
 Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum", "row-mean", "rollout-mean"]
 KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs", "low_var", "k1+", "k3+", "abs+", "low_var+"]
+Divergence: TypeAlias = Literal["reverse", "forward", "jensen-shannon"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]

@@ -25,6 +25,7 @@ from lightning_trainer.naming import parse_rules
 from lightning_trainer.work import Work
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
+SELF: Final = "self"  # the teacher that is the policy itself
 # Defaults of credit that looks at forks: a few alternatives are no sample to take a deviation of.
 _OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 
@@ -113,7 +114,10 @@ class TrainConfig(BaseModel):
     `tree-grpo`, or one that a plugin registers. Each sets the defaults that its paper has."""
     teacher: str | None = None
     """Of algorithm = distil: who says how likely each sampled token is. A model folder or name, or MODEL=URL of a vLLM
-    server, with the policy's own vocabulary (torch)."""
+    server, with the policy's own vocabulary; or `self`, the policy once it has read what came of a call, which goes
+    with every algorithm (torch)."""
+    teacher_options: dict[str, Any] = Field(default_factory=dict)
+    """Of teacher = self, by name: told, top_k, divergence, weight, hint, max_chars."""
     learning_rate: float = Field(default=1e-5, gt=0)
     """Step size of AdamW: 1e-5 by default, 1e-4 with LoRA."""
     credit: str = "identical"
@@ -438,8 +442,11 @@ def _cross_check(config: TrainConfig) -> None:
         "min_lr_ratio is where a falling learning rate ends. Set lr_schedule to cosine or linear, or leave it out.": (
             config.min_lr_ratio > 0 and config.lr_schedule == "constant"
         ),
-        "teacher is of algorithm = distil. Set it, or leave teacher out.": (
-            config.teacher is not None and config.algorithm != "distil"
+        "teacher is of algorithm = distil. Set it, leave teacher out, or let the policy teach itself (self).": (
+            config.teacher not in (None, SELF) and config.algorithm != "distil"
+        ),
+        "teacher_options are of teacher = self. Set it, or leave them out.": (
+            bool(config.teacher_options) and config.teacher != SELF
         ),
         **_of_forks(config),
         "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,

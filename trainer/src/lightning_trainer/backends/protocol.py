@@ -175,8 +175,23 @@ class Learner(Protocol):
         """
         ...
 
-    def logprobs(self, rows: Sequence[Row]) -> Sequence[NDArray[Any]]:
-        """Return for each row (K,) natural log-probabilities of its trained tokens, without gradient."""
+    def logprobs(self, rows: Sequence[Row], candidates: Sequence[NDArray[Any]] | None = None) -> Sequence[NDArray[Any]]:
+        """Return for each row (K,) natural log-probabilities of its trained tokens, without gradient.
+
+        Args:
+            rows: any.
+            candidates: for each row (K, C) tokens that might stand at its trained places; then (K, C) log-probabilities
+                of these are returned instead.
+        """
+        ...
+
+    def likeliest(self, rows: Sequence[Row], count: int) -> Sequence[NDArray[Any]]:
+        """Return for each row (K, C) the tokens that the policy finds likeliest at each of its trained tokens.
+
+        Args:
+            rows: any.
+            count: C; all tokens where the vocabulary has fewer.
+        """
         ...
 
     @property

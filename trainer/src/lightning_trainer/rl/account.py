@@ -36,6 +36,11 @@ STEERED: Final = "not drawn from the policy alone: top_p, a grammar or another p
 ALL_STEERED: Final = "every token was forced: no choice of the policy's is in it"
 TOO_LONG: Final = "longer than max_tokens"
 
+# Why a call that is trained on is not taught by the self-teacher.
+NOTHING_TOLD: Final = "nothing to tell the teacher of it"
+NO_PLACE: Final = "its prompt does not end as the chat template begins an answer"
+HINT_TOO_LONG: Final = "longer than max_model_len with what the teacher is told"
+
 WHOLE: Final = "the attempt"  # what a reward that names no agent is for
 
 
@@ -62,6 +67,8 @@ class Account:
         not_continued: calls that go on from an earlier one and do not, by reason.
         joined: calls of which there are both the agent's span and the gateway's record.
         unjoined: number of spans and records without the other, by reason.
+        taught: calls of those trained on that the self-teacher taught.
+        untaught: number of the others, by reason; without a self-teacher there are neither.
     """
 
     seen: int = 0
@@ -80,6 +87,8 @@ class Account:
     not_continued: Mapping[str, int] = field(default_factory=dict)
     joined: int = 0
     unjoined: Mapping[str, int] = field(default_factory=dict)
+    taught: int = 0
+    untaught: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.seen != self.trained + sum(self.dropped.values()):
@@ -116,6 +125,8 @@ class Account:
             not_continued=_sum(self.not_continued, other.not_continued),
             joined=self.joined + other.joined,
             unjoined=_sum(self.unjoined, other.unjoined),
+            taught=self.taught + other.taught,
+            untaught=_sum(self.untaught, other.untaught),
         )
 
     def plus_dropped(self, reason: str, calls: int) -> Account:
@@ -147,8 +158,13 @@ class Account:
         if self.unjoined:
             found.append(f"{self.joined} calls have both an agent's span and a gateway's record")
         found += [f"{count} have not: {reason}" for reason, count in sorted(self.unjoined.items())]
+        teaching = self.taught or self.untaught
+        if teaching:
+            found.append(f"{self.taught} calls taught by the policy that knows what came of them")
+        found += [f"{count} not: {reason}" for reason, count in sorted(self.untaught.items())]
         if self.rows_without_gradient:
-            found.append(f"{self.rows_without_gradient} rows teach nothing: all rewards of their group are equal")
+            why = "" if teaching else ": all rewards of their group are equal"
+            found.append(f"{self.rows_without_gradient} rows teach nothing{why}")
         for agent, count in sorted(self.unclaimed.items()):
             why = "which made no call in those attempts" if agent != WHOLE else "which this credit gives to nobody"
             found.append(f"{count} rewards for {agent}, {why}")
@@ -174,6 +190,8 @@ class Account:
         numbers |= {"calls_forked": self.forked} if self.forked else {}
         if self.continued_share is not None:
             numbers |= {"calls_continued": self.continued, "continued_share": self.continued_share}
+        untaught = {f"calls_untaught/{slug(reason)}": count for reason, count in self.untaught.items()}
+        numbers |= {"calls_taught": self.taught, **untaught} if self.taught or self.untaught else {}
         dropped = {f"calls_dropped/{slug(reason)}": count for reason, count in self.dropped.items()}
         not_continued = {f"calls_not_continued/{slug(reason)}": count for reason, count in self.not_continued.items()}
         unjoined = {f"calls_unjoined/{slug(reason)}": count for reason, count in self.unjoined.items()}

@@ -6,10 +6,13 @@ they get no gradient. `_V`: the vocabulary. Sums are weighted by `rows.token_wei
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lightning_trainer.choices import Divergence
 
 # kl, mse, low_var_kl and low_var are verl's and others' names of k1, k2 and k3; + takes the gradient of k2 instead.
 Estimator: TypeAlias = Literal[
@@ -31,6 +34,8 @@ Estimator: TypeAlias = Literal[
 
 _MAX_LOG_RATIO = 20.0  # exp(20) is far outside any clip range and finite in float32; verl clamps at the same value
 _MAX_SEQUENCE_LOG_RATIO = 10.0  # of GSPO's mean log-ratio; verl's value
+_LEAST_LOGPROB = -50.0
+_LEAST_TAIL = 1e-7  # a float32 sum to 1 is not known better than that
 _MAX_LOW_VARIANCE = 10.0  # nats of one token's k3, which grows exponentially; verl's value
 
 
@@ -217,6 +222,48 @@ def kl_divergence(logprobs_T: Tensor, reference_T: Tensor, estimator: Estimator 
         case _:
             raise ValueError(f"unknown estimator {estimator!r}. Use k1, k2, k3 or abs, or one of these with a +.")
     return square_T - square_T.detach() + value_T.detach() if estimator.endswith("+") else value_T
+
+
+def candidate_divergence(logprobs_TC: Tensor, teacher_TC: Tensor, kind: Divergence = "reverse") -> Tensor:
+    """Divergence of the policy's next-token distribution from a teacher's, over candidates and all else as one more.
+
+    The logit-level loss of SDPO (arXiv 2601.20802): over the K tokens that the policy finds likeliest, and a tail for
+    the probability that is left. With p of the policy and q of the teacher, reverse is sum of p log(p / q), forward sum
+    of q log(q / p), and jensen-shannon the mean of the divergences of both from their mean. With all tokens of the
+    vocabulary as candidates it is the divergence itself; with fewer a lower bound of it.
+
+    Args:
+        logprobs_TC: (T, C) log-probabilities under the weights being trained, with gradient.
+        teacher_TC: (T, C) the teacher's of the same tokens; it gets no gradient.
+        kind: which divergence.
+
+    Returns:
+        (T,) divergences in nats.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    log_p_TC, log_q_TC = _with_tail(logprobs_TC), _with_tail(teacher_TC.detach())
+    match kind:
+        case "reverse":
+            return _divergence(log_p_TC, log_q_TC)
+        case "forward":
+            return _divergence(log_q_TC, log_p_TC)
+        case "jensen-shannon":
+            log_m_TC = torch.logaddexp(log_p_TC, log_q_TC) - math.log(2.0)
+            return 0.5 * (_divergence(log_p_TC, log_m_TC) + _divergence(log_q_TC, log_m_TC))
+    raise ValueError(f"unknown divergence {kind!r}. Use reverse, forward or jensen-shannon.")
+
+
+def _divergence(log_p_TC: Tensor, log_q_TC: Tensor) -> Tensor:
+    return (log_p_TC.exp() * (log_p_TC - log_q_TC)).sum(-1)
+
+
+def _with_tail(logprobs_TC: Tensor) -> Tensor:
+    """(T, C + 1) log-probabilities, the last one of all other tokens together."""
+    held_TC = logprobs_TC.float().clamp(min=_LEAST_LOGPROB)  # 0 * inf of a token that is ruled out is no number
+    rest_T = (1.0 - held_TC.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_TAIL)
+    return torch.cat([held_TC, rest_T.log()], dim=-1)
 
 
 def token_logprobs(logits_TV: Tensor, tokens_T: Tensor, temperature_T: Tensor | float = 1.0) -> Tensor:

@@ -21,6 +21,7 @@ from lightning_trainer.rl import account as reasons
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.prefixes import OpenSequences
 from lightning_trainer.rl.steered import steered_places
+from lightning_trainer.rl.targets import Target
 
 FloatArray: TypeAlias = NDArray[np.float64]
 
@@ -45,6 +46,8 @@ class Row:
         policy: the policy that answered.
         policy_version: the number of its weights; `UNKNOWN_VERSION` where the engine did not say.
         temperature: what logits were divided by; above 0.
+        calls: span and choice of each call in the row, in order; empty where the row is of no trace.
+        target: what a teacher finds of other tokens at its trained places; None where none was asked.
     """
 
     tokens: NDArray[np.int32]
@@ -59,6 +62,8 @@ class Row:
     policy: str = "policy"
     policy_version: int = UNKNOWN_VERSION
     temperature: float = 1.0
+    calls: tuple[tuple[str, int], ...] = ()
+    target: Target | None = None
 
     def __post_init__(self) -> None:
         shapes = {self.tokens.shape, self.mask.shape, self.logprobs.shape, self.advantages.shape}
@@ -74,8 +79,8 @@ class Row:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any token has an advantage. A row without one changes weights only through KL or entropy terms."""
-        return bool(self.advantages.any())
+        """Whether any token has an advantage, or is taught. A row without has only KL or entropy terms."""
+        return bool(self.advantages.any()) or (self.target is not None and bool(self.target.weights_K.any()))
 
 
 def make_rows(
@@ -291,4 +296,5 @@ def _row(branch: _Branch, groups: Mapping[str, str]) -> Row:
         policy=call.policy or "policy",
         policy_version=UNKNOWN_VERSION if call.policy_version is None else call.policy_version,
         temperature=_temperature(call),
+        calls=tuple((action.transition.span_id, action.transition.choice) for action in branch),
     )

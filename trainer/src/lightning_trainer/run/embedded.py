@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.protocol import Described, Learner, OpenRun, Start
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config import SELF, TrainConfig
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.report.forecast import Plan, Probe, forecast, lines
@@ -19,6 +19,7 @@ from lightning_trainer.run.local import routing_of, serving
 from lightning_trainer.run.loop import Loop
 from lightning_trainer.run.probe import probe
 from lightning_trainer.run.state import State, check_identity, check_resumable, find, read_state
+from lightning_trainer.teaching.options import read_self
 from lightning_trainer.teaching.teacher import teaching
 
 TRIED: Final = 8  # tasks that a dry run tries at most
@@ -56,6 +57,8 @@ class Embedded:
     def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
         """Refuse what can't work, and find what to go on from: `Backend.start`."""
         self._check(config)
+        if config.teacher == SELF:
+            read_self(config)  # or refuse
         if config.resume is None:
             return Start()
         folder, checkpoint = find(config.resume)
@@ -75,7 +78,7 @@ class Embedded:
             if run.start.checkpoint is not None:
                 learner.load(run.start.checkpoint)
                 state = read_state(run.start.checkpoint)
-            teacher = stack.enter_context(teaching(run.config, learner.engine, self.learner))
+            teacher = stack.enter_context(teaching(run.config, learner, self.learner))
             run.check()
             routing = routing_of(run.config, learner.engine.model)
             local = stack.enter_context(

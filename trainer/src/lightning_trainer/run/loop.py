@@ -16,7 +16,7 @@ from lightning_spans.schema.agents import check_known, label, selects
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.backends.protocol import Learner, OpenRun
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config import SELF, TrainConfig
 from lightning_trainer.gateway.engine import Engine
 from lightning_trainer.policies import BASE
 from lightning_trainer.report import step_metrics
@@ -25,7 +25,7 @@ from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.metrics import Kind
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.algorithms import algorithm_by_name
-from lightning_trainer.rl.algorithms.distil import distilled
+from lightning_trainer.rl.algorithms.distil import DISTIL
 from lightning_trainer.rl.batch import Batch, Penalty, Traces, played_of
 from lightning_trainer.rl.credit.counterfactual import Cells
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
@@ -37,7 +37,7 @@ from lightning_trainer.run.forking import forked, planned, refuse_ended
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.local import Local
 from lightning_trainer.run.state import State, save
-from lightning_trainer.teaching.teacher import Teacher
+from lightning_trainer.teaching.teacher import Tutor
 
 PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
 
@@ -50,16 +50,14 @@ class Loop:
         local: runs rollouts.
         learner: answers the agents' calls, and learns.
         state: where the run stands.
-        teacher: of distillation; None without one.
+        tutor: of distillation; None without one.
     """
 
-    def __init__(
-        self, run: OpenRun, local: Local, learner: Learner, state: State, teacher: Teacher | None = None
-    ) -> None:
+    def __init__(self, run: OpenRun, local: Local, learner: Learner, state: State, tutor: Tutor | None = None) -> None:
         self._run = run
         self._local = local
         self._learner = learner
-        self._teacher = teacher
+        self._tutor = tutor
         self._algorithm = algorithm_by_name(run.config.algorithm)
         self._name = f"{run.folder.name}-{uuid.uuid4().hex[:8]}"  # unique in the store
         self.state = state
@@ -160,7 +158,7 @@ class Loop:
         self._refuse_barren(batch, outcomes)
         adapted_s = time.monotonic() - began - rolled_s - of_forks.get("fork_seconds", 0.0)
         self._run.check()
-        batch, taught = self._taught(batch)
+        batch, taught = self._taught(batch, outcomes, traces)
         self._run.progress.phase(f"learning from {len(batch.rows)} rows")
         self._whole = False
         learned = self._learn(batch)
@@ -318,15 +316,15 @@ class Loop:
         config = self._run.config
         return self._learner.penalties if config.kl_in == "reward" and config.kl_coef > 0 else None
 
-    def _taught(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    def _taught(self, batch: Batch, outcomes: Sequence[Outcome], traces: Traces) -> tuple[Batch, dict[str, float]]:
         """Give the tokens of a batch what the teacher thinks of them, where there is one."""
-        if self._teacher is None:
+        if self._tutor is None:
             return batch, {}
         began = time.monotonic()
         self._run.progress.phase(f"asking the teacher about {len(batch.rows)} rows")
         with waiting("teacher", f"the teacher to read {len(batch.rows)} rows"):
-            rows, divergence = distilled(batch.rows, self._teacher.logprobs(batch.rows))
-        return replace(batch, rows=rows), {"teacher_kl": divergence, "teacher_seconds": time.monotonic() - began}
+            batch, told = self._tutor.teach(batch, outcomes, traces)
+        return batch, {**told, "teacher_seconds": time.monotonic() - began}
 
     def _learn(self, batch: Batch) -> dict[str, float]:
         """Update the weights. Where no row has a gradient the optimiser is left alone: it would move by momentum."""
@@ -350,19 +348,15 @@ class Loop:
         )
         self._whole = True
         if flat:
-            self._run.progress.note(f"step {self.state.step} teaches nothing: in each group all rewards are equal")
+            untold = "no call has anything to be told of"
+            why = untold if self._run.config.teacher == SELF else "in each group all rewards are equal"
+            self._run.progress.note(f"step {self.state.step} teaches nothing: {why}")
         self._refuse_flat(final=False)
 
     def _refuse_flat(self, *, final: bool) -> None:
         flat = self.state.flat_steps
         if flat and (final or flat >= PATIENCE):
-            seen = sorted({reward for reward in self.state.rewards if reward is not None})
-            raise NothingToLearnError(
-                f"in the first {flat} steps the rewards of each group were all equal (mean reward "
-                f"{', '.join(f'{reward:g}' for reward in seen[:5])}), so there is nothing to learn from.\n"
-                "Give tasks that the agent solves sometimes, a reward with more steps between bad and good, a larger "
-                "--group-size, or a higher temperature."
-            )
+            raise NothingToLearnError(_flat(flat, self.state.rewards, self._run.config))
 
     def _goal_reached(self) -> bool:
         goal = self._run.config.until
@@ -405,6 +399,23 @@ def how_they_count(crashed: int, reward: float, config: TrainConfig) -> str:
 
 def _end(text: str, lines: int = 15) -> str:
     return "\n".join(text.splitlines()[-lines:])
+
+
+def _flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -> str:
+    """Say that the first steps taught nothing, and what to do."""
+    seen = sorted({reward for reward in rewards if reward is not None})
+    mean = ", ".join(f"{reward:g}" for reward in seen[:5])
+    untold = "no call had anything that its teacher could be told of"
+    equal = f"the rewards of each group were all equal (mean reward {mean})"
+    tell = "Give tasks at which tools fail sometimes, or let the teacher be told more (--teacher-options told=...)."
+    vary = (
+        "Give tasks that the agent solves sometimes, a reward with more steps between bad and good, a larger "
+        "--group-size, or a higher temperature."
+    )
+    taught = config.teacher == SELF
+    alone = taught and config.algorithm == DISTIL
+    what = untold if alone else f"{equal}, and {untold}" if taught else equal
+    return f"in the first {steps} steps {what}, so there is nothing to learn from.\n{tell if taught else vary}"
 
 
 def _no_rows(batch: Batch) -> str:

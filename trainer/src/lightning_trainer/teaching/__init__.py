@@ -1,1 +1,1 @@
-"""Teachers of on-policy distillation: what says how likely each token is that a student sampled."""
+"""Teachers of on-policy distillation: what says how likely each token is that a student sampled, or might have."""

@@ -1,20 +1,25 @@
-"""A teacher: a model loaded here, or one behind a server. Either has the student's vocabulary, or is refused."""
+"""A teacher: a model loaded here, one behind a server, or the student itself. It has the student's vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config import SELF
 from lightning_trainer.models import look
+from lightning_trainer.rl.algorithms.distil import DISTIL, distilled
+from lightning_trainer.teaching.options import read_self
 
 if TYPE_CHECKING:
     from lightning_trainer.backends.protocol import Learner
     from lightning_trainer.config import TrainConfig
-    from lightning_trainer.gateway.engine import Engine
+    from lightning_trainer.rl.batch import Batch, Traces
+    from lightning_trainer.rl.rollouts import Outcome
     from lightning_trainer.rl.rows import Row
 
 
@@ -30,39 +35,81 @@ class Teacher(Protocol):
         ...
 
 
+class Tutor(Protocol):
+    """Gives a step's rows what is learned from a teacher."""
+
+    def teach(self, batch: Batch, outcomes: Sequence[Outcome], traces: Traces) -> tuple[Batch, dict[str, float]]:
+        """Ask the teacher about a batch.
+
+        Args:
+            batch: of a step.
+            outcomes: its rollouts.
+            traces: reads the traces of attempts.
+
+        Returns:
+            The batch with advantages or targets, and metrics by name.
+
+        Raises:
+            LightningError: the teacher gave nothing.
+        """
+        ...
+
+
+class Distilling:
+    """`Tutor` of tokens that were sampled.
+
+    Args:
+        teacher: says how likely it finds them.
+    """
+
+    def __init__(self, teacher: Teacher) -> None:
+        self._teacher = teacher
+
+    def teach(self, batch: Batch, outcomes: Sequence[Outcome], traces: Traces) -> tuple[Batch, dict[str, float]]:  # noqa: ARG002 - tokens are all that it reads
+        """Give each token the advantage of `distilled`: `Tutor.teach`."""
+        rows, divergence = distilled(batch.rows, self._teacher.logprobs(batch.rows))
+        return replace(batch, rows=rows), {"teacher_kl": divergence}
+
+
 @contextmanager
 def teaching(
-    config: TrainConfig, student: Engine, load: Callable[[str, Mapping[str, Any]], Learner]
-) -> Iterator[Teacher | None]:
+    config: TrainConfig, learner: Learner, load: Callable[[str, Mapping[str, Any]], Learner]
+) -> Iterator[Tutor | None]:
     """Open the teacher that a configuration names; None where it names none.
 
     Args:
         config: of the run.
-        student: whose samples it is to read.
+        learner: the student, whose samples it is to read.
         load: loads a model.
 
     Raises:
         ConfigError: there is no such model, it can't be reached, or its vocabulary is another one.
     """
+    student = learner.engine
     if config.teacher is None:
         yield None
+    elif config.teacher == SELF:
+        from lightning_trainer.teaching.self_teacher import SelfTeacher
+
+        alone = config.algorithm == DISTIL
+        yield SelfTeacher(learner, read_self(config), alone=alone, failed=config.failed)
     elif "=" in config.teacher:
         from lightning_trainer.teaching.endpoint import Endpoint
 
         with closing(Endpoint(config.teacher)) as server:
             server.check(student.tokenizer)
-            yield server
+            yield Distilling(server)
     else:
         look(config.teacher)  # or refuse
-        with closing(load(config.teacher, {"device": config.device, "dtype": config.dtype})) as learner:
-            check_vocabulary(config.teacher, student.tokenizer.get_vocab(), learner.engine.tokenizer.get_vocab())
-            most, longest = learner.engine.max_model_len, student.max_model_len
+        with closing(load(config.teacher, {"device": config.device, "dtype": config.dtype})) as its:
+            check_vocabulary(config.teacher, student.tokenizer.get_vocab(), its.engine.tokenizer.get_vocab())
+            most, longest = its.engine.max_model_len, student.max_model_len
             if most < longest:
                 raise ConfigError(
                     f"the teacher {config.teacher} reads {most} tokens, and the student writes up to {longest}. Set"
                     f" --max-model-len {most}."
                 )
-            yield learner
+            yield Distilling(its)
 
 
 def check_vocabulary(teacher: str, student: Mapping[str, int], its: Mapping[str, int]) -> None:

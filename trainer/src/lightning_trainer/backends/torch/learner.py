@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.generate.engine import AdapterEngine, TorchEngine
+from lightning_trainer.backends.torch.learn.candidates import likeliest
 from lightning_trainer.backends.torch.learn.policy import Policy, add_adapters, has_adapters, reference, select
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
 from lightning_trainer.backends.torch.learn.update import penalties, row_logprobs, update
@@ -22,6 +23,8 @@ from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.threads import use_threads
 from lightning_trainer.gateway.engine import Engine
 from lightning_trainer.rl.rows import Row
+
+Read = TypeVar("Read")
 
 
 class TorchLearner:
@@ -98,19 +101,41 @@ class TorchLearner:
             self.options, warmup_steps=rise, lr_schedule="linear", min_lr_ratio=0.1, total_steps=steps
         )
 
-    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+    def logprobs(
+        self, rows: Sequence[Row], candidates: Sequence[NDArray[np.int64]] | None = None
+    ) -> list[NDArray[np.float32]]:
         """Return log-probabilities of trained tokens: `Learner.logprobs`.
 
         Raises:
             ValueError: a row is of no adapter that there is.
         """
-        found: dict[int, NDArray[np.float32]] = {}
+        most = self.options.micro_batch_tokens
+
+        def read(places: Sequence[int]) -> list[NDArray[np.float32]]:
+            asked = None if candidates is None else [candidates[place] for place in places]
+            return row_logprobs(self._model, [rows[place] for place in places], most, asked)
+
+        return self._by_adapter(rows, read)
+
+    def likeliest(self, rows: Sequence[Row], count: int) -> list[NDArray[np.int64]]:
+        """Return the likeliest tokens at trained tokens: `Learner.likeliest`.
+
+        Raises:
+            ValueError: a row is of no adapter that there is.
+        """
+        most = self.options.micro_batch_tokens
+        return self._by_adapter(
+            rows, lambda places: likeliest(self._model, [rows[place] for place in places], count, most)
+        )
+
+    def _by_adapter(self, rows: Sequence[Row], read: Callable[[Sequence[int]], list[Read]]) -> list[Read]:
+        """Read rows, each through its own adapter; `read` takes their places among `rows`."""
+        found: dict[int, Read] = {}
         with self._engine.still():
             use_threads(self.options.threads, self._model.shape.device.type)
             for adapter, places in self._places(rows).items():
-                own = [rows[place] for place in places]
                 select(self._model, adapter)
-                found |= zip(places, row_logprobs(self._model, own, self.options.micro_batch_tokens), strict=True)
+                found |= zip(places, read(places), strict=True)
         return [found[place] for place in range(len(rows))]
 
     def save(self, folder: Path, *, resumable: bool = True) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
+from lightning_trainer.choices import Aggregation, Divergence, KlEstimator, Schedule
 from lightning_trainer.rl.algorithms import algorithm_by_name
 
 
@@ -53,6 +53,7 @@ class TorchOptions:
         gae_lambda: decay of generalised advantage estimation.
         value_learning_rate: step size of the value head.
         value_clip: of `losses.value_loss`.
+        divergence: from a teacher's targets, where rows have some: `losses.candidate_divergence`.
         old_logprobs: what ratios compare with: what the engine recorded, or the trainer's own before the update.
         update_epochs: passes over a batch.
         minibatches: pieces of a batch, each with an optimiser step of its own.
@@ -102,6 +103,7 @@ class TorchOptions:
     gae_lambda: float = 1.0
     value_learning_rate: float = 1e-3
     value_clip: float | None = None
+    divergence: Divergence = "reverse"
     old_logprobs: Literal["engine", "recompute"] = "engine"
     update_epochs: int = 1
     minibatches: int = 1
@@ -149,6 +151,7 @@ class TorchOptions:
             "value_learning_rate must be above 0": 0 < self.value_learning_rate < math.inf,
             "value_clip must be above 0": self.value_clip is None or self.value_clip > 0,
             "kl_coef must be 0 or more": 0 <= self.kl_coef < math.inf,
+            f"divergence must be one of {', '.join(get_args(Divergence))}": self.divergence in get_args(Divergence),
             "old_logprobs must be engine or recompute": self.old_logprobs in ("engine", "recompute"),
             "update_epochs and minibatches must be at least 1": min(self.update_epochs, self.minibatches) >= 1,
             "warmup_steps must be 0 or more": self.warmup_steps >= 0,

@@ -64,7 +64,7 @@ class Distil:
         at_endpoint = config.teacher is not None and "=" in config.teacher
         refuse(
             {
-                "algorithm = distil needs a teacher: a model folder or name, or MODEL=URL of a vLLM server.": (
+                "algorithm = distil needs a teacher: a model folder or name, MODEL=URL of a vLLM server, or self.": (
                     config.teacher is None
                 ),
                 "a teacher's server gives log-probabilities at temperature 1. Set temperature to 1, or name a model"

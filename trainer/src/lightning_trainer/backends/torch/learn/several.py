@@ -8,7 +8,7 @@ from typing import Final
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.rl.rows import Row
 
-_SUMS: Final = frozenset({"tokens", "packed_tokens", "skipped", "seconds"})
+_SUMS: Final = frozenset({"tokens", "taught_tokens", "packed_tokens", "skipped", "seconds"})
 _HIGHEST: Final = frozenset({"ratio_max"})
 
 
@@ -45,5 +45,5 @@ def _over_all(name: str, each: Sequence[Mapping[str, float]]) -> float:
         return sum(values)
     if name in _HIGHEST:
         return max(values)
-    tokens = [own["tokens"] for own in each]
+    tokens = [own.get("taught_tokens" if name == "teacher_kl" else "tokens", 0.0) for own in each]
     return sum(value * count for value, count in zip(values, tokens, strict=True)) / (sum(tokens) or 1.0)

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_trainer.backends.torch.learn.candidates import Lesson, lesson
 from lightning_trainer.backends.torch.learn.head import chosen_logprobs
 from lightning_trainer.backends.torch.learn.policy import Policy
 from lightning_trainer.backends.torch.learn.tree import Packed, micro_batches
@@ -36,7 +37,8 @@ from lightning_trainer.rl.rows import Row, token_weights
 class _Part:
     """A micro-batch with what the loss needs of each trained token, all (P,) float32.
 
-    `lengths` are those of its responses, in order; `values_P` and `targets_P` are of the value head.
+    `lengths` are those of its responses, in order; `lesson` is a teacher's; `values_P` and `targets_P` are of the value
+    head.
     """
 
     packed: Packed
@@ -44,17 +46,22 @@ class _Part:
     recorded_P: Tensor
     advantages_P: Tensor
     weights_P: Tensor
+    lesson: Lesson | None = None
     values_P: Tensor | None = None
     targets_P: Tensor | None = None
 
 
 class Forwarded(NamedTuple):
-    """What a forward pass over a micro-batch gives: (P,) each, and the hidden states (U, width) behind them."""
+    """What a forward pass over a micro-batch gives: (P,) each, and the hidden states (U, width) behind them.
+
+    `asked` are the log-probabilities of other tokens that were asked for.
+    """
 
     logprobs_P: Tensor
     entropy_P: Tensor
     hidden_UH: Tensor
     place_P: Tensor
+    asked: Tensor
 
 
 def update(
@@ -80,7 +87,8 @@ def update(
         The metrics of `Learner.update`: means over the tokens that were forwarded (rows without gradient are not), with
         `kl` from the reference, or from the policy that sampled when there is none. Besides them `ratio_max`,
         `packed_tokens` (tokens forwarded) and `skipped` (1 when a gradient was not finite, so nothing was changed), and
-        with a value head `value_loss` and `value_mean`.
+        with a value head `value_loss` and `value_mean`; where rows have a teacher's targets, `teacher_kl` (mean
+        divergence of the tokens that are taught) and `taught_tokens`.
     """
     started = time.perf_counter()
     pieces = [_parts(model, own, options, share=share) for own in minibatches(rows, options, policy.steps)]
@@ -109,6 +117,7 @@ def update(
         skipped += not taken
         first = (first + len(piece)) % len(parts)
     steps = len(norms) or 1
+    taught = sums["taught_tokens"]
     count = sums["tokens"] or 1.0
     watched = ("clip_fraction", "kl", "entropy", "logprob_gap", *(("value_mean",) if policy.value else ()))
     means = {name: sums[name] / count for name in watched}
@@ -122,6 +131,11 @@ def update(
         "tokens": float(sums["tokens"]) / options.update_epochs,
         "packed_tokens": float(sum(len(part.packed.tokens_N) for part in parts)),
         "skipped": float(skipped),
+        **(
+            {"teacher_kl": sums["teacher_kl"] / taught, "taught_tokens": taught / options.update_epochs}
+            if taught
+            else {}
+        ),
         "seconds": time.perf_counter() - started,
     }
 
@@ -155,23 +169,36 @@ def token_logprobs(model: LoadedModel, packed: Packed) -> tuple[Tensor, Tensor]:
     return found.logprobs_P, found.entropy_P
 
 
-def forward(model: LoadedModel, packed: Packed) -> Forwarded:
-    """Forward a micro-batch."""
+def forward(
+    model: LoadedModel, packed: Packed, asked: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+) -> Forwarded:
+    """Forward a micro-batch.
+
+    Args:
+        model: forwards it.
+        packed: the micro-batch.
+        asked: places (indices into `predicts_U`) and tokens whose log-probabilities are wanted besides.
+    """
     device = model.shape.device
     plan = TreePlan(packed, model.shape.dtype, device)
     hidden = model.hidden(
         torch.from_numpy(packed.tokens_N).to(device), torch.from_numpy(packed.positions_N).to(device), plan
     )
     hidden_UH = hidden[torch.from_numpy(packed.predicts_U).to(device)]
-    logprobs_P, entropy_U = chosen_logprobs(
-        model.head,
-        hidden_UH,
-        torch.from_numpy(packed.temperature_U).to(device),
-        packed.place_P,
-        packed.target_P,
+    places, targets = (
+        (packed.place_P, packed.target_P)
+        if asked is None
+        else (
+            np.concatenate([packed.place_P, asked[0]]),
+            np.concatenate([packed.target_P, asked[1]]),
+        )
+    )
+    logprobs, entropy_U = chosen_logprobs(
+        model.head, hidden_UH, torch.from_numpy(packed.temperature_U).to(device), places, targets
     )
     place_P = torch.from_numpy(packed.place_P).to(device)
-    return Forwarded(logprobs_P, entropy_U[place_P], hidden_UH, place_P)
+    count = len(packed.place_P)
+    return Forwarded(logprobs[:count], entropy_U[place_P], hidden_UH, place_P, logprobs[count:])
 
 
 def penalties(
@@ -192,11 +219,29 @@ def penalties(
     return [found[r] for r in range(len(rows))]
 
 
-def row_logprobs(model: LoadedModel, rows: Sequence[Row], max_tokens: int) -> list[NDArray[np.float32]]:
-    """Return for each row (K,) log-probabilities of its trained tokens, without gradient."""
+@torch.no_grad()
+def row_logprobs(
+    model: LoadedModel,
+    rows: Sequence[Row],
+    max_tokens: int,
+    candidates: Sequence[NDArray[np.int64]] | None = None,
+) -> list[NDArray[np.float32]]:
+    """Return for each row (K,) log-probabilities of its trained tokens, without gradient.
+
+    Args:
+        model: forwards the rows.
+        rows: any.
+        max_tokens: most tokens in one forward pass.
+        candidates: for each row (K, C) tokens; then (K, C) log-probabilities of these are returned instead.
+    """
     found: dict[int, NDArray[np.float32]] = {}
     for packed in micro_batches(rows, max_tokens):
-        logprobs_P = token_logprobs(model, packed)[0].float().cpu().numpy()
+        if candidates is None:
+            logprobs_P = token_logprobs(model, packed)[0].float().cpu().numpy()
+        else:
+            tokens_PC = np.concatenate([candidates[r] for r in packed.rows])
+            asked = np.repeat(packed.place_P, tokens_PC.shape[1]), tokens_PC.reshape(-1)
+            logprobs_P = forward(model, packed, asked).asked.float().cpu().numpy().reshape(tokens_PC.shape)
         ends = np.cumsum([int(rows[r].mask.sum()) for r in packed.rows])
         found |= zip(packed.rows.tolist(), np.split(logprobs_P, ends[:-1]), strict=True)
     return [found[r] for r in range(len(rows))]
@@ -213,13 +258,15 @@ def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, sh
         def gather(arrays: list[NDArray[np.floating]]) -> Tensor:
             return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(model.shape.device)
 
+        weights_P = gather([weights[r] for r in own])
         parts.append(
             _Part(
                 packed=packed,
                 lengths=tuple(length for r in own for length in rows[r].lengths),
                 recorded_P=gather([rows[r].logprobs[rows[r].mask] for r in own]),
                 advantages_P=gather([rows[r].advantages[rows[r].mask] for r in own]),
-                weights_P=gather([weights[r] for r in own]),
+                weights_P=weights_P,
+                lesson=lesson(packed, [rows[r] for r in own], weights_P),
             )
         )
     return parts
@@ -263,7 +310,7 @@ def _backward(
     value: ValueHead | None,
 ) -> dict[str, float]:
     """Forward and backward one micro-batch; give sums of what is watched."""
-    found = forward(model, part.packed)
+    found = forward(model, part.packed, None if part.lesson is None else part.lesson.asked)
     result = _policy_loss(found.logprobs_P, old_P, part, options)
     loss = result.loss
     in_loss = reference_P is not None and options.kl_in == "loss"
@@ -279,6 +326,10 @@ def _backward(
         error = value_loss(values_P, part.values_P, part.targets_P, part.weights_P, clip=options.value_clip)
         seen |= {"value_loss": float(error.detach()), "value_mean": float(part.values_P.sum())}
         loss = loss + error
+    if part.lesson is not None:
+        lost, divergence_Q = part.lesson.loss(found.asked, options.divergence)
+        seen |= {"teacher_kl": float(divergence_Q.sum()), "taught_tokens": float(len(divergence_Q))}
+        loss = loss + lost
     loss.backward()  # type: ignore[no-untyped-call]
     now_P = found.logprobs_P.detach()
     return {

@@ -88,6 +88,8 @@ def check(config: TrainConfig) -> None:
         "verl knows no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",
         "verl's groups are compared as each ends, before there is a batch. Leave alone out, or train on backend ="
         " torch.": config.alone != "skip",
+        "verl's loss takes one advantage a token, and none of its workers reads a prompt with more in it than was"
+        " asked: teacher = self is of backend = torch. Leave teacher out.": config.teacher is not None,
         "verl trains one policy for all agents. Leave policies out, or train on backend = torch.": bool(
             config.policies
         ),

@@ -1,0 +1,77 @@
+"""The table `teacher_options` of a configuration: what the self-teacher is told, and what is learned from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.choices import Divergence
+from lightning_trainer.config import explain, refuse, refuse_unknown
+
+if TYPE_CHECKING:
+    from lightning_trainer.config import TrainConfig
+
+PLACE: Final = "{told}"
+HINT: Final = "This came of an earlier answer to the above:\n\n{told}\n\nAnswer again, with this in mind."
+
+
+def _names(value: Any) -> Any:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+class SelfOptions(BaseModel):
+    """How the policy teaches itself (SDPO, arXiv 2601.20802)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    told: Annotated[tuple[Literal["errors", "later", "best"], ...], BeforeValidator(_names)] = Field(
+        ("errors", "later"), min_length=1
+    )
+    """What the teacher is told of a call: `errors` of the tools that it asked for; where none of them failed, the error
+    of the first tool that failed `later` in the attempt; the `best` answer of the group in its place, where that
+    rollout earned more."""
+    top_k: int = Field(100, ge=0)
+    """Tokens at each place whose probabilities are compared, the policy's likeliest, and all others together as one
+    more; 0 looks at the tokens that were sampled alone."""
+    divergence: Divergence = "reverse"
+    """Which one of the policy from its teacher is made small."""
+    weight: float = Field(1.0, gt=0)
+    """What it weighs beside the loss of the algorithm."""
+    hint: str = HINT
+    """The message that is added to the prompt; {told} stands for what is told."""
+    max_chars: int = Field(2000, ge=20)
+    """Characters that are told of each thing; of longer ones the middle is left out."""
+
+
+def read_self(config: TrainConfig) -> SelfOptions:
+    """Read what a configuration says of the self-teacher.
+
+    Raises:
+        ConfigError: an option is unknown or wrong, or contradicts the algorithm.
+    """
+    try:
+        refuse_unknown(config.teacher_options, SelfOptions.model_fields)
+        options = SelfOptions(**config.teacher_options)
+    except ValidationError as error:
+        raise ConfigError(f"teacher_options: {explain(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"teacher_options: {error}") from None
+    from lightning_trainer.rl.algorithms import algorithm_by_name
+
+    refuse(
+        {
+            f"teacher_options: the hint has no {PLACE}, so nothing would be told. Put it where that belongs.": (
+                PLACE not in options.hint
+            ),
+            "teacher_options: weight is what the teacher weighs beside rewards, and algorithm = distil learns from"
+            " none. Leave it out, or choose another algorithm.": config.algorithm == "distil" and options.weight != 1.0,
+            "teacher_options: top_k = 0 has no divergence. Leave divergence out, or set top_k.": (
+                options.top_k == 0 and "divergence" in config.teacher_options
+            ),
+            f"teacher_options: top_k = 0 adds to advantages, and algorithm = {config.algorithm} makes them in the"
+            " update. Set top_k to 1 or more.": (options.top_k == 0 and algorithm_by_name(config.algorithm).critic),
+        }
+    )
+    return options

@@ -1,0 +1,167 @@
+"""The policy as its own teacher: having read what came of a call, it says how likely it finds what might be answered.
+
+SDPO, "Reinforcement Learning via Self-Distillation", arXiv 2601.20802. A call's prompt x gets a message with the
+feedback f. Under it the same weights give another distribution over each next token of the answer y that was sampled,
+without a gradient, and what is made small is the sum over t of KL(p(. | x, y_<t) || p(. | x, f, y_<t)). We leave the
+paper's method in one thing: the teacher has the newest weights, not an average over steps or one held near the start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_trainer.gateway.engine import tool_format
+from lightning_trainer.gateway.prompt.template import ChatFormat
+from lightning_trainer.rl import account as reasons
+from lightning_trainer.rl.algorithms.distil import FARTHEST
+from lightning_trainer.rl.rows import Row, make_rows
+from lightning_trainer.rl.targets import Target
+from lightning_trainer.teaching.feedback import CallKey, earnings, feedback, key_of
+from lightning_trainer.teaching.hints import Hints
+from lightning_trainer.teaching.options import PLACE
+
+if TYPE_CHECKING:
+    from lightning_spans.schema.transitions import Transition
+    from lightning_trainer.backends.protocol import Learner
+    from lightning_trainer.rl.batch import Batch, Traces
+    from lightning_trainer.rl.rollouts import Failed, Outcome
+    from lightning_trainer.teaching.options import SelfOptions
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A call that is taught: where its trained tokens lie among those of its row, and its row with the hint."""
+
+    row: int
+    start: int
+    hinted: Row
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(self.hinted.lengths)
+
+
+class SelfTeacher:
+    """`Tutor` with the student's own weights.
+
+    Args:
+        learner: the student.
+        options: what the teacher is told, and what is learned.
+        alone: whether advantages stand for nothing: nobody learns from rewards.
+        failed: the reward of a rollout that failed by the policy's doing.
+
+    Raises:
+        ConfigError: the chat template does not let a message be put before the answer.
+    """
+
+    def __init__(self, learner: Learner, options: SelfOptions, *, alone: bool, failed: Failed) -> None:
+        self._learner, self._options = learner, options
+        self._alone, self._failed = alone, failed
+        engine = learner.engine
+        self._hints = Hints(ChatFormat(engine.tokenizer, tool_format(engine)), learner.end_tokens)
+        self._longest = engine.max_model_len
+
+    def teach(self, batch: Batch, outcomes: Sequence[Outcome], traces: Traces) -> tuple[Batch, dict[str, float]]:
+        """Give the rows what the teacher finds of their tokens: `Tutor.teach`."""
+        attempts = sorted({call.transition.attempt_id for call in batch.calls})
+        told = feedback(
+            batch.calls,
+            traces(attempts),
+            earnings(outcomes, self._failed),
+            told=self._options.told,
+            most=self._options.max_chars,
+        )
+        calls = {key_of(call.transition): call.transition for call in batch.calls}
+        hinted, untaught = self._hinted(batch.rows, calls, told)
+        rows = [replace(row, advantages=np.zeros(len(row.tokens))) if self._alone else row for row in batch.rows]
+        segments = _segments(rows, hinted)
+        metrics: dict[str, float] = {}
+        if segments:
+            rows, metrics = self._sampled(rows, segments) if not self._options.top_k else self._targets(rows, segments)
+        account = replace(
+            batch.account,
+            rows_without_gradient=sum(not row.has_gradient for row in rows),
+            taught=len(segments),
+            untaught=untaught,
+        )
+        return replace(batch, rows=rows, account=account), metrics
+
+    def _hinted(
+        self, rows: Sequence[Row], calls: Mapping[CallKey, Transition], told: Mapping[CallKey, str]
+    ) -> tuple[dict[CallKey, Row], Counter[str]]:
+        """Return the calls' rows with the hint in their prompts, and how many have none, by reason."""
+        with_hint, untaught = [], Counter[str]()
+        for key in (key for row in rows for key in keys_of(row)):
+            found = self._with_hint(calls[key], told.get(key))
+            if isinstance(found, str):
+                untaught[found] += 1
+            else:
+                with_hint.append(found)
+        groups = {row.rollout_id: row.group_id for row in rows}
+        made, _ = make_rows(with_hint, np.zeros(len(with_hint)), groups, merge=False)
+        return {keys_of(row)[0]: row for row in made}, untaught
+
+    def _with_hint(self, call: Transition, told: str | None) -> Transition | str:
+        """Return a call with the hint in its prompt, or why it gets none."""
+        if told is None or call.tokens is None:
+            return reasons.NOTHING_TOLD
+        prompt = self._hints.put(call.tokens.prompt, self._options.hint.replace(PLACE, told))
+        if prompt is None:
+            return reasons.NO_PLACE
+        if len(prompt) + len(call.tokens.response) > self._longest:
+            return reasons.HINT_TOO_LONG
+        return replace(call, tokens=replace(call.tokens, prompt=tuple(prompt)))
+
+    def _targets(self, rows: list[Row], segments: Sequence[_Segment]) -> tuple[list[Row], dict[str, float]]:
+        """Give the tokens of taught calls the teacher's distribution over the policy's likeliest."""
+        taught = sorted({segment.row for segment in segments})
+        ids = dict(zip(taught, self._learner.likeliest([rows[r] for r in taught], self._options.top_k), strict=True))
+        candidates = [ids[each.row][each.start : each.end] for each in segments]
+        found = self._learner.logprobs([each.hinted for each in segments], candidates)
+        targets = {r: _empty(ids[r]) for r in taught}
+        for each, logprobs in zip(segments, found, strict=True):
+            targets[each.row].logprobs_KC[each.start : each.end] = logprobs
+            targets[each.row].weights_K[each.start : each.end] = self._options.weight
+        return [replace(row, target=targets.get(r)) for r, row in enumerate(rows)], {}
+
+    def _sampled(self, rows: list[Row], segments: Sequence[_Segment]) -> tuple[list[Row], dict[str, float]]:
+        """Add log p_teacher - log p_student of the sampled tokens to the advantages of taught calls."""
+        found = self._learner.logprobs([each.hinted for each in segments])
+        total, count = 0.0, 0
+        for each, own in zip(segments, found, strict=True):
+            recorded = each.hinted.logprobs[each.hinted.mask].astype(np.float64)
+            gap = np.clip(own.astype(np.float64) - recorded, -FARTHEST, FARTHEST)
+            row = rows[each.row]
+            advantages = row.advantages.copy()
+            advantages[np.flatnonzero(row.mask)[each.start : each.end]] += self._options.weight * gap
+            rows[each.row] = replace(row, advantages=advantages)
+            total, count = total - float(gap.sum()), count + len(gap)
+        return rows, {"teacher_kl": total / count, "taught_tokens": float(count)}
+
+
+def keys_of(row: Row) -> list[CallKey]:
+    """Return the calls of a row, in their order."""
+    return [(row.attempt_id, *call) for call in row.calls]
+
+
+def _segments(rows: Sequence[Row], hinted: Mapping[CallKey, Row]) -> list[_Segment]:
+    found = []
+    for number, row in enumerate(rows):
+        starts = np.cumsum([0, *row.lengths]).tolist()
+        found += [
+            _Segment(number, start, hinted[key])
+            for key, start in zip(keys_of(row), starts[:-1], strict=True)
+            if key in hinted
+        ]
+    return found
+
+
+def _empty(ids: NDArray[Any]) -> Target:
+    shape = ids.shape
+    return Target(ids.astype(np.int64), np.zeros(shape, np.float32), np.zeros(shape[0], np.float32))
