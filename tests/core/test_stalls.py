@@ -387,8 +387,8 @@ def step(scene: Scene, part: str) -> None:
     if part == "update":
         scene.aside(lambda: suppressed(whole._learn, made))
     elif part == "teacher":
-        whole._teacher = SimpleNamespace(logprobs=scene.held)
-        scene.aside(lambda: suppressed(whole._taught, made))
+        whole._tutor = SimpleNamespace(teach=scene.held)
+        scene.aside(lambda: suppressed(whole._taught, made, [], lambda _: []))
     elif part == "rows":
         scene.aside(lambda: suppressed(whole._judge, [], lambda _: []))
     else:

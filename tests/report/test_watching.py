@@ -96,7 +96,8 @@ def test_every_number_of_a_run_is_listed(told: set[str]) -> None:
 def test_every_number_that_is_listed_comes(told: set[str]) -> None:
     # Calls that only one side knows of take an agent that is not attached: their account has the name.
     numbers = told | Account(unjoined={"span without a record": 1}).metrics().keys()
-    numbers |= {"teacher_kl", "teacher_seconds", "calls_forked"}  # of runs with a teacher; with reasoning
+    numbers |= {"teacher_kl", "teacher_seconds", "taught_tokens", "calls_forked"}  # of runs with a teacher; reasoning
+    numbers |= Account(seen=2, trained=2, taught=1, untaught={"nothing to tell": 1}).metrics().keys()
     numbers |= {*forked(ForkPlan(), [], lambda _: []).metrics, "fork_seconds"}  # of runs with forks
     assert {name for name in documented() if not any(covers(name, number) for number in numbers)} == set()
 

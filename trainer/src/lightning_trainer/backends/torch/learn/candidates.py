@@ -103,7 +103,7 @@ def likeliest(model: LoadedModel, rows: Sequence[Row], count: int, max_tokens: i
             torch.from_numpy(packed.tokens_N).to(device), torch.from_numpy(packed.positions_N).to(device), plan
         )
         hidden_UH = hidden[torch.from_numpy(packed.predicts_U).to(device)]
-        best_UC = torch.cat([_best(model.head(part), count) for part in hidden_UH.split(_PLACES)]).cpu().numpy()
+        best_UC = torch.cat([_best(model.head(part), count) for part in torch.split(hidden_UH, _PLACES)]).cpu().numpy()
         found |= zip(packed.rows.tolist(), _by_row(best_UC[packed.place_P], packed, rows), strict=True)
     return [found[r] for r in range(len(rows))]
 
