@@ -154,6 +154,27 @@ def test_after_the_fork_equal_requests_are_answered_from_the_record_where_couple
             assert told == ("other" if coupled else "drawn anew")
 
 
+def test_another_policy_stands_in_for_an_agent_and_says_the_same_to_the_same_in_every_replay(server, record):
+    server.engine.play(["of one", "of two"])
+    headers = [{"x-lightning-agent": name} for name in ("one", "two")]
+    with client(server, record, agent=None) as live:
+        for each in headers:
+            ask(live, extra_headers=each)
+    seeds = []
+    for fresh in (("one",), ("one", "two")):
+        server.engine.play(["drawn anew", "and this"])
+        with again(server, record, agent=None, beyond="sample", fresh=fresh, model="policy") as replay:
+            told = [ask(replay, extra_headers=each).choices[0].message.content for each in headers]
+        assert told == (["drawn anew", "of two"] if fresh == ("one",) else ["drawn anew", "and this"])
+        calls = [c for c in server.store.calls() if c.agent == "one" and c.sampling.get("seeds")]
+        seeds.append(calls[-1].sampling["seeds"])
+    assert seeds[0] == seeds[1] != server.calls(record)[0].sampling["seeds"]
+    with again(server, record, agent=None, beyond="sample", fresh=("two",), model="nowhere") as replay:
+        assert ask(replay, extra_headers=headers[0]).choices[0].message.content == "of one"
+        with pytest.raises(openai.NotFoundError, match="no model 'nowhere' here"):
+            ask(replay, extra_headers=headers[1])
+
+
 def test_a_text_stands_in_the_place_of_an_answer(server, record):
     with client(server, record) as live:
         ask(live)
@@ -185,6 +206,20 @@ def test_agents_are_told_apart(server, record):
         with pytest.raises(openai.ConflictError, match="the record has no call of `three`; it has calls of one, two"):
             ask(replay, extra_headers={"x-lightning-agent": "three"})
     assert found == ["of two", "of one"]
+
+
+def test_namesakes_are_told_apart_by_where_they_stand(server, record):
+    server.engine.play(["of billing", "of profile"])
+    paths = ["billing/extract", "profile/extract"]
+    with client(server, record, agent=None) as live:
+        for path in paths:
+            ask(live, extra_headers={"x-lightning-agent": path})
+    with again(server, record, agent=None) as replay:
+        found = {
+            path: ask(replay, extra_headers={"x-lightning-agent": path}).choices[0].message.content
+            for path in reversed(paths)
+        }
+    assert found == {"billing/extract": "of billing", "profile/extract": "of profile"}
 
 
 def test_calls_of_other_agents_are_left_to_their_own_endpoint_after_the_fork(server, record):
