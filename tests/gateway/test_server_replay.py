@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,9 +12,12 @@ import openai
 import pytest
 from fakes import FakeEngine, served
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.spans import Span
+from lightning_trainer.forks import Recorded, plan
+from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.requests import difference, read_request
 from lightning_trainer.gateway.settings import Routing
 
@@ -271,6 +275,26 @@ def test_an_own_endpoints_responses_come_back_as_they_were(server, record):
         events = list(replay.responses.create(**asked, previous_response_id="resp_own", stream=True))
         assert events[-1].response.output_text == "found it here"
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "found it here"
+
+
+def test_a_call_of_a_client_that_no_gateway_sees_can_not_be_given_again(server, record):
+    body = {"model": "claude", "messages": USER}
+    answer = {"id": "x", "choices": [{"index": 0, "message": {"role": "assistant", "content": "19"}}]}
+    for framework, given in (("openai", True), ("litellm", False)):
+        attempt = f"{record} {framework}"
+        span = a_chat(attempt, "/chat/completions", body, answer)
+        server.store.add_spans([replace(span, attributes={**span.attributes, names.FRAMEWORK: framework})])
+        whole = Recorded(read_record(server.store, attempt), task={})
+        if given:
+            assert plan(whole, name="all", replay=Replay(attempt_id=attempt))
+            continue
+        with pytest.raises(
+            ConfigError, match=r"call 0 \(writer\) can't be given again: it was made with litellm, whose"
+        ):
+            plan(whole, name="all", replay=Replay(attempt_id=attempt))
+        with pytest.raises(ConfigError, match="has no tokens on record"):  # the forked call itself is not given
+            plan(whole, name="it", replay=Replay(attempt_id=attempt, call=0))
+        assert plan(whole, name="it", replay=Replay(attempt_id=attempt, call=0), tokens=False)
 
 
 def a_tool(attempt: str, name: str, arguments: Any, **told: Any) -> Span:
