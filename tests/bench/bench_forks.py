@@ -99,18 +99,10 @@ def _print_calls() -> None:
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for world, noise, name, found in equal_calls():
         drawn, given = statistics.median(found.drawn), statistics.median(found.given)
-        spread = f"{_count(drawn)} ({_count(min(found.drawn))} to {_count(max(found.drawn))})"
-        saved = "" if math.isinf(drawn) else f"{given / (drawn + given):.0%}"
-        told = [
-            world,
-            f"{noise:g}",
-            name,
-            f"{found.correlation:.2f}",
-            f"{found.rider:.2f}",
-            spread,
-            _count(given),
-            saved,
-        ]
+        its, least = _count(drawn), min(found.drawn)
+        its += "" if math.isinf(least) else f" ({_count(least)} to {_count(max(found.drawn))})"
+        costs = [its, "", ""] if math.isinf(drawn) else [its, _count(given), f"{given / (drawn + given):.0%}"]
+        told = [world, f"{noise:g}", name, f"{found.correlation:.2f}", f"{found.rider:.2f}", *costs]
         print(f"| {' | '.join(told)} |")
         sys.stdout.flush()
 
