@@ -1,7 +1,7 @@
 """What forks of rollouts tell, beside groups of rollouts at equal cost, in two small worlds: see `worlds` and `forked`.
 
-`python tests/bench/bench_forks.py` prints the tables of docs/how-to/counterfactual.md; `measure` gives the same as
-figures, without noise.
+`python tests/bench/bench_forks.py` prints the first table of docs/how-to/counterfactual.md, `--equal-calls` the second
+one: what an engine drew and what records gave until the goal. `measure` gives the first as figures, without noise.
 """
 
 from __future__ import annotations
@@ -53,6 +53,21 @@ def table(noises: Sequence[float] = NOISES) -> Iterator[tuple[str, float, str, M
                 yield kind.__name__, 0.1, f"groups of 8, `{name}`", forked.measured(kind(noise=0.1), step, SEEDS)
 
 
+def equal_calls(noises: Sequence[float] = (0.1, 0.0)) -> Iterator[tuple[str, float, str, Measured]]:
+    """Measure the chosen ways by calls: each draws tokens once, whichever continuation it is of."""
+    chosen = {
+        "groups of 8, `identical` (GRPO)": forked.groups(assigners()["identical"]),
+        "`counterfactual`": forked.forks(),
+        "`shapley`": forked.coalitions_of(),
+        "`shapley`, `orders = 8`": forked.coalitions_of(count=8),
+        "`tree-grpo`": forked.trees(trees_in_group=4, branches=3),
+    }
+    for kind in WORLDS:
+        for noise in noises:
+            for name, step in chosen.items():
+                yield kind.__name__, noise, name, forked.measured(kind(noise=noise), step, SEEDS[:3])
+
+
 def measure() -> list[Figure]:
     """Continuations until the goal, with how just each way is beside them."""
     return [
@@ -67,12 +82,28 @@ def measure() -> list[Figure]:
 
 
 def main() -> None:
+    if "--equal-calls" in sys.argv:
+        _print_calls()
+        return
     head = ["world", "noise", "way", "rank correlation", "free rider", "continuations to 0.8", "calls drawn"]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for world, noise, name, found in table():
         parts = [found.continuations, found.drawn]
         costs = [f"{_count(statistics.median(its))} ({_count(min(its))} to {_count(max(its))})" for its in parts]
         print(f"| {world} | {noise:g} | {name} | {found.correlation:.2f} | {found.rider:.2f} | {' | '.join(costs)} |")
+        sys.stdout.flush()
+
+
+def _print_calls() -> None:
+    head = ["world", "noise", "way", "rank correlation", "free rider", "calls drawn to 0.8", "given", "saved"]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for world, noise, name, found in equal_calls():
+        drawn, given = statistics.median(found.drawn), statistics.median(found.given)
+        its, least = _count(drawn), min(found.drawn)
+        its += "" if math.isinf(least) else f" ({_count(least)} to {_count(max(found.drawn))})"
+        costs = [its, "", ""] if math.isinf(drawn) else [its, _count(given), f"{given / (drawn + given):.0%}"]
+        told = [world, f"{noise:g}", name, f"{found.correlation:.2f}", f"{found.rider:.2f}", *costs]
+        print(f"| {' | '.join(told)} |")
         sys.stdout.flush()
 
 

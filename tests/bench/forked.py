@@ -24,6 +24,7 @@ from lightning_trainer.rl.advantages import EPSILON, leave_one_out, transition_a
 from lightning_trainer.rl.batch import FINAL, Calls, Episode, compared
 from lightning_trainer.rl.credit.counterfactual import Cells, counterfactual
 from lightning_trainer.rl.credit.played import Fork, Played
+from lightning_trainer.rl.credit.shapley import coalitions, orders, shapley
 from lightning_trainer.rl.credit.trees import tree_advantages
 from lightning_trainer.rl.credit.values import levels_of
 from lightning_trainer.rl.fork_points import Where, candidates, choose
@@ -54,6 +55,10 @@ class Run:
     cost: float = 1.0
     fork: Fork | None = None
     group: str = ""
+
+    @property
+    def given(self) -> int:
+        return sum(call.replayed for call in self.calls)
 
     @property
     def actions(self) -> list[bool]:
@@ -141,6 +146,7 @@ class Learned:
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0))
     continuations: float = 0.0
     drawn: int = 0
+    given: int = 0
 
     @classmethod
     def of(cls, runs: Sequence[Run], advantages: Sequence[Sequence[float]]) -> Learned:
@@ -156,6 +162,7 @@ class Learned:
             np.array([advantage for _, advantage in pairs]),
             sum(run.cost for run in runs),
             sum(run.drawn for run in runs),
+            sum(run.given for run in runs),
         )
 
 
@@ -209,6 +216,66 @@ def forks(
         return Learned.of(runs, advantages_of(runs, counterfactual(played, average=average), leave_one_out))
 
     return step
+
+
+def coalitions_of(*, count: int = 2, size: int = 2) -> Step:
+    """Groups of attempts, each again with the first policy in the place of some agents: Shapley values over agents."""
+
+    def step(world: World, policy: Policy, numbers: np.random.Generator) -> Learned:
+        runs: list[Run] = []
+        while sum(run.cost for run in runs) < BUDGET - 1e-9:
+            group = f"g{len(runs)}"
+            for n in range(size):
+                record = play(world, policy, f"{group}.{n}", numbers, group=group)
+                drawn = orders(sorted(world.agents), count, random.Random(int(numbers.integers(2**31))))
+                joined = {some: None for order in drawn for some in coalitions(order)[:-1]}
+                said: dict[object, bool] = {}
+                runs.append(record)
+                runs += [without(world, policy, record, set(world.agents) - some, said, numbers) for some in joined]
+        return Learned.of(runs, advantages_of(runs, shapley([run.played() for run in runs]), leave_one_out))
+
+    return step
+
+
+def without(
+    world: World,
+    policy: Policy,
+    record: Run,
+    agents: set[str],
+    said: dict[object, bool],
+    numbers: np.random.Generator,
+) -> Run:
+    """Play a record's scene again with the first policy in the place of some agents.
+
+    A request of the others that is in the record is answered as there, the oldest such, each once. What the first
+    policy `said` to a request it says again, and likewise what is drawn of the others.
+    """
+    base, rest = Policy(world), [(call.seen, call.action) for call in record.calls]
+    times: dict[Seen, int] = {}
+    actions: list[bool] = []
+    kept: list[Call] = []
+    while (seen := world.seen(record.scene, actions)) is not None:
+        who = base if seen[0] in agents else policy
+        found = next((n for n, (asked, _) in enumerate(rest) if asked == seen), None) if who is policy else None
+        if found is not None:
+            action = rest.pop(found)[1]
+        else:
+            times[seen] = times.get(seen, 0) + 1
+            key = (who is base, seen, times[seen])
+            action = said.setdefault(key, bool(numbers.random() < who.good(*seen)))
+        actions.append(action)
+        kept.append(Call(seen, action, found is not None, 0.5, 0.0))
+    first = next((n for n, call in enumerate(kept) if not call.replayed), len(kept))
+    return Run(
+        name=f"{record.name}.{'-'.join(sorted(agents))}",
+        scene=record.scene,
+        calls=tuple(kept),
+        earned=sum(world.gain(record.scene, actions[: n + 1]) for n in range(len(actions)))
+        + float(numbers.normal(0.0, world.noise)),
+        cost=(len(kept) - first) / len(record.calls),
+        fork=Fork(record.name, None, frozenset(agents)),
+        group=record.group,
+    )
 
 
 def trees(*, trees_in_group: int = 2, branches: int = 7, coupled: bool = False) -> Step:
@@ -293,12 +360,14 @@ class Measured:
         rider: mean size of the advantages of those who contribute nothing, over that of the others'.
         continuations: until the goal, of each seed; infinity where it was not reached.
         drawn: calls drawn until then, likewise.
+        given: calls that were given from a record until then, likewise: what an engine was not asked.
     """
 
     correlation: float
     rider: float
     continuations: list[float]
     drawn: list[float]
+    given: list[float]
 
 
 def measured(world: World, step: Step, seeds: Sequence[int]) -> Measured:
@@ -313,8 +382,7 @@ def measured(world: World, step: Step, seeds: Sequence[int]) -> Measured:
     return Measured(
         float(np.mean(correlations)),
         float(np.mean(shares)),
-        [cost for cost, _ in needed],
-        [drawn for _, drawn in needed],
+        *(list(its) for its in zip(*needed, strict=True)),
     )
 
 
@@ -325,12 +393,12 @@ def _justice(world: World, learned: Learned) -> tuple[float, float]:
     return rank_correlation(learned.advantages, np.array([call.truth for call in learned.calls])), share
 
 
-def _needed(world: World, step: Step, seed: int, rate: float = 6.0) -> tuple[float, float]:
-    """Continuations and drawn calls until the goal."""
-    policy, numbers, cost, drawn = Policy(world), np.random.default_rng(seed), 0.0, 0
+def _needed(world: World, step: Step, seed: int, rate: float = 6.0) -> tuple[float, float, float]:
+    """Continuations, drawn calls and given ones until the goal."""
+    policy, numbers, cost, drawn, given = Policy(world), np.random.default_rng(seed), 0.0, 0, 0
     while cost < LONGEST * BUDGET:
         learned = step(world, policy, numbers)
-        cost, drawn = cost + learned.continuations, drawn + learned.drawn
+        cost, drawn, given = cost + learned.continuations, drawn + learned.drawn, given + learned.given
         size = math.sqrt(float(np.mean(learned.advantages**2))) or 1.0  # steps of one size, whatever the units
         change: dict[Seen, float] = {}
         for call, advantage in zip(learned.calls, learned.advantages / size, strict=True):
@@ -339,5 +407,5 @@ def _needed(world: World, step: Step, seed: int, rate: float = 6.0) -> tuple[flo
         for seen, amount in change.items():
             policy.logits[seen] = policy.logits.get(seen, 0.0) + amount
         if world.reached(policy) >= GOAL:
-            return cost, float(drawn)
-    return math.inf, math.inf
+            return cost, float(drawn), float(given)
+    return math.inf, math.inf, math.inf

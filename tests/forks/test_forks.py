@@ -88,7 +88,7 @@ class World:
     store: Store
 
     def rollout(self, name: str, **changes: Any) -> Outcome:
-        made = Rollout(rollout_id=name, group_id=name, task={"q": "a poem"}, timeout_s=60.0, **changes)
+        made = Rollout(rollout_id=name, group_id=name, task={"q": "a poem"}, timeout_s=600.0, **changes)
         return self.local.run([made], Silent(), "recording")[0]
 
     def fork(self, name: str, rollout_id: str, *, times: int = 1, **replay: Any) -> ForkResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,9 +12,12 @@ import openai
 import pytest
 from fakes import FakeEngine, served
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.spans import Span
+from lightning_trainer.forks import Recorded, plan
+from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.requests import difference, read_request
 from lightning_trainer.gateway.settings import Routing
 
@@ -154,6 +158,27 @@ def test_after_the_fork_equal_requests_are_answered_from_the_record_where_couple
             assert told == ("other" if coupled else "drawn anew")
 
 
+def test_another_policy_stands_in_for_an_agent_and_says_the_same_to_the_same_in_every_replay(server, record):
+    server.engine.play(["of one", "of two"])
+    headers = [{"x-lightning-agent": name} for name in ("one", "two")]
+    with client(server, record, agent=None) as live:
+        for each in headers:
+            ask(live, extra_headers=each)
+    seeds = []
+    for fresh in (("one",), ("one", "two")):
+        server.engine.play(["drawn anew", "and this"])
+        with again(server, record, agent=None, beyond="sample", fresh=fresh, model="policy") as replay:
+            told = [ask(replay, extra_headers=each).choices[0].message.content for each in headers]
+        assert told == (["drawn anew", "of two"] if fresh == ("one",) else ["drawn anew", "and this"])
+        calls = [c for c in server.store.calls() if c.agent == "one" and c.sampling.get("seeds")]
+        seeds.append(calls[-1].sampling["seeds"])
+    assert seeds[0] == seeds[1] != server.calls(record)[0].sampling["seeds"]
+    with again(server, record, agent=None, beyond="sample", fresh=("two",), model="nowhere") as replay:
+        assert ask(replay, extra_headers=headers[0]).choices[0].message.content == "of one"
+        with pytest.raises(openai.NotFoundError, match="no model 'nowhere' here"):
+            ask(replay, extra_headers=headers[1])
+
+
 def test_a_text_stands_in_the_place_of_an_answer(server, record):
     with client(server, record) as live:
         ask(live)
@@ -185,6 +210,20 @@ def test_agents_are_told_apart(server, record):
         with pytest.raises(openai.ConflictError, match="the record has no call of `three`; it has calls of one, two"):
             ask(replay, extra_headers={"x-lightning-agent": "three"})
     assert found == ["of two", "of one"]
+
+
+def test_namesakes_are_told_apart_by_where_they_stand(server, record):
+    server.engine.play(["of billing", "of profile"])
+    paths = ["billing/extract", "profile/extract"]
+    with client(server, record, agent=None) as live:
+        for path in paths:
+            ask(live, extra_headers={"x-lightning-agent": path})
+    with again(server, record, agent=None) as replay:
+        found = {
+            path: ask(replay, extra_headers={"x-lightning-agent": path}).choices[0].message.content
+            for path in reversed(paths)
+        }
+    assert found == {"billing/extract": "of billing", "profile/extract": "of profile"}
 
 
 def test_calls_of_other_agents_are_left_to_their_own_endpoint_after_the_fork(server, record):
@@ -236,6 +275,26 @@ def test_an_own_endpoints_responses_come_back_as_they_were(server, record):
         events = list(replay.responses.create(**asked, previous_response_id="resp_own", stream=True))
         assert events[-1].response.output_text == "found it here"
         assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "found it here"
+
+
+def test_a_call_of_a_client_that_no_gateway_sees_can_not_be_given_again(server, record):
+    body = {"model": "claude", "messages": USER}
+    answer = {"id": "x", "choices": [{"index": 0, "message": {"role": "assistant", "content": "19"}}]}
+    for framework, given in (("openai", True), ("litellm", False)):
+        attempt = f"{record} {framework}"
+        span = a_chat(attempt, "/chat/completions", body, answer)
+        server.store.add_spans([replace(span, attributes={**span.attributes, names.FRAMEWORK: framework})])
+        whole = Recorded(read_record(server.store, attempt), task={})
+        if given:
+            assert plan(whole, name="all", replay=Replay(attempt_id=attempt))
+            continue
+        with pytest.raises(
+            ConfigError, match=r"call 0 \(writer\) can't be given again: it was made with litellm, whose"
+        ):
+            plan(whole, name="all", replay=Replay(attempt_id=attempt))
+        with pytest.raises(ConfigError, match="has no tokens on record"):  # the forked call itself is not given
+            plan(whole, name="it", replay=Replay(attempt_id=attempt, call=0))
+        assert plan(whole, name="it", replay=Replay(attempt_id=attempt, call=0), tokens=False)
 
 
 def a_tool(attempt: str, name: str, arguments: Any, **told: Any) -> Span:

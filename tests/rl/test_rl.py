@@ -14,11 +14,14 @@ from lightning_spans.errors import ConfigError, UnknownAgentError
 from lightning_spans.hooks import hookimpl
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.schema.replays import REPLAYED, Replay
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, Span
 from lightning_trainer.config import TrainConfig
 from lightning_trainer.rl.algorithms import algorithm_by_name
-from lightning_trainer.rl.batch import Batch, Penalty
+from lightning_trainer.rl.batch import Batch, Penalty, calls_of
+from lightning_trainer.rl.credit.played import AcrossAttempts
+from lightning_trainer.rl.credit.values import Credited
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.rows import Row
 
@@ -39,9 +42,11 @@ class World:
         rewards: dict[str | None, float] | None = None,
         *,
         failed_before: Sequence[Said] | None = None,
+        replays: tuple[str, int] | None = None,
     ) -> None:
         number = len(self.outcomes)
-        rollout = Rollout(rollout_id=f"r{number}", group_id=group, task={})
+        replay = None if replays is None else Replay(attempt_id=replays[0], call=replays[1])
+        rollout = Rollout(rollout_id=f"r{number}", group_id=group, task={}, replay=replay)
         attempts = []
         if failed_before is not None:
             attempts.append(self._attempt(rollout, 1, "failed", failed_before, ()))
@@ -65,6 +70,7 @@ class World:
         ids = {"rollout_id": rollout.rollout_id, "attempt_id": attempt_id}
         trace_id = f"{abs(hash(attempt_id)):032x}"[:32]
         spans, calls = [], []
+        given = 0 if rollout.replay is None else rollout.replay.call or 0  # calls that its record answered
         for turn, (agent, answer) in enumerate(said, 1):
             key = {"trace_id": trace_id, "span_id": f"{turn:016x}"}
             spans.append(
@@ -82,6 +88,7 @@ class World:
                         policy="policy",
                         policy_version=0,
                         prompt_token_ids=(turn, 7),
+                        sampling={REPLAYED: "an earlier one"} if turn <= given else {},
                         choices=(choice,),
                         **key,
                         **ids,
@@ -137,6 +144,24 @@ def test_groups_are_compared_before_calls_without_tokens_are_dropped() -> None:
     batch = world.batch(normalise_std=False)
     assert advantages(batch) == pytest.approx({"r0.1 writer": 0.5, "r2.1 writer": 0.0})
     assert batch.account.dropped == {"no tokens recorded": 1}
+
+
+def test_a_call_that_was_answered_from_a_record_is_never_trained_on_whatever_credit_says() -> None:
+    world = World()
+    world.rollout("a", [("writer", "draft"), ("judge", "good")], {None: 1.0})
+    world.rollout("a", [("writer", "draft"), ("judge", "bad")], {None: 0.0}, replays=("r0.1", 1))
+    found = calls_of(
+        world.outcomes,
+        world.traces,
+        credit=AcrossAttempts(lambda attempts: [Credited([its.earned] * len(its.transitions)) for its in attempts]),
+        failed="exclude",
+        agents=None,
+        weights={},
+        apart=False,
+    )
+    kept = [(call.transition.attempt_id, call.transition.agent) for call in found.compared]
+    assert kept == [("r0.1", "writer"), ("r0.1", "judge"), ("r1.1", "judge")]
+    assert found.account.dropped == {"answered from a record": 1}
 
 
 def test_selection_keeps_the_named_agents_and_the_rewards_of_the_whole_attempt() -> None:

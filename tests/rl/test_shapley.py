@@ -1,4 +1,4 @@
-"""Shapley values over agents: sampled ones are those of every order, within their standard errors."""
+"""Shapley values over agents: sampled ones are those of every order, and calls are credited with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from lightning_trainer.rl.credit.shapley import Share, coalitions, exact, orders, shares
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.transitions import Tokens, Transition
+from lightning_trainer.rl.credit.assigners import credit_by_name
+from lightning_trainer.rl.credit.played import AcrossAttempts, Fork, Played
+from lightning_trainer.rl.credit.shapley import Share, added, coalitions, orders, shapley, shares, values_of
 
 TEAM = ("planner", "writer", "checker", "rider")
 
@@ -21,40 +25,48 @@ def game(some: frozenset[str]) -> float:
     return reward + 3.0 * ({"planner", "writer"} <= some) + 1.5 * ({"writer", "checker"} <= some)
 
 
-def sampled(count: int, seed: int, reward: Callable[[frozenset[str]], float]) -> dict[str, Share]:
-    drawn = orders(TEAM, count, random.Random(seed))
-    return shares(drawn, [[reward(some) for some in coalitions(order)] for order in drawn])
-
-
-def test_exact_values_are_the_means_over_all_orders() -> None:
-    every = list(itertools.permutations(TEAM))
+def exact() -> dict[str, float]:
+    """The mean over all orders."""
     means = dict.fromkeys(TEAM, 0.0)
+    every = list(itertools.permutations(TEAM))
     for order in every:
         for agent, (before, after) in zip(order, itertools.pairwise(map(game, coalitions(order))), strict=True):
             means[agent] += (after - before) / len(every)
-    assert exact(TEAM, game) == pytest.approx(means)
-    assert means["rider"] == 0.0
+    return means
+
+
+def sampled(count: int, numbers: random.Random, reward: Callable[[frozenset[str]], float] = game) -> dict[str, float]:
+    drawn = {some for order in orders(TEAM, count, numbers) for some in coalitions(order)}
+    return values_of({some: reward(some) for some in drawn})
+
+
+def test_with_every_coalition_the_values_are_the_means_over_all_orders() -> None:
+    every = [frozenset(some) for n in range(5) for some in itertools.combinations(TEAM, n)]
+    assert values_of({some: game(some) for some in every}) == pytest.approx(exact())
+    assert exact()["rider"] == 0.0
 
 
 def test_what_agents_got_is_what_the_team_gained() -> None:
-    found = sampled(4, 0, game)
-    assert sum(share.value for share in found.values()) == pytest.approx(game(frozenset(TEAM)) - game(frozenset()))
-    assert found["rider"] == Share(0.0, 0.0)
+    found = sampled(4, random.Random(0))
+    assert sum(found.values()) == pytest.approx(game(frozenset(TEAM)) - game(frozenset()))
+    assert found["rider"] == 0.0
 
 
 def test_standard_errors_say_how_far_sampled_values_are_off() -> None:
-    noise = np.random.default_rng(0)
-    known = exact(TEAM, game)
-    off = []
-    for seed in range(200):
-        found = sampled(40, seed, lambda some: game(some) + noise.normal(0.0, 0.5))
-        off += [(found[agent].value - known[agent]) / found[agent].error for agent in TEAM]
+    noise, numbers, off = np.random.default_rng(0), random.Random(0), []
+    for _ in range(200):
+        samples = [sampled(2, numbers, lambda some: game(some) + noise.normal(0.0, 0.5)) for _ in range(20)]
+        found = shares(samples)
+        off += [(found[agent].value - value) / found[agent].error for agent, value in exact().items()]
     assert np.mean(off) == pytest.approx(0.0, abs=0.15)
     assert np.std(off) == pytest.approx(1.0, abs=0.15)
 
 
-def test_a_single_pair_of_orders_knows_nothing_of_its_error() -> None:
-    assert all(math.isnan(share.error) for share in sampled(2, 0, game).values())
+def test_a_single_sample_knows_nothing_of_its_error() -> None:
+    (share,) = shares([{"a": 2.0}]).values()
+    assert share.value == 2.0
+    assert math.isnan(share.error)
+    assert shares([{"a": 2.0}, {"a": 4.0}]) == {"a": Share(3.0, 1.0)}
 
 
 def test_orders_come_in_pairs_and_again_with_the_same_numbers() -> None:
@@ -65,5 +77,51 @@ def test_orders_come_in_pairs_and_again_with_the_same_numbers() -> None:
         orders(TEAM, 3, random.Random(0))
     with pytest.raises(ValueError, match="named twice"):
         orders(("a", "a"), 2, random.Random(0))
-    with pytest.raises(ValueError, match="3 rewards for 5 coalitions"):
-        shares(drawn[:1], [[0.0] * 3])
+
+
+def attempt(name: str, earned: float, *without: str, record: str | None = None) -> Played:
+    transitions = [
+        Transition(
+            rollout_id=name,
+            attempt_id=name,
+            agent=agent,
+            agent_path=f"app/{agent}",
+            turn=turn,
+            span_id=f"{name}-{turn}",
+            tokens=Tokens((1,), (2,), (-1.0,)),
+        )
+        for turn, agent in enumerate(("a", "b", "own", "a"))
+    ]
+    fork = None if record is None else Fork(record, None, frozenset(without))
+    return Played(attempt_id=name, transitions=transitions, earned=earned, group="g", fork=fork)
+
+
+def shown(values: list[float]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values]
+
+
+def test_calls_of_a_rollout_have_what_their_agent_added_and_those_of_its_coalitions_nothing() -> None:
+    both = attempt("r", 1.0)
+    nobody = attempt("n", 0.1, "a", "b", record="r")
+    with_a = attempt("a", 0.8, "b", record="r")
+    with_b = attempt("b", 0.2, "a", record="r")
+    alone = attempt("other", 5.0)  # of which nothing was run again
+    found = shapley([both, nobody, with_a, with_b, alone])
+    a, b = 0.5 * (0.7 + 0.8), 0.5 * (0.1 + 0.2)
+    assert [value and round(value, 9) for value in shown(found[0])] == pytest.approx([a, b, None, a])
+    assert [shown(its) for its in found[1:]] == [[None] * 4] * 4
+
+
+def test_a_rollout_of_which_a_coalition_is_missing_is_not_credited() -> None:
+    both, with_a, with_b = attempt("r", 1.0), attempt("a", 0.8, "b", record="r"), attempt("b", 0.2, "a", record="r")
+    assert added([both, with_a, with_b]) == {}  # what the base earns alone is not known
+    nobody = attempt("n", 0.1, "a", "b", record="r")
+    assert added([both, nobody, with_a]) == {"r": pytest.approx({"a": 0.7, "b": 0.2})}  # of the order a, b
+
+
+def test_shapley_is_chosen_by_its_name_and_has_no_options() -> None:
+    credit = credit_by_name("shapley")
+    assert isinstance(credit, AcrossAttempts)
+    assert credit.coalitions
+    with pytest.raises(ConfigError, match=r"has no option .gamma.\. It has: none"):
+        credit_by_name("shapley", gamma=0.5)

@@ -46,6 +46,9 @@ async def team(task):
     text = await say("writer", "write " + plan)
     return sum(c.isascii() and c.isalpha() for c in plan + text) / 6
 
+async def lonely(task):
+    return float(len(await say("planner", "plan " + task["q"])))
+
 async def clock(task):
     await say("planner", "plan " + task["q"] + str(next(runs)))
     return float(len(await say("writer", "write " + task["q"])))
@@ -78,6 +81,14 @@ def config(model: Path, **options: Any) -> TrainConfig:
         **options,
     }
     return TrainConfig(**chosen)
+
+
+BY_COALITIONS: dict[str, Any] = {
+    "credit": "shapley",
+    "policies": "planner=lora,rider=lora,writer=lora",
+    "alternatives": 3,
+    "forks": None,
+}
 
 
 def line(folder: Path) -> dict[str, Any]:
@@ -118,6 +129,59 @@ def test_a_tree_learns_what_its_forks_drew_and_each_record_once(tiny_model: Path
     assert metrics["grad_norm"] > 0
 
 
+def test_a_team_is_credited_by_who_of_it_the_base_can_replace(tiny_model: Path, folder: Path) -> None:
+    options = {**BY_COALITIONS, "batch_size": 2, "group_size": 2, "steps": 2, "learning_rate": 1e-2}
+    train(config(tiny_model, **options))
+    metrics = line(folder)
+    # Three agents, one order and its reverse: nobody, one and one, two and two.
+    assert (metrics["rollouts"], metrics["forks"], metrics["fork_points"]) == (4, 20, 4)
+    assert metrics["forks_ended"] == metrics["forks_failed"] == metrics["forks_refused"] == 0
+    assert metrics["shapley/rider"] == metrics["shapley_error/rider"] == 0.0
+    assert {"shapley/planner", "shapley/writer", "shapley_error/planner"} <= metrics.keys()
+    assert metrics["calls_trained"] == 12  # the rollouts' own, and none of the coalitions'
+    store = open_store(str(folder / "out" / "lightning.db"))
+    try:
+        forks = [rollout for rollout in store.rollouts() if rollout.replay is not None]
+        batch, outcomes = judged(config(tiny_model, **options), store, store.rollouts())
+        traces = {t.attempt_id: t for t in traces_of(store, rollout_ids=[rollout.rollout_id for rollout in forks])}
+    finally:
+        store.close()
+    given = drawn = 0
+    for outcome in outcomes:
+        replay = outcome.rollout.replay
+        for node in () if replay is None else traces[outcome.attempts[-1].attempt_id].chats:
+            assert node.call is not None
+            assert (node.call.policy == "base") == (node.span.agent in replay.fresh)
+            assert node.call.policy == "base" or REPLAYED in node.call.sampling or node.span.agent == "writer"
+            given, drawn = given + (REPLAYED in node.call.sampling), drawn + (REPLAYED not in node.call.sampling)
+    lines = [json.loads(text) for text in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    both = [found for found in lines if found["kind"] == "train"]
+    assert (sum(found["fork_calls_replayed"] for found in both), sum(f["fork_calls_drawn"] for f in both)) == (
+        given,
+        drawn,
+    )
+    assert sum(found["fork_tokens_generated"] for found in both) <= 3 * drawn
+    assert all(found["fork_tokens_saved"] > found["fork_tokens_replayed"] > 0 for found in both)
+    compared = [call for call in batch.calls if call.left_out is None]
+    assert all(call.advantage == 0.0 for call in compared if call.transition.agent == "rider")
+    assert any(call.advantage != 0.0 for call in compared)
+    assert all("coalition" not in call.transition.rollout_id for call in compared)
+
+
+def test_a_budget_takes_whole_groups_of_coalitions(tiny_model: Path, folder: Path) -> None:
+    train(config(tiny_model, **{**BY_COALITIONS, "batch_size": 2, "group_size": 2, "forks": 19}))
+    metrics = line(folder)
+    assert (metrics["forks"], metrics["fork_points"]) == (10, 2)
+
+
+def test_a_team_of_one_can_not_share(tiny_model: Path, folder: Path) -> None:
+    own = {"target": "team_program:lonely", "agents": "planner,writer", "policies": "planner=lora,writer=lora"}
+    with pytest.raises(
+        AgentFailedError, match="only planner of the agents to be trained made a call: there is no team"
+    ):
+        train(config(tiny_model, **{**BY_COALITIONS, "group_size": 2, **own}))
+
+
 def test_a_program_that_never_comes_back_to_its_call_is_refused_with_what_differs(
     tiny_model: Path, folder: Path
 ) -> None:
@@ -139,6 +203,14 @@ def test_a_program_that_never_comes_back_to_its_call_is_refused_with_what_differ
         ({"algorithm": "dapo"}, "Set resample = 0"),
         ({"normalise_std": True}, "makes noise as large as work"),
         ({"forks": 1}, "no call could be drawn so often"),
+        ({"orders": 4}, "orders is of credit = shapley"),
+        ({**BY_COALITIONS, "group_size": 2, "policies": {}}, "Give policies, such as --policy writer=lora"),
+        ({**BY_COALITIONS, "group_size": 2, "policies": "writer=lora"}, "writer is the only agent to be trained"),
+        ({**BY_COALITIONS, "group_size": 2, "policies": "*=lora:all"}, "Say with forks how many a step may take"),
+        ({**BY_COALITIONS, "group_size": 2, "orders": 3}, "orders = 3 is odd"),
+        ({**BY_COALITIONS, "group_size": 1}, "Set group_size to 2 or more"),
+        ({**BY_COALITIONS, "group_size": 2, "forks": 9}, "fewer than the 10 continuations that 2 rollouts"),
+        ({**BY_COALITIONS, "group_size": 2, "alternatives": 2}, "Leave alternatives and fork_at out"),
         ({"algorithm": "tree-grpo"}, "compares what leaves of a tree earned. Leave credit out"),
     ],
 )
@@ -151,3 +223,6 @@ def test_what_can_not_be_together_with_forks_is_refused(tmp_path: Path, options:
 def test_credit_by_forks_sets_its_own_defaults(tmp_path: Path) -> None:
     made = config(tmp_path, group_size=None, forks=None, alternatives=3)
     assert (made.normalise_std, made.group_size, made.fork_count) == (False, 2, 18)
+    made = config(tmp_path, **BY_COALITIONS, group_size=None)
+    assert (made.normalise_std, made.group_size, made.fork_count) == (False, 2, 3 * 2 * 5)
+    assert config(tmp_path, **BY_COALITIONS, group_size=None, orders=8).fork_count == 3 * 2 * 7

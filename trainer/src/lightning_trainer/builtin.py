@@ -15,6 +15,7 @@ def lightning_register_credit(register: Callable[[str, Any], None]) -> None:
     from lightning_trainer.rl.credit.counterfactual import counterfactual
     from lightning_trainer.rl.credit.levels import gigpo, turn
     from lightning_trainer.rl.credit.played import AcrossAttempts
+    from lightning_trainer.rl.credit.shapley import shapley
 
     register("identical", identical)
     register("discounted", discounted)
@@ -23,6 +24,7 @@ def lightning_register_credit(register: Callable[[str, Any], None]) -> None:
     register("turn", turn)
     register("gigpo", gigpo)
     register("counterfactual", AcrossAttempts(counterfactual))
+    register("shapley", AcrossAttempts(shapley, coalitions=True))
 
 
 @hookimpl

@@ -26,6 +26,7 @@ from lightning_trainer.work import Work
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
 SELF: Final = "self"  # the teacher that is the policy itself
+_GLOB: Final = frozenset("*?[")
 # Defaults of credit that looks at forks: a few alternatives are no sample to take a deviation of.
 _OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 
@@ -122,16 +123,19 @@ class TrainConfig(BaseModel):
     """Step size of AdamW: 1e-5 by default, 1e-4 with LoRA."""
     credit: str = "identical"
     """How an attempt's rewards are shared out over its calls: identical, discounted, last, per-agent, turn, gigpo,
-    counterfactual, or one that a plugin registers."""
+    counterfactual, shapley, or one that a plugin registers."""
     gamma: float | None = Field(default=None, ge=0, le=1)
     """Discount from one turn to the one before it, for credit = discounted (0.9 by default), turn (1), gigpo (0.95)."""
     credit_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of the credit by name, such as omega and anchor of gigpo."""
     forks: int | None = Field(default=None, ge=1)
     """Continuations in a step that begin at a call of one of its rollouts, for credit = counterfactual and algorithm =
-    tree-grpo. As many as alternatives for each rollout, by default."""
+    tree-grpo. As many as alternatives for each rollout, by default. For credit = shapley, runs in which the frozen base
+    stands in for agents; as many as orders ask for, by default."""
     alternatives: int = Field(default=3, ge=1)
     """Continuations of each call that is drawn again."""
+    orders: int = Field(default=2, ge=2)
+    """Of credit = shapley: orders in which the agents of a rollout join its team, each beside its reverse. Even."""
     fork_at: Literal["agents", "evenly", "entropy", "disagreement"] = "agents"
     """Which calls are drawn again: as many of each agent to be trained, any, those whose answers held most surprise, or
     those of agents whose alternatives came to different things before."""
@@ -297,8 +301,21 @@ class TrainConfig(BaseModel):
     @property
     def fork_count(self) -> int:
         """Most continuations in a step that begin at a call."""
-        records = self.batch_size * self.group_size
-        return 0 if not self.forked else records * self.alternatives if self.forks is None else self.forks
+        if self.forks is not None:
+            return self.forks
+        each = self.coalitions if self.by_coalitions else self.alternatives
+        return self.batch_size * self.group_size * each if self.forked else 0
+
+    @property
+    def by_coalitions(self) -> bool:
+        """Whether rollouts run again with the frozen base in the place of some agents."""
+        return bool(_credit_says(self.credit, "coalitions"))
+
+    @property
+    def coalitions(self) -> int:
+        """Most runs that the orders of one rollout come to; 0 where a glob leaves open who is in the team."""
+        team = len(self.agents or ())
+        return 0 if _GLOB & set("".join(self.agents or ())) else min(1 + self.orders * (team - 1), 2**team - 1)
 
     @property
     def work(self) -> Work:
@@ -461,7 +478,8 @@ def _of_forks(config: TrainConfig) -> dict[str, bool]:
         given = (config.forks, config.alternatives, config.fork_at, config.fork_tools) != (None, 3, "agents", {})
         return {
             "forks, alternatives, fork_at and fork_tools are of credit = counterfactual and algorithm = tree-grpo. Set"
-            " one of these, or leave them out.": given
+            " one of these, or leave them out.": given,
+            _ORDERS: config.orders != 2,
         }
     what = f"credit = {config.credit}" if across else f"algorithm = {config.algorithm}"
     able = bool(getattr(_algorithm(config.algorithm), "alternatives", False))
@@ -476,9 +494,44 @@ def _of_forks(config: TrainConfig) -> dict[str, bool]:
         f"alone = batch has no effect with {what}. Leave it out.": config.alone == "batch",
         f"normalise_std divides by the deviation of a few alternatives with {what}, which makes noise as large as work."
         " Leave it out.": across and config.normalise_std,
+        **(_of_coalitions(config) if config.by_coalitions else _of_alternatives(config)),
+    }
+
+
+def _of_alternatives(config: TrainConfig) -> dict[str, bool]:
+    """Return what can't be where single calls are drawn again."""
+    return {
         f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: no call could be drawn so often."
         " Raise forks, or lower alternatives.": config.fork_count < config.alternatives,
+        _ORDERS: config.orders != 2,
     }
+
+
+def _of_coalitions(config: TrainConfig) -> dict[str, bool]:
+    """Return what can't be where the frozen base stands in for agents."""
+    what, agents = f"credit = {config.credit}", config.agents or ()
+    least = config.group_size * config.coalitions
+    return {
+        f"{what} has the frozen base answer in an agent's place, and only adapters have one beside them that is served."
+        " Give policies, such as --policy writer=lora,checker=lora.": not config.policies,
+        f"{what} shares a reward out over a team, and {agents[0] if agents else 'nobody'} is the only agent to be"
+        " trained. Use credit = identical, or train two or more.": len(agents) == 1 and config.coalitions > 0,
+        f"{what} runs whole rollouts again, no alternatives of calls. Leave alternatives and fork_at out; orders says"
+        " how often.": (config.alternatives, config.fork_at) != (3, "agents"),
+        f"orders = {config.orders} is odd: each order comes beside its reverse. Give an even number.": bool(
+            config.orders % 2
+        ),
+        f"{what} compares what an agent added with other rollouts of the task. Set group_size to 2 or more.": (
+            config.group_size < 2
+        ),
+        f"agents has a glob, so nobody knows how many continuations {what} comes to. Say with forks how many a step"
+        " may take.": config.forks is None and not config.coalitions,
+        f"forks = {config.forks} is fewer than the {least} continuations that {config.group_size} rollouts of one task"
+        " take. Raise forks.": config.forks is not None and config.forks < least,
+    }
+
+
+_ORDERS: Final = "orders is of credit = shapley. Set it, or leave orders out."
 
 
 def refuse(problems: Mapping[str, bool]) -> None:
@@ -514,4 +567,8 @@ def _algorithm(name: str) -> _Algorithm:
 
 def _looks_at_forks(credit: str) -> bool:
     """Whether this credit compares forks; an unknown name is refused when credit is asked for."""
-    return bool(getattr(registry.registered("credit").get(credit), "across", False))
+    return bool(_credit_says(credit, "across"))
+
+
+def _credit_says(credit: str, what: str) -> object:
+    return getattr(registry.registered("credit").get(credit), what, False)

@@ -26,13 +26,14 @@ class Replay:
         beyond: what becomes of a request that is not in the record, where `call` is None: it ends the replay, or it is
             drawn and the program goes on.
         fresh: names or globs of agents whose calls are never answered from the record, where `call` is None: those of
-            a model that is tried.
+            a model that is tried, or of one that stands in for what the agents learned.
         tools: what becomes of tool calls: the recorded result is given; they are run; those are refused that are not
             recorded. See `gateway.replay.session`.
         run_tools: names or globs of tools that are always run.
         refuse_tools: names or globs of tools that are never run.
         say: text given in place of the answer of `call`.
-        model: policy or upstream of the server that answers `call`, and no other.
+        model: policy or upstream of the server that answers `call`, or where that is None the calls of `fresh`, and no
+            other. None: what answers the agent without a replay.
         draw: number of the alternative; the seed of what is drawn follows from it.
     """
 

@@ -15,7 +15,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.comparison.config import CompareConfig
 from lightning_trainer.config import TrainConfig
 from lightning_trainer.report.progress import Progress
-from lightning_trainer.rl.usage import tokens_of
+from lightning_trainer.rl.usage import is_replayed, tokens_of
 from lightning_trainer.run.data import Task, batch_at, load_tasks
 from lightning_trainer.run.folders import STORE_NAME, read_config
 from lightning_trainer.run.local import opened
@@ -169,7 +169,10 @@ def _some(tasks: Sequence[Task], count: int, seed: int, file: Path) -> Path:
 
 
 def _counted(store: Path) -> tuple[int, int] | tuple[None, None]:
-    """Count the rollouts of a way, and the tokens of their model calls; None where there is no store."""
+    """Count the rollouts of a way, and the tokens of their model calls; None where there is no store.
+
+    What a fork was given from its record was asked of nobody: it counts where it was drawn, and not again.
+    """
     if not store.exists():
         return None, None
     with opened(str(store)) as kept:
@@ -177,5 +180,5 @@ def _counted(store: Path) -> tuple[int, int] | tuple[None, None]:
         tokens = 0
         for first in range(0, len(ids), _AT_ONCE):
             for trace in traces_of(kept, rollout_ids=ids[first : first + _AT_ONCE]):
-                tokens += sum(sum(tokens_of(node)) for node in trace.chats)
+                tokens += sum(sum(tokens_of(node)) for node in trace.chats if not is_replayed(node))
     return len(ids), tokens

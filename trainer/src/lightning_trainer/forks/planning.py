@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import selects
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.rewards import Reward
@@ -88,6 +89,7 @@ def plan(
     group_id: str | None = None,
     timeout_s: float | None = None,
     tokens: bool = True,
+    place: str | None = None,
 ) -> list[Rollout]:
     """Make the rollouts of a fork: one for each alternative. Each has one try, for a fork that ends early is no chance.
 
@@ -100,6 +102,7 @@ def plan(
         group_id: of the rollouts; None: made of `name`.
         timeout_s: time limit; None: the recorded rollout's.
         tokens: refuse a call without recorded tokens, as where alternatives are compared by them.
+        place: told in the ids apart from what else is done with this record; None: the number of the call.
 
     Raises:
         ConfigError: this can't be forked; says why.
@@ -108,7 +111,7 @@ def plan(
         raise ConfigError(f"attempt {recorded.attempt_id} has no task on record: no runner made it. Give its task.")
     _check(recorded.record, replay, tokens=tokens)
     whole = replace(replay, attempt_id=recorded.attempt_id)
-    place = "all" if replay.call is None else str(replay.call)
+    place = place or ("all" if replay.call is None else str(replay.call))
     tail = recorded.record.rollout_id.rpartition(":")[2]
     return [
         Rollout(
@@ -128,6 +131,7 @@ def _check(record: Record, replay: Replay, *, tokens: bool) -> None:
     calls, number = record.calls, replay.call
     if number is None:
         _check_given(calls)
+        _check_stand_ins(record, replay)
         return
     if not 0 <= number < len(calls):
         has = "1 call, number 0" if len(calls) == 1 else f"{len(calls)} calls, numbered 0 to {len(calls) - 1}"
@@ -148,6 +152,18 @@ def _check(record: Record, replay: Replay, *, tokens: bool) -> None:
         raise ConfigError(
             f"the tool {', '.join(again)} has side effects and ran after call {number}: a fork there might run it"
             f" again. Fork at a later call, or let it run with --run-tools {','.join(again)}."
+        )
+
+
+def _check_stand_ins(record: Record, replay: Replay) -> None:
+    """Refuse a replay in which agents are answered anew where that might run a tool with side effects again."""
+    anew = [call.number for call in record.calls if any(selects(replay.fresh, agent) for agent in call.agents)]
+    if not anew or replay.tools == "refuse":
+        return
+    if again := side_effects_after(record, anew[0], replay):
+        raise ConfigError(
+            f"the tool {', '.join(again)} has side effects and ran after call {anew[0]}, which is answered anew: it"
+            " might run again."
         )
 
 

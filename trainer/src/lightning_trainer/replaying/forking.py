@@ -13,7 +13,7 @@ from lightning_trainer.evaluation.subjects import Subject
 from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.forks.results import ForkResult, result
 from lightning_trainer.gateway.replay.record import Record
-from lightning_trainer.replaying.running import Program, from_run, running
+from lightning_trainer.replaying.running import Program, from_run, refuse_unseen, running
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.interrupts import deferred
@@ -104,6 +104,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> Forked:
         )
         if config.dry_run and config.call is not None and config.call >= len(source.record.calls):
             plan(source, name="check", replay=replace(replay, call=config.call), tokens=False)  # raises
+        refuse_unseen(program, source.record, allowed=config.tools == "run" or "*" in config.run_tools)
         name = f"fork-{uuid.uuid4().hex[:8]}"
         made = plan(source, name=name, replay=replay, times=1 if config.dry_run else config.times, tokens=False)
         _check_answers(config, program, source)

@@ -16,7 +16,7 @@ from lightning_spans.schema.spans import Json
 from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.replaying.forking import policy_agents
-from lightning_trainer.replaying.running import Program, from_run, running
+from lightning_trainer.replaying.running import Program, from_run, refuse_unseen, running
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.scores import total
 from lightning_trainer.run.interrupts import deferred
@@ -123,6 +123,8 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
     with opened(config.store) as store, deferred() as check:
         sources: dict[str, Recorded | str] = {name: _source(store, name, task) for name, task in _wanted(config, store)}
         good = {name: source for name, source in sources.items() if isinstance(source, Recorded)}
+        for source in good.values():
+            refuse_unseen(program, source.record, allowed="*" in config.run_tools)
         agents = tuple(dict.fromkeys(agent for source in good.values() for agent in policy_agents(source.record)))
         agents = agents or tuple(sorted({n for s in good.values() for c in s.record.calls for n in c.agents}))
         made: dict[str, Rollout] = {}

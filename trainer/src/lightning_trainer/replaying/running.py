@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_spans.adapter.join import GATEWAY
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.spans import FRAMEWORK
 from lightning_trainer.config import CONFIG_NAME, cores
 from lightning_trainer.evaluation.subjects import Answering, Model, Subject, answering, read_subject
 from lightning_trainer.gateway.settings import Routing
@@ -22,6 +24,7 @@ from lightning_trainer.runner.target import Job
 if TYPE_CHECKING:
     from lightning_spans.store import Store
     from lightning_trainer.gateway.app import App
+    from lightning_trainer.gateway.replay.record import Record
 
 INSTEAD = "instead"  # name of the weights that answer the forked call
 
@@ -88,6 +91,25 @@ def from_run(program: Program, store: str) -> Program:
     if (program.target is None) == (program.command is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and one of them.")
     return program
+
+
+def refuse_unseen(program: Program, record: Record, *, allowed: bool) -> None:
+    """Refuse a command that records nothing itself: nobody could put recorded results in the place of its tools.
+
+    Args:
+        program: what is run again.
+        record: what it left.
+        allowed: whether all its tools may run again.
+
+    Raises:
+        ConfigError: it is such a command, and its tools may not.
+    """
+    alone = all(call.node.span.attributes.get(FRAMEWORK) == GATEWAY for call in record.calls)
+    if program.command is not None and alone and not allowed:
+        raise ConfigError(
+            f"the command recorded nothing itself in attempt {record.attempt_id}: its model calls can be given again,"
+            " but its own tools would run again, if it has any. Allow that with --run-tools '*', or let it attach."
+        )
 
 
 @contextmanager

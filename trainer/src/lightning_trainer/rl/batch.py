@@ -413,15 +413,18 @@ def _at(level: Level, m: int) -> CreditedValue:
     return CreditedValue(level.values[m], place, level.weight, level.by_step)
 
 
-def played_of(outcomes: Sequence[Outcome], traces: Traces, failed: Failed) -> list[Played]:
+def played_of(
+    outcomes: Sequence[Outcome], traces: Traces, failed: Failed, agents: Sequence[str] | None = None
+) -> list[Played]:
     """Return the attempts that count as credit sees them that looks at several, forks among them.
 
     Args:
         outcomes: of a step.
         traces: reads the traces of attempts.
         failed: the reward of a rollout that failed by the policy's doing.
+        agents: names and globs that are selected: `transitions_by_attempt`.
     """
-    by_attempt = transitions_by_attempt(traces([a.attempt_id for o in outcomes for a in o.attempts]))
+    by_attempt = transitions_by_attempt(traces([a.attempt_id for o in outcomes for a in o.attempts]), agents)
     crashed = reward_of_failures(outcomes, failed)
     return [
         _counted(outcome, attempt, by_attempt, crashed).played
@@ -449,7 +452,7 @@ class _Counted:
             transitions=self.transitions,
             earned=total(self.rewards),
             group=of.group_id,
-            fork=None if replay is None or replay.call is None else Fork(replay.attempt_id, replay.call),
+            fork=None if replay is None else Fork(replay.attempt_id, replay.call, frozenset(replay.fresh)),
         )
 
 

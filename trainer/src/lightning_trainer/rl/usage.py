@@ -1,9 +1,10 @@
-"""How many tokens a model call had."""
+"""How many tokens a model call had, and whether an engine was asked for them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_spans.schema.replays import REPLAYED
 from lightning_spans.schema.spans import INPUT_TOKENS, OUTPUT_TOKENS
 
 if TYPE_CHECKING:
@@ -16,6 +17,11 @@ def tokens_of(node: Node) -> tuple[int, int]:
     exact = [len(choice.token_ids) for choice in answer.choices if choice.token_ids is not None]
     prompt = len(answer.prompt_token_ids or ()) or _number(attributes.get(INPUT_TOKENS))
     return prompt, sum(exact) or _number(attributes.get(OUTPUT_TOKENS))
+
+
+def is_replayed(node: Node) -> bool:
+    """Whether a model call was answered from the record of an earlier attempt."""
+    return node.call is not None and REPLAYED in node.call.sampling
 
 
 def _number(value: object) -> int:

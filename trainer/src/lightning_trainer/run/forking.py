@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lightning_spans.errors import AgentFailedError, ConfigError
 from lightning_spans.schema.agents import selects
-from lightning_spans.schema.replays import FORKED, REPLAYED, Replay
+from lightning_spans.schema.replays import Replay
 from lightning_trainer.forks import Recorded, plan, recorded
 from lightning_trainer.gateway.replay.sessions import why_ended
+from lightning_trainer.policies import BASE
 from lightning_trainer.rl.batch import transitions_by_attempt
+from lightning_trainer.rl.credit.shapley import added, coalitions, orders, shares
 from lightning_trainer.rl.fork_points import Candidate, candidates, choose
 from lightning_trainer.rl.rows import why_untrainable
+from lightning_trainer.rl.usage import is_replayed, tokens_of
 
 if TYPE_CHECKING:
-    from lightning_spans.adapter.trace import Trace
+    from lightning_spans.adapter.trace import Node, Trace
     from lightning_spans.schema.attempts import Rollout
-    from lightning_spans.schema.calls import Call
     from lightning_spans.schema.transitions import Transition
     from lightning_spans.store import Store
     from lightning_trainer.config import TrainConfig
     from lightning_trainer.rl.batch import Traces
+    from lightning_trainer.rl.credit.played import Played
     from lightning_trainer.rl.rollouts import Outcome
 
 
@@ -34,13 +38,21 @@ class ForkPlan:
 
     Attributes:
         rollouts: of all forks.
-        points: the calls that are drawn again.
-        refused: calls that can't be, by reason.
+        records: the attempt of each call that is drawn again, or of each whose coalitions are run.
+        by_coalitions: whether it is their coalitions.
+        refused: calls or attempts of which it can't be, by reason.
     """
 
     rollouts: tuple[Rollout, ...] = ()
-    points: tuple[Candidate, ...] = ()
+    records: tuple[str, ...] = ()
+    by_coalitions: bool = False
     refused: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def phase(self) -> str:
+        """Say what is run."""
+        count = len(self.records)
+        return f"coalitions of {count} rollouts" if self.by_coalitions else f"alternatives of {count} calls"
 
 
 def planned(
@@ -64,6 +76,21 @@ def planned(
         step: its number.
         spread: what came of alternatives before, see `fork_points.choose`.
     """
+    if config.by_coalitions:
+        return _coalitions(config, store, outcomes, traces, name=name, step=step)
+    return _alternatives(config, store, outcomes, traces, name=name, step=step, spread=spread)
+
+
+def _alternatives(
+    config: TrainConfig,
+    store: Store,
+    outcomes: Sequence[Outcome],
+    traces: Traces,
+    *,
+    name: str,
+    step: int,
+    spread: Mapping[str, float],
+) -> ForkPlan:
     groups = {o.attempt.attempt_id: o.rollout.group_id for o in outcomes if o.attempt is not None and o.crash is None}
     by_attempt = {
         trace.attempt_id: transitions
@@ -73,7 +100,7 @@ def planned(
     found = candidates([by_attempt.get(name, []) for name in groups], lambda call: not _learns(config, call))
     numbers = random.Random(f"{config.seed}/{step}/forks")
     made: list[Rollout] = []
-    points: list[Candidate] = []
+    records: list[str] = []
     refused: Counter[str] = Counter()
     read: dict[str, Recorded] = {}
     for point in choose(found, len(found), config.fork_at, numbers, spread=spread):
@@ -91,27 +118,97 @@ def planned(
                 group_id=groups[point.record],
                 timeout_s=config.timeout_s,
             )
-            points.append(point)
+            records.append(point.record)
         except ConfigError as error:
             refused[str(error)] += 1
-    return ForkPlan(tuple(made), tuple(points), dict(refused))
+    return ForkPlan(tuple(made), tuple(records), refused=dict(refused))
 
 
 def replay_of(config: TrainConfig, point: Candidate) -> Replay:
     """Say how a call is drawn again in a run. Leaves of a tree are draws of their own; alternatives are coupled."""
+    return _with_tools(config, Replay(attempt_id=point.record, call=point.call, coupled=config.coupled))
+
+
+def _with_tools(config: TrainConfig, asked: Replay) -> Replay:
     tools = config.fork_tools
-    return Replay(
-        attempt_id=point.record,
-        call=point.call,
-        coupled=config.coupled,
+    return replace(
+        asked,
         tools=tools.get("*", "replay"),
         run_tools=tuple(name for name, what in tools.items() if what == "run" and name != "*"),
         refuse_tools=tuple(name for name, what in tools.items() if what == "refuse" and name != "*"),
     )
 
 
+def _coalitions(
+    config: TrainConfig, store: Store, outcomes: Sequence[Outcome], traces: Traces, *, name: str, step: int
+) -> ForkPlan:
+    """Plan the coalitions of as many tasks' rollouts as the budget allows: what agents added is compared in a group."""
+    numbers = random.Random(f"{config.seed}/{step}/coalitions")
+    groups: dict[str, list[str]] = {}
+    for o in outcomes:
+        if o.attempt is not None and o.crash is None:
+            groups.setdefault(o.rollout.group_id, []).append(o.attempt.attempt_id)
+    found = transitions_by_attempt(traces([one for its in groups.values() for one in its]), config.agents)
+    refused: Counter[str] = Counter()
+    made: list[Rollout] = []
+    records: list[str] = []
+    for group in numbers.sample(list(groups), len(groups)):
+        its: dict[str, list[Rollout]] = {}
+        for attempt in groups[group]:
+            team = {str(t.agent) for t in found.get(attempt, ([], []))[0] if _learns(config, t)}
+            try:
+                its[attempt] = _coalitions_of(config, store, attempt, sorted(team), numbers, name=name, group=group)
+            except ConfigError as error:
+                refused[str(error)] += 1
+        if len(its) == 1:
+            refused["no other rollout of its task is there to compare it with"] += 1
+            continue
+        if len(made) + sum(map(len, its.values())) > config.fork_count:
+            break
+        made += [rollout for rollouts in its.values() for rollout in rollouts]
+        records += its
+    return ForkPlan(tuple(made), tuple(records), by_coalitions=True, refused=dict(refused))
+
+
+def _coalitions_of(
+    config: TrainConfig,
+    store: Store,
+    attempt_id: str,
+    team: Sequence[str],
+    numbers: random.Random,
+    *,
+    name: str,
+    group: str,
+) -> list[Rollout]:
+    """Return the runs of one rollout's coalitions.
+
+    Raises:
+        ConfigError: it can't be run again, or nobody is there to share with.
+    """
+    if len(team) < 2:
+        raise ConfigError(
+            f"{'only ' + team[0] if team else 'none'} of the agents to be trained made a call: there is no team"
+        )
+    drawn = {some: None for order in orders(team, config.orders, numbers) for some in coalitions(order)[:-1]}
+    read = recorded(store, attempt_id=attempt_id)
+    made: list[Rollout] = []
+    for number, some in enumerate(drawn):
+        # One `draw` for all of them: the base says the same to the same request.
+        without = tuple(agent for agent in team if agent not in some)
+        asked = Replay(attempt_id=attempt_id, beyond="sample", fresh=without, model=BASE)
+        made += plan(
+            read,
+            name=name,
+            replay=_with_tools(config, asked),
+            group_id=group,
+            timeout_s=config.timeout_s,
+            place=f"coalition{number}",
+        )
+    return made
+
+
 def _learns(config: TrainConfig, call: Transition) -> bool:
-    return selects(config.agents or ("*",), call.agent) and why_untrainable(call) is None
+    return selects(config.agents or ("*",), call.path) and why_untrainable(call) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +218,22 @@ class Forked:
     Attributes:
         ended: those that were not as their record, by reason.
         metrics: the same, and what it cost, as numbers by name.
+        what: was done, for people.
     """
 
     ended: Mapping[str, int]
     metrics: Mapping[str, float]
+    what: str
 
     @property
     def line(self) -> str:
         """Say to people what forks cost."""
         m = self.metrics
         return (
-            f"{m['forks']:.0f} forks at {m['fork_points']:.0f} calls: {m['fork_calls_drawn']:.0f} model calls made and"
-            f" {m['fork_calls_replayed']:.0f} given from the record; what follows the forked calls is"
-            f" {m['fork_continuations']:.1f} rollouts long"
+            f"{m['forks']:.0f} forks, {self.what}: {m['fork_calls_drawn']:.0f} model calls made"
+            f" ({m['fork_tokens_prompt']:.0f} tokens read, {m['fork_tokens_generated']:.0f} drawn) and"
+            f" {m['fork_calls_replayed']:.0f} given from the record ({m['fork_tokens_saved']:.0f} tokens saved); what"
+            f" follows where they left it is {m['fork_continuations']:.1f} rollouts long"
         )
 
 
@@ -145,24 +245,40 @@ def forked(plan: ForkPlan, outcomes: Sequence[Outcome], traces: Traces) -> Forke
         outcomes: of its rollouts.
         traces: reads the traces of attempts.
     """
-    its = {trace.attempt_id: trace for trace in traces([*_attempts(outcomes), *{p.record for p in plan.points}])}
+    its = {trace.attempt_id: trace for trace in traces([*_attempts(outcomes), *{*plan.records}])}
     calls = [_calls(its.get(name)) for name in _attempts(outcomes)]
-    why = [why_ended(o.attempts[-1], its) for o, its in zip(_begun(outcomes), calls, strict=True)]
+    why = [
+        why_ended(o.attempts[-1], [node.call for node in own if node.call is not None])
+        for o, own in zip(_begun(outcomes), calls, strict=True)
+    ]
     ended = Counter(reason for reason in why if reason is not None)
     failed = sum(o.attempt is None and reason is None for o, reason in zip(_begun(outcomes), why, strict=True))
-    drawn = sum(REPLAYED not in call.sampling for own in calls for call in own)
+    drawn = [node for own in calls for node in own if not is_replayed(node)]
+    given = [node for own in calls for node in own if is_replayed(node)]
     rest = sum(_rest(own, its.get(_record(o))) for o, own in zip(_begun(outcomes), calls, strict=True))
     metrics = {
         "forks": len(plan.rollouts),
-        "fork_points": len(plan.points),
+        "fork_points": len(plan.records),
         "forks_ended": sum(ended.values()),
         "forks_failed": failed,
         "forks_refused": sum(plan.refused.values()),
-        "fork_calls_drawn": drawn,
-        "fork_calls_replayed": sum(map(len, calls)) - drawn,
+        "fork_calls_drawn": len(drawn),
+        "fork_calls_replayed": len(given),
+        "fork_tokens_prompt": sum(tokens_of(node)[0] for node in drawn),
+        "fork_tokens_generated": sum(tokens_of(node)[1] for node in drawn),
+        "fork_tokens_replayed": sum(tokens_of(node)[1] for node in given),
+        "fork_tokens_saved": sum(sum(tokens_of(node)) for node in given),
         "fork_continuations": rest,
     }
-    return Forked(dict(ended), {name: float(value) for name, value in metrics.items()})
+    return Forked(dict(ended), {name: float(value) for name, value in metrics.items()}, plan.phase)
+
+
+def told(played: Sequence[Played]) -> dict[str, float]:
+    """Return what each agent added in the mean over a step's rollouts, and the standard error of that, by name."""
+    found = shares(list(added(played).values()))
+    values = {f"shapley/{agent}": share.value for agent, share in found.items()}
+    errors = {f"shapley_error/{agent}": s.error for agent, s in found.items() if math.isfinite(s.error)}
+    return {**values, **errors}
 
 
 def refuse_ended(plan: ForkPlan, found: Forked) -> None:
@@ -174,9 +290,10 @@ def refuse_ended(plan: ForkPlan, found: Forked) -> None:
     reasons = Counter(found.ended) or Counter(plan.refused)
     if not plan.rollouts or sum(found.ended.values()) == len(plan.rollouts):
         why = "\n".join(f"  {count}: {reason}" for reason, count in reasons.most_common(3))
-        what = f"not one of {len(plan.rollouts)} forks" if plan.rollouts else "not one call"
+        one, back = ("rollout", "run again") if plan.by_coalitions else ("call", "brought back to its call")
+        what = f"not one of {len(plan.rollouts)} forks" if plan.rollouts else f"not one {one}"
         raise AgentFailedError(
-            f"{what} could be brought back to its call, so there are no alternatives to learn from:\n{why}\n"
+            f"{what} could be {back}, so there is nothing to compare with:\n{why}\n"
             "See with `lightning-rl fork --dry-run` where the program differs from one run to the next."
         )
 
@@ -190,15 +307,16 @@ def _attempts(outcomes: Sequence[Outcome]) -> list[str]:
     return [outcome.attempts[-1].attempt_id for outcome in _begun(outcomes)]
 
 
-def _calls(trace: Trace | None) -> list[Call]:
-    return [] if trace is None else [node.call for node in trace.chats if node.call is not None]
+def _calls(trace: Trace | None) -> list[Node]:
+    """Return the calls that came to the gateway."""
+    return [] if trace is None else [node for node in trace.chats if node.call is not None]
 
 
 def _record(outcome: Outcome) -> str:
     return "" if outcome.rollout.replay is None else outcome.rollout.replay.attempt_id
 
 
-def _rest(calls: Sequence[Call], record: Trace | None) -> float:
-    """Return the calls of a fork from the drawn one on, in shares of its record's."""
-    place = next((n for n, call in enumerate(calls) if FORKED in call.sampling), len(calls))
+def _rest(calls: Sequence[Node], record: Trace | None) -> float:
+    """Return the calls of a fork from the first that was drawn on, in shares of its record's."""
+    place = next((n for n, node in enumerate(calls) if not is_replayed(node)), len(calls))
     return 0.0 if record is None else (len(calls) - place) / max(1, len(record.chats))

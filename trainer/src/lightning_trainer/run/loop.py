@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from lightning_spans.adapter.trace import Trace
-from lightning_spans.errors import AgentFailedError, LightningError, NothingToLearnError, UnknownAgentError
+from lightning_spans.errors import AgentFailedError, ConfigError, LightningError, NothingToLearnError, UnknownAgentError
 from lightning_spans.record.stalls import waiting
 from lightning_spans.schema.agents import check_known, label, selects
 from lightning_spans.schema.attempts import Rollout
@@ -33,7 +33,7 @@ from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.scores import Score, by_source, reward_of_failures, score
 from lightning_trainer.run.capture import FirstTask
 from lightning_trainer.run.data import batch_at
-from lightning_trainer.run.forking import forked, planned, refuse_ended
+from lightning_trainer.run.forking import forked, planned, refuse_ended, told
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.local import Local
 from lightning_trainer.run.state import State, save
@@ -191,12 +191,14 @@ class Loop:
         config, step, began = self._run.config, self.state.step, time.monotonic()
         if not config.forked:
             return [], {}
+        if config.by_coalitions and BASE not in [engine.model for engine in self._learner.engines]:
+            raise ConfigError(f"credit = {config.credit} needs the frozen base, and backend {config.backend} has none.")
         with waiting("rows", f"the calls of {len(outcomes)} rollouts to be chosen from"):
             plan = planned(
                 config, self._local.store, outcomes, traces, name=self._name, step=step, spread=self.state.spread
             )
-        what = f"alternatives of {len(plan.points)} calls"
-        forks = self._local.run(plan.rollouts, self._run.progress, what, check=self._run.check) if plan.points else []
+        run = partial(self._local.run, check=self._run.check)
+        forks = run(plan.rollouts, self._run.progress, plan.phase) if plan.rollouts else []
         found = forked(plan, forks, traces)
         if step == 0:
             refuse_ended(plan, found)
@@ -211,7 +213,10 @@ class Loop:
         if config.fork_at == "disagreement":
             spread = Cells.of(played_of([*outcomes, *forks], traces, config.failed)).spread
             self.state = replace(self.state, spread={**self.state.spread, **spread})
-        return forks, {**found.metrics, "fork_seconds": time.monotonic() - began}
+        shared = {}
+        if config.by_coalitions:
+            shared = told(played_of([*outcomes, *forks], traces, config.failed, config.agents))
+        return forks, {**found.metrics, **shared, "fork_seconds": time.monotonic() - began}
 
     def _log(self, kind: Kind, step: int, metrics: dict[str, float]) -> None:
         """Keep numbers, and show the alarms that stand after them."""

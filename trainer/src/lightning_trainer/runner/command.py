@@ -105,7 +105,7 @@ def environment(attempt: Attempt, body: bytes) -> dict[str, str]:
     values = attempt.environment()
     if len(body) <= ENVIRONMENT_LIMIT:
         values["LIGHTNING_TASK"] = body.decode()
-    if attempt.endpoint and attempt.agents:
+    if attempt.endpoint and (attempt.agents or attempt.replay is not None):
         # OPENAI_API_BASE, the older name, goes before OPENAI_BASE_URL in LangChain.
         values["OPENAI_BASE_URL"] = values["OPENAI_API_BASE"] = f"{attempt.endpoint}/v1"
         values["ANTHROPIC_BASE_URL"] = attempt.endpoint

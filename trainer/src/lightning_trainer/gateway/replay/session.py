@@ -192,7 +192,9 @@ class ReplaySession:
 
     def _anew(self, request: Request, fork: RecordedCall | None = None) -> Drawn | Own:
         self._parted = True
-        model, say = (self.replay.model, self.replay.say) if fork is not None else (None, None)
+        fresh = self.replay.call is None and selects(self.replay.fresh, request.agent)
+        model = self.replay.model if fork is not None or fresh else None
+        say = self.replay.say if fork is not None else None
         if say is None and model is None and not request.sampled:
             return Own(fork)
         return Drawn(fork, self._seed(request, fork), model, say)

@@ -8,6 +8,7 @@ calls of an agent, a `values.Credited` by places.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -277,12 +278,12 @@ def credit_by_name(name: str, **options: Any) -> CreditAssigner | AcrossAttempts
     known = hooks.registry("lightning_register_credit")
     if name not in known:
         raise ConfigError(f"unknown credit {name!r}. Use one of: {', '.join(sorted(known))}.")
-    across = isinstance(known[name], AcrossAttempts)
-    function = known[name].assign if across else known[name]
+    found = known[name]
+    function = found.assign if isinstance(found, AcrossAttempts) else found
     parameters = inspect.signature(function).parameters.values()
     allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for option in options:
         if option not in allowed:
             raise ConfigError(f"credit {name!r} has no option {option!r}. It has: {', '.join(allowed) or 'none'}.")
     assigner: Any = functools.partial(function, **options) if options else function
-    return AcrossAttempts(assigner) if across else assigner
+    return dataclasses.replace(found, assign=assigner) if isinstance(found, AcrossAttempts) else assigner

@@ -98,7 +98,7 @@ def _cells(attempts: Sequence[Played]) -> dict[str, list[tuple[int, int]]]:
     cells: dict[str, list[tuple[int, int]]] = {}
     for n, attempt in enumerate(attempts):
         turn, fork = attempt.alternative, attempt.fork
-        if fork is None or turn is None or fork.record not in number:
+        if fork is None or fork.call is None or turn is None or fork.record not in number:
             continue
         record = attempts[number[fork.record]]
         its = {t.agent for t in record.transitions if t.turn == fork.call}

@@ -17,11 +17,13 @@ class Fork:
 
     Attributes:
         record: the earlier attempt.
-        call: number of the call that was drawn again, from 0: its `Transition.turn` in the record.
+        call: number of the call that was drawn again, from 0: its `Transition.turn` in the record. None: none was.
+        without: agents for which another model answered throughout, where `call` is None.
     """
 
     record: str
-    call: int
+    call: int | None
+    without: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +56,12 @@ class AcrossAttempts:
 
     Attributes:
         assign: attempts and keyword options -> for each attempt its values; NaN where a call is not compared.
+        coalitions: whether its forks are attempts in which the frozen base answers for some of the agents; else they
+            are attempts of which one call is drawn again.
     """
 
     assign: Callable[..., list[Credited]]
+    coalitions: bool = False
 
     across: ClassVar[bool] = True  # for the configuration, a floor below
 

@@ -1,21 +1,31 @@
-"""Who of a team earned what it earns: Shapley values over agents, sampled, each with its standard error.
+"""Who of a team earned what it earns: Shapley values over agents, with the frozen base in the place of who is left out.
 
 A coalition is the agents that are let do what they learned; for the others the frozen base answers. Agents join one
 after the other, in a random order, and each is credited with what the team's reward changed by when it joined
 (Castro, Gomez and Tejada, 2009). So what all agents got is what the team gained over the base, in every order.
 
-`orders` draws orders, `coalitions` says what is to be run for one, and `shares` reads the rewards of those runs.
+For a rollout of a run, the coalition of all is the rollout itself. In the others its program runs again: an agent of
+the coalition that is asked what it was asked in the rollout says what it said there, and the base says the same to the
+same request in all coalitions of a rollout. So these differ by who takes part, and as little as can be by chance.
+
+`orders` draws orders, `coalitions` says what is to be run for one, `shapley` credits the calls of a step with it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from lightning_spans.schema.agents import selects
+from lightning_trainer.rl.credit.played import Played
+from lightning_trainer.rl.credit.values import Credited
+
+Coalition = frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +33,8 @@ class Share:
     """What an agent adds to the reward of its team.
 
     Attributes:
-        value: the mean over orders of what it added.
-        error: standard error of that mean; NaN with fewer than two pairs of orders, of which nothing is known.
+        value: the mean of what it added.
+        error: standard error of that mean; NaN for a single sample, of which nothing is known.
     """
 
     value: float
@@ -53,55 +63,98 @@ def orders(agents: Sequence[str], count: int, numbers: random.Random) -> list[tu
     return found
 
 
-def coalitions(order: Sequence[str]) -> list[frozenset[str]]:
+def coalitions(order: Sequence[str]) -> list[Coalition]:
     """Return what is to be run for an order: nobody, then one agent more each time, to all of them."""
     return [frozenset(order[:n]) for n in range(len(order) + 1)]
 
 
-def shares(drawn: Sequence[Sequence[str]], rewards: Sequence[Sequence[float]]) -> dict[str, Share]:
-    """Say what each agent adds, of the rewards of the coalitions that were run.
+def values_of(worth: Mapping[Coalition, float]) -> dict[str, float]:
+    """Return what each agent adds, in the mean over all orders whose every coalition is known.
+
+    With the coalitions of random orders the mean over draws is the Shapley value: no agent is more likely to join
+    early than another. With all 2**n coalitions it is the Shapley value itself.
 
     Args:
-        drawn: `orders`, each beside its reverse.
-        rewards: for each order the rewards of its `coalitions`, one run or the mean of several each.
+        worth: the reward of each coalition that is known; the largest is the whole team.
 
     Returns:
-        By agent; the values add up to what the team gained over the base, in the mean over orders.
-
-    Raises:
-        ValueError: an order has another number of rewards than coalitions.
+        By agent. The values add up to what the team gained over the base. Empty where no order is known whole.
     """
-    added: dict[str, list[float]] = {agent: [] for agent in (drawn[0] if drawn else ())}
-    for order, its in zip(drawn, rewards, strict=True):
-        if len(its) != len(order) + 1:
-            raise ValueError(f"{len(its)} rewards for {len(order) + 1} coalitions")
-        for agent, (before, after) in zip(order, itertools.pairwise(its), strict=True):
-            added[agent].append(after - before)
-    return {agent: _share(its) for agent, its in sorted(added.items())}
-
-
-def _share(added: Sequence[float]) -> Share:
-    # An order and its reverse are no independent draws, their mean is one.
-    pairs = np.asarray(added, np.float64).reshape(-1, 2).mean(axis=1)
-    error = float(pairs.std(ddof=1)) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
-    return Share(float(pairs.mean()), error)
-
-
-def exact(agents: Sequence[str], reward: Callable[[frozenset[str]], float]) -> dict[str, float]:
-    """Return the Shapley values of a game whose every coalition is known: 2**n of them, so for small teams.
-
-    Args:
-        agents: n of them.
-        reward: of each coalition.
-    """
-    every = (frozenset(some) for n in range(len(agents) + 1) for some in itertools.combinations(agents, n))
-    worth = {some: reward(some) for some in every}
-    ways = [math.factorial(n) * math.factorial(len(agents) - n - 1) for n in range(len(agents))]  # to join after n
+    team = max(worth, key=len, default=frozenset())
+    # Orders are counted, not listed: those that lead to a coalition, times those that go on from it to the team.
+    ways_to: dict[Coalition, int] = {}
+    for some in sorted(worth, key=len):
+        ways_to[some] = sum(ways_to.get(some - {agent}, 0) for agent in some) if some else 1
+    ways_on: dict[Coalition, int] = {}
+    for some in sorted(worth, key=len, reverse=True):
+        ways_on[some] = 1 if some == team else sum(ways_on.get(some | {agent}, 0) for agent in team - some)
+    known = ways_to.get(team, 0)
+    if not known or not team:
+        return {}
     return {
         agent: sum(
-            ways[len(some)] / math.factorial(len(agents)) * (worth[some | {agent}] - before)
+            ways_to[some] * ways_on[some | {agent}] / known * (worth[some | {agent}] - before)
             for some, before in worth.items()
-            if agent not in some
+            if agent not in some and some | {agent} in worth
         )
-        for agent in agents
+        for agent in sorted(team)
     }
+
+
+def added(attempts: Sequence[Played]) -> dict[str, dict[str, float]]:
+    """Return what each agent added in each rollout whose coalitions were run, by attempt and agent.
+
+    Args:
+        attempts: of a step; a fork whose record is not among them counts for nothing.
+    """
+    without: defaultdict[str, defaultdict[Coalition, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for attempt in attempts:
+        if attempt.fork is not None and attempt.fork.without:
+            without[attempt.fork.record][attempt.fork.without].append(attempt.earned)
+    found = {}
+    for attempt in attempts:
+        if attempt.fork is None and (its := without.get(attempt.attempt_id)):
+            team: Coalition = frozenset().union(*its)
+            worth = {team - left_out: float(np.mean(earned)) for left_out, earned in its.items()}
+            if values := values_of({**worth, team: attempt.earned}):
+                found[attempt.attempt_id] = values
+    return found
+
+
+def shapley(attempts: Sequence[Played]) -> list[Credited]:
+    """Credit the calls of each rollout whose coalitions were run with what their agent added in it.
+
+    Args:
+        attempts: of a step.
+
+    Returns:
+        For each attempt (M,) the value of the call's agent, to be compared with the agent's in other rollouts of the
+        group. NaN for agents that are not of the team, for a rollout of which no order is known whole, and for forks.
+    """
+    values = added(attempts)
+    return [
+        Credited([_of(values.get(attempt.attempt_id, {}), transition.path) for transition in attempt.transitions])
+        for attempt in attempts
+    ]
+
+
+def _of(values: Mapping[str, float], path: str | None) -> float:
+    return next((value for agent, value in values.items() if selects((agent,), path)), math.nan)
+
+
+def shares(samples: Sequence[Mapping[str, float]]) -> dict[str, Share]:
+    """Return the mean of what each agent added over samples that are independent of each other, with its error.
+
+    Args:
+        samples: by agent, of a rollout each; an agent need not be in all of them.
+    """
+    by_agent: defaultdict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for agent, value in sample.items():
+            by_agent[agent].append(value)
+    return {agent: _share(values) for agent, values in sorted(by_agent.items())}
+
+
+def _share(values: Sequence[float]) -> Share:
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Share(float(np.mean(values)), error)

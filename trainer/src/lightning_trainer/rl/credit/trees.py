@@ -37,7 +37,7 @@ def tree_advantages(attempts: Sequence[Played], *, normalise: bool = True, eps: 
     below: dict[str, list[tuple[int, float]]] = {}  # by record: where its forks left it, and what these came to
     for n in leaves:
         fork = attempts[n].fork
-        if fork is not None:
+        if fork is not None and fork.call is not None:
             below.setdefault(fork.record, []).append((fork.call, float(advantage[n])))
     found = []
     for n, attempt in enumerate(attempts):

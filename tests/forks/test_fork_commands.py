@@ -1,0 +1,94 @@
+"""A command in a replay: its model calls are given, its own tools can not be, so its user is asked first."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fakes import FakeEngine
+
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import open_store
+from lightning_trainer.cli import cli
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.report.progress import Silent
+from lightning_trainer.run.local import serving
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+# It knows nothing of us: two model calls over HTTP, and a tool of its own between them.
+PROGRAM = """
+import json, os, sys, urllib.request
+
+def ask(text):
+    body = {"model": "own", "messages": [{"role": "user", "content": text}]}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode())
+    request.add_header("content-type", "application/json")
+    request.add_header("authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+draft = ask("write " + json.load(sys.stdin)["q"])
+with open("notes.txt", "a") as file:
+    file.write(draft + chr(10))
+print(len(ask("judge " + draft)) / 99)
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the command once; return how it is told to the command line."""
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    program = f"{sys.executable} agent.py"
+    store = open_store(str(tmp_path / "store.db"))
+    runner = Runner(Job(command=program), workers=1, concurrency=1, logs=tmp_path)
+    runner.start()
+    try:
+        engine = FakeEngine(lambda prompt: f"drawn {len(prompt)}")
+        with serving(store, runner, routing=Routing(agents=("*",), seed=1, unnamed="agent"), engine=engine) as local:
+            made = Rollout(rollout_id="r", group_id="r", task={"q": "a poem"}, timeout_s=600.0)
+            (outcome,) = local.run([made], Silent(), "recording")
+            assert outcome.error is None
+    finally:
+        runner.stop()
+        store.close()
+    return ["--command", program, "--store", str(tmp_path / "store.db"), "--rollout", "r", "--workers", "1", "--json"]
+
+
+def notes() -> int:
+    return Path("notes.txt").read_text().count("\n")
+
+
+def run(*words: str) -> Any:
+    found = CliRunner().invoke(cli, list(words))
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout.rstrip("\n").rpartition("\n")[2])
+
+
+def test_a_command_that_records_nothing_is_not_run_again_unless_its_tools_may(words: list[str]) -> None:
+    for name, more in (("fork", ["--dry-run"]), ("fork", ["--call", "1"]), ("replay", [])):
+        found = CliRunner().invoke(cli, [name, *words, *more])
+        assert found.exit_code == 2
+        assert "its own tools would run again" in found.output
+    assert notes() == 1
+
+
+def test_a_command_replays_and_forks_where_its_tools_may_run(words: list[str]) -> None:
+    told = run("fork", *words, "--tools", "run", "--dry-run")
+    assert (told["replays"], told["ended"]) == (True, [])
+    assert notes() == 2  # as the option says
+    told = run("fork", *words, "--tools", "run", "--call", "1", "--say", "quite good")
+    assert told["ended"] == []
+    assert told["continuations"][0]["reward"] == pytest.approx(len("quite good") / 99)
+    (replayed,) = run("replay", *words, "--run-tools", "*")["replays"]
+    assert (replayed["succeeds"], replayed["parted"], replayed["reason"]) == (True, None, None)
+    Path("agent.py").write_text(PROGRAM.replace('"judge "', '"judge strictly "'))
+    told = run("fork", *words, "--tools", "run", "--dry-run")
+    assert "message 1 (user) differs" in told["ended"][0]["reason"]
