@@ -75,7 +75,7 @@ def read(run: Path, step: int, row: Row) -> SeenTokens | None:
             end = int(file["lengths"][: found[0] + 1].sum())
             own = slice(end - int(file["lengths"][found[0]]), end)
             return SeenTokens(file["gap"][own], file["entropy"][own])
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # none was written, or it was cut
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):  # none was written, or it was cut
         return None
 
 

@@ -10,7 +10,7 @@ type Overlay = "logprob" | "entropy" | "gap" | "mask" | "advantage" | "none";
 const OVERLAYS: [Overlay, string, string][] = [
   ["logprob", "log-probability", "of each sampled token under the weights that drew it, as recorded: the darker, the less likely"],
   ["entropy", "entropy", "in nats, of the distribution that each trained token was drawn from, as the update saw it: the darker, the less certain"],
-  ["gap", "gap", "how much likelier (green) or unlikelier (red) the trainer held each token than the engine that drew it"],
+  ["gap", "gap", "log-probability under the trainer less that under the engine that drew the token, as the update saw it; the same weights should agree"],
   ["mask", "mask", "tokens that the loss looks at; in the prompt, those of earlier calls that share this row"],
   ["advantage", "advantage", "what each trained token is pushed by"],
   ["none", "none", "the text alone"],
@@ -260,6 +260,7 @@ function Scale({ overlay, most }: { overlay: Overlay; most: number }): JSX.Eleme
     return (
       <p class="scale">
         −{number(most)} {[0, 2, 4, 6, 8].map((each) => <i key={each} class={`shade-${each}`} />)} +{number(most)}
+        {overlay === "gap" && " nats: right, the trainer holds the token likelier than the engine did"}
       </p>
     );
   if (overlay === "mask")

@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
 import { useGet, type GroupPage, type Member, type TriedGroup, type TriesPage } from "../api";
-import { Agent, count, go, href, hue, number, Rewards, Show, Signed, Status, useKeys } from "../ui";
+import { count, go, href, hue, number, Rewards, Show, Signed, Status, useKeys } from "../ui";
 import { turns } from "./group";
 import { EventCard } from "./rollout";
 
@@ -64,10 +64,10 @@ export function Tries({ run, tick }: { run: string; tick: number }): JSX.Element
                           <a href={href("run", run, "tries", task.groups[0]?.group_id ?? "", task.groups.at(-1)?.group_id ?? "")}>{task.task || "a task without a text"}</a>
                         </td>
                         <td class="num" title={task.groups[0] && when(task.groups[0])}>
-                          {number(task.groups[0]?.mean)}
+                          {task.groups[0]?.mean === null ? "none succeeded" : number(task.groups[0]?.mean)}
                         </td>
                         <td class="num" title={when(task.groups[task.groups.length - 1] as TriedGroup)}>
-                          {number(task.groups.at(-1)?.mean)}
+                          {task.groups.at(-1)?.mean === null ? "none succeeded" : number(task.groups.at(-1)?.mean)}
                         </td>
                         <td class="num">
                           <Signed value={change(task.groups)} />
@@ -178,9 +178,6 @@ function Went({ run, member }: { run: string; member: Member }): JSX.Element {
     <>
       <p class="facts">
         <a href={href("run", run, "rollout", member.row.rollout_id)}>this rollout</a> <Status row={member.row} /> <Rewards rewards={member.rewards} />
-        {[...new Set(member.events.map((event) => event.agent))].map((agent) => (
-          <Agent key={agent} name={agent} />
-        ))}
       </p>
       {turns(member.events)
         .flat()
