@@ -44,6 +44,7 @@ class Learner:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.loop: Loop | None = None
+        self.seen: dict[Any, Any] = {}
 
     def update(self, rows: Any) -> dict[str, float]:
         assert self.loop is not None

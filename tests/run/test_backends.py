@@ -79,6 +79,7 @@ class Remembering:
         self.engines = (self.engine,)
         self.given: list[int] = []
         self.closed = False
+        self.seen: dict[Row, Any] = {}
 
     def update(self, rows: Sequence[Row]) -> dict[str, float]:
         self.given.append(len(rows))

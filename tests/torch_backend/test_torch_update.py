@@ -247,6 +247,21 @@ def test_an_update_makes_good_answers_likelier_and_the_engine_knows(backend: Tor
     assert metrics["grad_norm"] > 0
 
 
+def test_an_update_tells_what_it_saw_of_each_token(backend: TorchLearner) -> None:
+    prompt = list(range(10, 30))
+    rows = [make_row([*prompt, *own], slice(20, 24), value) for own, value in (([4] * 4, 1.0), ([5] * 4, -1.0))]
+    flat = make_row([*prompt, 6, 7], slice(20, 22), 0.0)
+    metrics = backend.update([*rows, flat])
+    assert set(backend.seen) == set(rows)
+    gap = np.concatenate([backend.seen[row].gap for row in rows]).astype(float)
+    entropy = np.concatenate([backend.seen[row].entropy for row in rows]).astype(float)
+    assert np.abs(gap).mean() == pytest.approx(metrics["logprob_gap"], rel=1e-3)
+    assert entropy.mean() == pytest.approx(metrics["entropy"], rel=1e-3)
+    own = backend.logprobs([rows[0]])[0]
+    backend.update(rows)
+    assert backend.seen[rows[0]].gap + rows[0].logprobs[rows[0].mask] == pytest.approx(own, abs=0.02)
+
+
 def test_what_the_engine_recorded_is_what_the_trainer_computes(backend: TorchLearner) -> None:
     async def sample() -> Row:
         tokens, logprobs = [], []

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_spans import hooks
 from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End
 from lightning_spans.schema.calls import Call, Choice
@@ -26,10 +28,12 @@ from lightning_spans.schema.spans import (
 )
 from lightning_spans.store import Store, open_store
 from lightning_trainer.config import TrainConfig, to_json
+from lightning_trainer.report import learned_tokens
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.recomputed import judged
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of
+from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import by_source, score
 
 FIRST_NS = 1_790_000_000_000_000_000
@@ -229,18 +233,25 @@ Play = Callable[[Scene, float], tuple[AttemptStatus, list[Reward], str | None]]
 
 
 def make_run(
-    folder: Path, *, steps: int = 6, groups: int = 5, size: int = 6, play: Play = calculates, seed: int = 0
+    folder: Path,
+    *,
+    steps: int = 6,
+    groups: int = 5,
+    size: int = 6,
+    play: Play = calculates,
+    seed: int = 0,
+    store_url: str | None = None,
 ) -> Path:
-    """Write the folder of a run, as `train` would have: options, store, numbers, tokenizer."""
+    """Write the folder of a run, as `train` would have: options, store, numbers, tokenizer, what updates saw."""
     folder.mkdir(parents=True)
     agents = ("planner", "solver") if play is calculates else None
     config = TrainConfig(
         target="team:run", data=Path("train.jsonl"), model="tiny", agents=agents,
-        batch_size=groups, group_size=size, steps=steps, rewards={"tool_status": 0.5}, seed=seed,
+        batch_size=groups, group_size=size, steps=steps, rewards={"tool_status": 0.5}, seed=seed, store=store_url,
     )  # fmt: skip
     (folder / "config.json").write_text(to_json(config))
     numbers, words = random.Random(seed), Words()
-    store = open_store(str(folder / "lightning.db"))
+    store = open_store(store_url or str(folder / "lightning.db"))
     world = World(store, words, numbers, play)
     log = MetricLog(folder)
     hooks.load_all()
@@ -248,11 +259,15 @@ def make_run(
     for step in range(steps):
         skill = 0.25 + 0.65 * step / max(1, steps - 1)
         if step % 3 == 0:
-            held_out = _play(world, f"{name}.{step}:v", "val", 3, 2, step=step, skill=skill)
+            held_out = _play(
+                world, f"{name}.{step}:v", "val", _tasks(random.Random(seed), 3), 2, step=step, skill=skill
+            )
             log.add("val", step, {**score(held_out, config.failed).metrics(), "seconds": 4.0})
-        outcomes = _play(world, f"{name}:t{step}", "train", groups, size, step=step, skill=skill)
+        tasks = _tasks(numbers, groups)
+        outcomes = _play(world, f"{name}:t{step}", "train", tasks, size, step=step, skill=skill)
         batch, _ = judged(config, store, [outcome.rollout for outcome in outcomes], every_agent=False)
         store.add_rewards(batch.automatic)
+        learned_tokens.write(folder, step, {row: _seen(row) for row in batch.rows if row.has_gradient})
         given = [reward for outcome in outcomes for reward in outcome.rewards]
         log.add("train", step, {
             **score(outcomes, config.failed).metrics(), **batch.account.metrics(),
@@ -279,10 +294,21 @@ class World:
     play: Play
 
 
-def _play(world: World, name: str, mode: str, groups: int, size: int, *, step: int, skill: float) -> list[Outcome]:
+def _seen(row: Row) -> learned_tokens.SeenTokens:
+    """What an update might see: a gap by place, an entropy that grows with what the tokens were unlikely."""
+    drawn = row.logprobs[row.mask]
+    return learned_tokens.SeenTokens(np.linspace(-0.02, 0.03, len(drawn)), 0.8 * np.abs(drawn))
+
+
+def _tasks(numbers: random.Random, count: int) -> list[dict[str, Any]]:
+    tasks = [{"a": numbers.randint(11, 99), "b": numbers.randint(3, 19)} for _ in range(count)]
+    return [{"question": f"What is {task['a']} * {task['b']}?", **task} for task in tasks]
+
+
+def _play(
+    world: World, name: str, mode: str, tasks: list[dict[str, Any]], size: int, *, step: int, skill: float
+) -> list[Outcome]:
     store, numbers = world.store, world.numbers
-    tasks = [{"a": numbers.randint(11, 99), "b": numbers.randint(3, 19)} for _ in range(groups)]
-    tasks = [{"question": f"What is {task['a']} * {task['b']}?", **task} for task in tasks]
     rollouts = plan(tasks, name=name, size=size, mode=mode, max_attempts=1, timeout_s=60.0)
     store.enqueue(rollouts)
     spans, calls, ends = list[Span](), list[Call](), list[End]()

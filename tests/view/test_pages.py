@@ -205,6 +205,13 @@ def test_a_call_is_shown_as_the_tokens_that_were_drawn(look: Looking, runs: Path
     look.page.click("text=mask")
     assert look.page.locator(".response .token.trained").count() == len(chats[2]["response_token_ids"])
     assert look.page.locator(".prompt .token.trained").count() == len(chats[1]["response_token_ids"])
+    for overlay in ("entropy", "gap"):
+        look.page.click(f"button:text-is('{overlay}')")
+        shown = look.page.locator(".response .token:is([class*=lp-], [class*=shade-])").count()
+        said = look.page.locator(".note").count()
+        assert shown == len(chats[2]["response_token_ids"]) or said == 1
+        if overlay == "entropy":
+            picture(look, overlay)
     look.page.click("text=raw request")
     assert "You solve what is planned" in look.text(".raw")
 
@@ -220,6 +227,22 @@ def test_the_account_adds_up_and_leads_to_the_calls(look: Looking, picture: Any)
     picture(look, "account")
     look.page.click(".funnel .links a")
     look.page.wait_for_selector(".tokens")
+
+
+def test_a_task_before_and_after_is_two_clicks_away(look: Looking, picture: Any) -> None:
+    look.open("run", "calculator")
+    look.page.click("nav >> text=Before/after")
+    look.page.click("table.rows a")
+    look.page.wait_for_selector("section[aria-label=left] .event")
+    look.page.wait_for_selector("section[aria-label=right] .event")
+    assert "base model" in look.page.locator("select").first.locator("option:checked").inner_text()
+    assert "held out after 3" in look.page.locator("select").nth(1).locator("option:checked").inner_text()
+    assert "lightning-rl eval team:run" in look.text(".commands")
+    picture(look, "tries")
+    look.page.click("section[aria-label=right] >> text=whole group")
+    look.page.wait_for_selector(".side td .event")
+    look.page.click("text=before and after")
+    look.page.wait_for_selector("section[aria-label=left] .event")
 
 
 @pytest.mark.parametrize("screen", ["credit", "rewards", "tools"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from queue import Queue
@@ -14,7 +15,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from conftest import Asked
-from made import NASTY
+from made import NASTY, make_run
 from starlette.testclient import TestClient
 
 from lightning_spans.errors import ConfigError, StoreError
@@ -86,6 +87,73 @@ def test_a_call_shows_the_tokens_that_were_recorded_and_the_row_that_it_shares(a
     assert all(token["trained"] for token in tokens)
     assert sum(bool(token["trained"]) for token in page["prompt"]) == len(solver[0]["response_token_ids"])
     assert all(token["advantage"] == page["choices"][0]["advantage"] for token in tokens)
+
+
+def test_a_call_shows_what_the_update_saw_of_each_token(ask: Asked, run: Path) -> None:
+    pages = [
+        ask("call", rollout=rollout, span=line["span_id"])
+        for rollout in rollouts_of(ask, 1)
+        for line in printed(run, "--rollout", rollout)
+        if line["operation"] == "chat"
+    ]
+    read = [page for page in pages if page["untrained"] is None and page["unread"] is None]
+    for token in (token for page in read for token in page["choices"][0]["tokens"]):
+        assert token["entropy"] == pytest.approx(-0.8 * token["logprob"], rel=1e-3, abs=1e-3)
+        assert -0.021 < token["gap"] < 0.031
+    assert any(token["gap"] for token in read[-1]["choices"][0]["tokens"])
+    whys = {page["agent"]: page["untrained"] for page in pages if page["untrained"] is not None}
+    assert whys == {"checker": "agent not selected"}
+    for page in pages:
+        known = page["choices"][0]["tokens"][0]["entropy"] is not None
+        assert known == (page["untrained"] is None and page["unread"] is None)
+
+
+@pytest.mark.parametrize(("backend", "why"), [("verl", "verl tells the means"), ("torch", "no file of this step")])
+def test_where_no_update_told_of_tokens_the_page_says_why(tmp_path: Path, backend: str, why: str) -> None:
+    run = make_run(tmp_path / "r", steps=1, groups=1, size=6)
+    shutil.rmtree(run / "tokens")
+    options = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**options, "backend": backend}))
+    ask = Asked(run)
+    rollout = rollouts_of(ask)[0]
+    line = next(line for line in printed(run, "--rollout", rollout) if line["operation"] == "chat")
+    page = ask("call", rollout=rollout, span=line["span_id"])
+    assert why in page["unread"]
+    assert page["row"] is not None
+
+
+def test_a_task_that_was_run_before_and_after_stands_in_both(tmp_path: Path) -> None:
+    ask = Asked(make_run(tmp_path / "r", steps=4, groups=1, size=2))
+    page = ask("tries")
+    assert page["total"] == 3
+    for task in page["tasks"]:
+        assert [(group["mode"], group["step"]) for group in task["groups"]] == [("val", 0), ("val", 3)]
+        for group in task["groups"]:
+            rows = ask("group", group=group["group_id"])["members"]
+            counted = [m["row"]["reward"] for m in rows if m["row"]["status"] == "succeeded"]
+            assert group["mean"] == (pytest.approx(sum(counted) / len(counted)) if counted else None)
+    own = ask("tries", group=page["tasks"][0]["groups"][0]["group_id"])
+    assert own["tasks"] == page["tasks"][:1]
+    assert "--against tiny" in own["commands"][1]
+    lone = ask("tries", group="r-0a1b2c3d:t0-0")
+    assert len(lone["tasks"][0]["groups"]) == 1
+    assert lone["commands"]
+    ask("tries", 400, group="none")
+
+
+def test_agents_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "lightning.db"))
+    own: dict[str, Any] = {"trace_id": "a" * 32, "agent": "extract"}
+    store.add_spans([
+        Span(operation="chat", name="m", span_id=f"{at}" * 16, start_ns=at, end_ns=at + 1,
+             attributes={"lightning.agent.path": f"{team}/extract"}, **own)
+        for at, team in ((1, "billing"), (3, "refund"))
+    ])  # fmt: skip
+    store.close()
+    ask = Asked(tmp_path)
+    page = ask("trace", trace="a" * 32)
+    assert page["agents"] == [event["agent"] for event in page["events"]] == ["billing/extract", "refund/extract"]
+    assert ask("call", trace="a" * 32, span="3" * 16)["agent"] == "refund/extract"
 
 
 def test_calls_that_were_left_out_are_named_with_the_reason(ask: Asked) -> None:

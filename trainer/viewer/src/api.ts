@@ -26,6 +26,8 @@ export type ToolsPage = Schemas["ToolsPage"];
 export type FleetPage = Schemas["FleetPage"];
 export type LoosePage = Schemas["LoosePage"];
 export type SearchPage = Schemas["SearchPage"];
+export type TriedGroup = Schemas["TriedGroup"];
+export type TriesPage = Schemas["TriesPage"];
 
 export type Params = Record<string, string | number | boolean | string[] | null | undefined>;
 

@@ -15,6 +15,7 @@ import { Compare, Runs } from "./screens/runs";
 import { Search } from "./screens/search";
 import { Step } from "./screens/step";
 import { Fleet, Tools } from "./screens/tools";
+import { Tries, Try } from "./screens/tries";
 import { go, href, Toggle, useKeys } from "./ui";
 import "./app.css";
 
@@ -23,6 +24,7 @@ const parse = (): string[] => location.hash.replace(/^#\//, "").split("/").filte
 const TABS: [string, string][] = [
   ["", "Overview"],
   ["step", "Groups"],
+  ["tries", "Before/after"],
   ["account", "Account"],
   ["credit", "Credit"],
   ["rewards", "Rewards"],
@@ -142,6 +144,8 @@ function Screen({ kind, run, screen, rest, tick }: Where): JSX.Element {
       return <Group key={one} run={run} group={one} />;
     case "rollout":
       return <Rollout key={`${one}/${two}`} run={run} rollout={one} attempt={two || null} span={three || null} />;
+    case "tries":
+      return one ? <Try key={`${one}/${two}`} run={run} left={one} right={two} /> : <Tries run={run} tick={tick} />;
     case "trace":
       return <Rollout key={one} run={run} trace={one} span={two || null} />;
     case "call":

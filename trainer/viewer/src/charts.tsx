@@ -55,7 +55,7 @@ export function Lines({ title, lines, onStep, unit = "" }: { title: string; line
           height: 150,
           legend: { show: false },
           cursor: { y: false, drag: { x: false, y: false } },
-          scales: { x: { time: false }, y: { range: (_, low, high) => (low === high ? [Math.min(0, low), Math.max(1, high * 1.1)] : [low - (high - low) * 0.05, high + (high - low) * 0.05]) } },
+          scales: { x: { time: false }, y: { range: (_, low, high) => (low === high ? [Math.min(0, low * 1.5), Math.max(0, high * 1.5) || 1] : [low - (high - low) * 0.05, high + (high - low) * 0.05]) } },
           axes: [
             { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000], size: 26 },
             { ...axis, size: 46, values: (_, all) => all.map((each) => number(each)) },

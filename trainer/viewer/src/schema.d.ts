@@ -104,6 +104,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/view/tries": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Tries
+         * @description Return tasks that were run at several times, those that got the most better first; or the one of a group.
+         */
+        get: operations["tries_api_view_tries_get"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/view/rollout": {
         parameters: {
             query?: never;
@@ -436,7 +456,7 @@ export interface components {
         };
         /**
          * CallPage
-         * @description A model call.
+         * @description A model call. `untrained` says why it is in no training row, `unread` why no update saw its tokens.
          */
         CallPage: {
             /** Rollout Id */
@@ -474,6 +494,10 @@ export interface components {
                 [key: string]: unknown;
             };
             row: components["schemas"]["RowPlace"] | null;
+            /** Untrained */
+            untrained: string | null;
+            /** Unread */
+            unread: string | null;
             /** Rewards */
             rewards: components["schemas"]["RewardRow"][];
             /** Request */
@@ -1077,7 +1101,16 @@ export interface components {
         };
         /**
          * Token
-         * @description A token: id, text, and where it was sampled its log-probability and whether it is trained on.
+         * @description A token. All but its id and text is known of sampled ones alone, and there only where it was recorded.
+         *
+         *     Attributes:
+         *         id: in the vocabulary.
+         *         text: that it stands for.
+         *         logprob: natural log-probability with which the engine drew it.
+         *         trained: whether the loss looks at it.
+         *         advantage: what it is pushed by.
+         *         gap: log-probability under the trainer less `logprob`, as the update saw it.
+         *         entropy: in nats, of the distribution that it was drawn from, as the update saw it.
          */
         Token: {
             /** Id */
@@ -1090,6 +1123,10 @@ export interface components {
             trained?: boolean | null;
             /** Advantage */
             advantage?: number | null;
+            /** Gap */
+            gap?: number | null;
+            /** Entropy */
+            entropy?: number | null;
         };
         /**
          * ToolRow
@@ -1134,6 +1171,48 @@ export interface components {
             rollouts: number;
             /** Tools */
             tools: components["schemas"]["ToolRow"][];
+        };
+        /**
+         * TriedGroup
+         * @description A task at one time: `name` is that of the batch, `mean` over the rollouts that succeeded and were rewarded.
+         */
+        TriedGroup: {
+            /** Group Id */
+            group_id: string;
+            /** Mode */
+            mode: string;
+            /** Step */
+            step: number;
+            /** Name */
+            name: string;
+            /** Rollouts */
+            rollouts: number;
+            /** Mean */
+            mean: number | null;
+        };
+        /**
+         * TriedTask
+         * @description A task and its groups, the oldest first.
+         */
+        TriedTask: {
+            /** Task */
+            task: string;
+            /** Groups */
+            groups: components["schemas"]["TriedGroup"][];
+        };
+        /**
+         * TriesPage
+         * @description Tasks that were run at several times. `commands` run the one asked for anew, with tuned and base model.
+         */
+        TriesPage: {
+            /** Tasks */
+            tasks: components["schemas"]["TriedTask"][];
+            /** Total */
+            total: number;
+            /** Next */
+            next: number | null;
+            /** Commands */
+            commands: string[];
         };
         /**
          * TurnCell
@@ -1340,6 +1419,42 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["GroupPage"];
+                };
+            };
+            /** @description Validation Error */
+            422: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HTTPValidationError"];
+                };
+            };
+        };
+    };
+    tries_api_view_tries_get: {
+        parameters: {
+            query: {
+                /** @description name of the run */
+                run: string;
+                group?: string | null;
+                worse?: boolean;
+                after?: number;
+                limit?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["TriesPage"];
                 };
             };
             /** @description Validation Error */

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_trainer.config import TrainConfig
     from lightning_trainer.gateway.engine import Engine
     from lightning_trainer.judging.judge import GroupJudge
+    from lightning_trainer.report.learned_tokens import SeenTokens
     from lightning_trainer.report.metrics import MetricLog
     from lightning_trainer.report.progress import Progress
     from lightning_trainer.rl.rewards.judge import Chosen
@@ -211,6 +212,11 @@ class Learner(Protocol):
             Metrics by name: loss, grad_norm, clip_fraction, kl, entropy, logprob_gap (mean absolute difference between
             the engine's recorded log-probabilities and the trainer's), tokens, seconds.
         """
+        ...
+
+    @property
+    def seen(self) -> Mapping[Row, SeenTokens]:
+        """What the last update saw of the rows that it read, by row. Empty before the first."""
         ...
 
     def penalties(self, rows: Sequence[Row]) -> Sequence[NDArray[Any]]:

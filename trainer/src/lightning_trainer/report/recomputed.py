@@ -30,8 +30,8 @@ def judged(
     hooks.load_all()
     algorithm = algorithm_by_name(config.algorithm)
     algorithm = algorithm if algorithm.grouped else GRPO
-    if every_agent:
-        config = config.model_copy(update={"agents": None})
+    if every_agent and config.agents is not None:  # those that are selected by their path go on being called by it
+        config = config.model_copy(update={"agents": (*config.agents, "*")})
     ended = outcomes(store, rollouts)
     with installed(read_rules(config.rewards, credit=config.credit, gamma=config.gamma)):
         return algorithm.batch(config, ended, lambda ids: traces_of(store, attempt_ids=ids), whole=False), ended

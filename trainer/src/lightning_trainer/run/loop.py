@@ -19,7 +19,7 @@ from lightning_trainer.backends.protocol import Learner, OpenRun
 from lightning_trainer.config import SELF, TrainConfig
 from lightning_trainer.gateway.engine import Engine
 from lightning_trainer.policies import BASE
-from lightning_trainer.report import step_metrics
+from lightning_trainer.report import learned_tokens, step_metrics
 from lightning_trainer.report.agents import not_heard, nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.metrics import Kind
@@ -338,6 +338,7 @@ class Loop:
         began = time.monotonic()
         with waiting("update", f"the backend to learn from {len(batch.rows)} rows"):
             learned = self._learner.update(batch.rows)
+        learned_tokens.write(self._run.folder, self.state.step, self._learner.seen)
         return {**learned, "update_seconds": time.monotonic() - began}
 
     def _advance(self, batch: Batch, result: Score) -> None:

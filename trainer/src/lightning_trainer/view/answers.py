@@ -279,13 +279,25 @@ class GroupPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token: id, text, and where it was sampled its log-probability and whether it is trained on."""
+    """A token. All but its id and text is known of sampled ones alone, and there only where it was recorded.
+
+    Attributes:
+        id: in the vocabulary.
+        text: that it stands for.
+        logprob: natural log-probability with which the engine drew it.
+        trained: whether the loss looks at it.
+        advantage: what it is pushed by.
+        gap: log-probability under the trainer less `logprob`, as the update saw it.
+        entropy: in nats, of the distribution that it was drawn from, as the update saw it.
+    """
 
     id: int
     text: str
     logprob: float | None = None
     trained: bool | None = None
     advantage: float | None = None
+    gap: float | None = None
+    entropy: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +324,7 @@ class RowPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPage:
-    """A model call."""
+    """A model call. `untrained` says why it is in no training row, `unread` why no update saw its tokens."""
 
     rollout_id: str | None
     attempt_id: str | None
@@ -331,6 +343,8 @@ class CallPage:
     messages: list[Said]
     sampling: dict[str, Any]
     row: RowPlace | None
+    untrained: str | None
+    unread: str | None
     rewards: list[RewardRow]
     request: str
     attributes: dict[str, Any]
@@ -538,3 +552,33 @@ class SearchPage:
     hits: list[Hit]
     looked: int
     next: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedGroup:
+    """A task at one time: `name` is that of the batch, `mean` over the rollouts that succeeded and were rewarded."""
+
+    group_id: str
+    mode: str
+    step: int
+    name: str
+    rollouts: int
+    mean: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedTask:
+    """A task and its groups, the oldest first."""
+
+    task: str
+    groups: list[TriedGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriesPage:
+    """Tasks that were run at several times. `commands` run the one asked for anew, with tuned and base model."""
+
+    tasks: list[TriedTask]
+    total: int
+    next: int | None
+    commands: list[str]

@@ -37,6 +37,7 @@ from lightning_trainer.view.answers import (
     ToolsPage,
     WorkerRow,
 )
+from lightning_trainer.view.names import names_in
 from lightning_trainer.view.reader import Reader
 from lightning_trainer.view.runs import Run
 from lightning_trainer.view.steps import Step, group_ids
@@ -84,9 +85,14 @@ def _judgement(run: Run, rewards: Sequence[Reward]) -> Judgement:
 
 
 class Tools:
-    """Counts tool calls, trace by trace."""
+    """Counts tool calls, trace by trace.
 
-    def __init__(self) -> None:
+    Args:
+        chosen: names or globs of the agents that the run trains.
+    """
+
+    def __init__(self, chosen: Sequence[str] | None = None) -> None:
+        self._chosen = chosen
         self._calls: defaultdict[tuple[str, str | None], list[tuple[Trace, Node]]] = defaultdict(list)
         self._repeated: Counter[tuple[str, str | None]] = Counter()
         self._rollouts = 0
@@ -95,8 +101,9 @@ class Tools:
         """Count what a trace's tools did."""
         self._rollouts += 1
         seen: Counter[tuple[str, str | None, str]] = Counter()
+        names = names_in(trace, self._chosen)
         for node in trace.tools:
-            key = (tool_name(node), node.span.agent)
+            key = (tool_name(node), names[node])
             self._calls[key].append((trace, node))
             seen[*key, str(node.span.attributes.get(TOOL_ARGUMENTS))] += 1
         for (tool, agent, _), times in seen.items():

@@ -6,6 +6,7 @@ import asyncio
 import math
 import statistics
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_trainer.rl.batch import Judged
 from lightning_trainer.view import answers, others
 from lightning_trainer.view.calls import call_page
 from lightning_trainer.view.learning import account_of, credit_of, judged_in
+from lightning_trainer.view.names import chosen_by, names_of
 from lightning_trainer.view.reader import Reader
 from lightning_trainer.view.runs import Run, Runs
 from lightning_trainer.view.steps import (
@@ -44,6 +46,7 @@ from lightning_trainer.view.steps import (
 )
 from lightning_trainer.view.summaries import run_row
 from lightning_trainer.view.transcripts import alike, events_of, facts_of, reward_row
+from lightning_trainer.view.tries import tries_of, tries_page
 
 MAY: Final = Needs("viewer", "admin")
 _GROUPS: Final = 200  # in a page
@@ -144,8 +147,8 @@ def facts(
     text: Annotated[str, Query(max_length=500)] = "",
 ) -> list[answers.Facts]:
     """Count what is in the traces of some rollouts, and say in which a text is found."""
-    with views.opened(name) as (_, reader):
-        return [facts_of(trace, text=text) for trace in each_trace(reader, rollout_ids=rollout)]
+    with views.opened(name) as (run, reader):
+        return [facts_of(trace, text=text, chosen=chosen_by(run)) for trace in each_trace(reader, rollout_ids=rollout)]
 
 
 @router.get("/group")
@@ -156,7 +159,7 @@ def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> answ
         if not rollouts:
             raise RefusedError(f"there is no group {group!r} in this run")
         row = group_rows(reader, run, step_of(group), rollouts)[0]
-        judged = judged_in(reader, run, group)
+        judged, chosen = judged_in(reader, run, group), chosen_by(run)
         traces: dict[str | None, Trace] = {}
         shown = row.rollouts[after : after + _MEMBERS]
         ids = [each.attempt_id for each in shown if each.attempt_id is not None]
@@ -166,10 +169,8 @@ def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> answ
             answers.Member(
                 row=each,
                 rewards=[reward_row(reward) for reward in trace.rewards] if trace is not None else [],
-                advantages=_advantages(judged, each.attempt_id),
-                events=[e for e in events_of(trace, judged) if e.turn is not None or e.operation == "execute_tool"]
-                if trace is not None
-                else [],
+                advantages=_advantages(judged, each.attempt_id, chosen),
+                events=_steps_of(trace, judged, chosen) if trace is not None else [],
             )
             for each in shown
             for trace in [traces.get(each.attempt_id)]
@@ -190,14 +191,38 @@ def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> answ
         )
 
 
-def _advantages(judged: Sequence[Judged], attempt_id: str | None) -> dict[str, float]:
+def _steps_of(trace: Trace, judged: Sequence[Judged], chosen: Sequence[str] | None) -> list[answers.Event]:
+    """Return the model calls and tools of an attempt: what a comparison looks at."""
+    events = events_of(trace, judged, chosen)
+    return [event for event in events if event.turn is not None or event.operation == "execute_tool"]
+
+
+def _advantages(judged: Sequence[Judged], attempt_id: str | None, chosen: Sequence[str] | None) -> dict[str, float]:
     """Return the mean advantage of each agent's calls in an attempt."""
-    own = [call for call in judged if call.transition.attempt_id == attempt_id and not math.isnan(call.advantage)]
-    agents = dict.fromkeys(call.transition.agent or "" for call in own)
-    return {
-        agent: statistics.fmean(call.advantage for call in own if (call.transition.agent or "") == agent)
-        for agent in agents
-    }
+    own = [call for call in judged if call.transition.attempt_id == attempt_id]
+    names = names_of((call.transition.path for call in own), chosen)
+    by_agent: defaultdict[str, list[float]] = defaultdict(list)
+    for call in own:
+        if not math.isnan(call.advantage):
+            by_agent[names[call.transition.path] or ""].append(call.advantage)
+    return {agent: statistics.fmean(values) for agent, values in by_agent.items()}
+
+
+@router.get("/tries")
+def tries(
+    views: _Views,
+    name: _Run,
+    *,
+    group: str | None = None,
+    worse: bool = False,
+    after: _After = 0,
+    limit: _Limit = 50,
+) -> answers.TriesPage:
+    """Return tasks that were run at several times, those that got the most better first; or the one of a group."""
+    with views.opened(name) as (run, reader):
+        if group is not None:
+            return tries_of(reader, run, group)
+        return tries_page(reader, run, worse=worse, after=after, limit=limit)
 
 
 @router.get("/rollout")
@@ -255,7 +280,8 @@ def _rollout(
     members: list[str],
     row: answers.RolloutRow | None,
 ) -> answers.RolloutPage:
-    events = events_of(trace, judged_in(reader, run, asked.group_id if asked is not None else None))
+    judged, chosen = judged_in(reader, run, asked.group_id if asked is not None else None), chosen_by(run)
+    events = events_of(trace, judged, chosen)
     step = step_of(asked.group_id) if asked is not None else None
     unjoined: dict[str, int] = {}
     for half in trace.unjoined:
@@ -278,7 +304,7 @@ def _rollout(
             for each in attempts
         ],
         members=members,
-        agents=list(trace.agents),
+        agents=[name for name in names_of(trace.agent_paths, chosen).values() if name is not None],
         rewards=[reward_row(reward) for reward in trace.rewards],
         events=events,
         unjoined=unjoined,
@@ -332,7 +358,7 @@ def rewards(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> an
 def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> answers.ToolsPage:
     """Return what the tools of a step did."""
     with views.opened(name) as (run, reader):
-        counted = others.Tools()
+        counted = others.Tools(chosen_by(run))
         rollouts = reader.rollouts(group_ids=group_ids(reader, run, Step(mode, step)))
         ids = [each.rollout_id for each in rollouts]
         for at in range(0, len(ids), _FACTS):

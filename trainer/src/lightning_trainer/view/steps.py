@@ -142,6 +142,11 @@ def _rewarded(run: Run, groups: ColumnElement[bool] | None = None) -> Select[Any
     return query.where(rollouts.group_id.startswith(run.prefix, autoescape=True)) if run.prefix else query
 
 
+def rewards_by_group(connection: Connection, run: Run) -> dict[str, tuple[int, float]]:
+    """Return of each group how many rollouts succeeded and were rewarded, and the sum of what they got."""
+    return {group: (int(number), float(total)) for group, number, total, _, _ in connection.execute(_rewarded(run))}
+
+
 def has_loose(connection: Connection) -> bool:
     """Whether any span among the newest belongs to no rollout."""
     spans = schema.spans.c

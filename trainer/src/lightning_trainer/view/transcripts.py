@@ -17,6 +17,7 @@ from lightning_trainer.report.step_metrics import tool_name
 from lightning_trainer.rl.batch import Judged
 from lightning_trainer.rl.usage import tokens_of
 from lightning_trainer.view.answers import Event, Facts, RewardRow
+from lightning_trainer.view.names import names_in
 from lightning_trainer.view.texts import LIMIT, messages, plain, said
 
 MOST_EVENTS: Final = 5000  # of a trace on one page
@@ -24,14 +25,23 @@ _LARGEST: Final = 4 << 20  # characters of a transcript; beyond, messages are cu
 _SHORT: Final = 400
 
 
-def events_of(trace: Trace, judged: Iterable[Judged] = (), limit: int = LIMIT) -> list[Event]:
-    """Return the spans of a trace in the order of their start, with what is new in each prompt."""
+def events_of(
+    trace: Trace, judged: Iterable[Judged] = (), chosen: Sequence[str] | None = None, limit: int = LIMIT
+) -> list[Event]:
+    """Return the spans of a trace in the order of their start, with what is new in each prompt.
+
+    Args:
+        trace: an attempt.
+        judged: calls with credit and advantage, of this attempt and others.
+        chosen: names or globs of the agents that the run trains.
+        limit: characters of a message.
+    """
     by_span: dict[str, Judged] = {}
     for call in judged:
         if call.transition.attempt_id == trace.attempt_id:
             by_span.setdefault(call.transition.span_id, call)
     turns = {node: turn for turn, node in enumerate(trace.chats)}
-    rewards = rewards_by_node(trace)
+    rewards, names = rewards_by_node(trace), names_in(trace, chosen)
     first = min((node.span.start_ns for node in trace), default=0)
     depths: dict[Node, int] = {}
     earlier: list[list[str]] = []
@@ -39,7 +49,7 @@ def events_of(trace: Trace, judged: Iterable[Judged] = (), limit: int = LIMIT) -
     size = 0
     for node in trace.nodes[:MOST_EVENTS]:
         depths[node] = 0 if node.parent is None else depths.get(node.parent, 0) + 1
-        event = _event(node, depths[node], first, rewards)
+        event = replace(_event(node, depths[node], first, rewards), agent=names[node])
         shown = limit if size < _LARGEST else _SHORT
         if node in turns:
             event = replace(event, **_of_call(node, turns[node], earlier, shown))
@@ -61,10 +71,10 @@ def _event(node: Node, depth: int, first_ns: int, rewards: Mapping[str | None, S
         "parent_id": node.parent.span.span_id if node.parent is not None else None,
         "operation": span.operation,
         "name": tool_name(node) if span.operation == EXECUTE_TOOL else span.name,
-        "agent": span.agent,
         "start_ms": (span.start_ns - first_ns) / 1e6,
         "ms": (span.end_ns - span.start_ns) / 1e6,
         "depth": depth,
+        "agent": None,
         "error": node.error[-_SHORT * 5 :] if node.error is not None else None,
         "rewards": [reward_row(reward) for reward in rewards.get(span.span_id, ())],
     }
@@ -134,10 +144,10 @@ def reward_row(reward: Reward) -> RewardRow:
     return RewardRow(value=reward.value, source=reward.source, agent=reward.agent, span_id=reward.span_id)
 
 
-def facts_of(trace: Trace, *, text: str = "") -> Facts:
+def facts_of(trace: Trace, *, text: str = "", chosen: Sequence[str] | None = None) -> Facts:
     """Count what is in a trace, and say whether a text is in it."""
     counted = [tokens_of(node) for node in trace.chats]
-    tools = Counter(tool_name(node) for node in trace.tools)
+    tools, names = Counter(tool_name(node) for node in trace.tools), names_in(trace, chosen)
     return Facts(
         rollout_id=trace.rollout_id or "",
         attempt_id=trace.attempt_id or "",
@@ -146,7 +156,7 @@ def facts_of(trace: Trace, *, text: str = "") -> Facts:
         tools=dict(tools),
         tool_errors=sum(node.span.status == "error" for node in trace.tools),
         call_errors=sum(node.error is not None for node in trace.chats),
-        agents=dict(Counter(node.span.agent for node in trace.chats if node.span.agent is not None)),
+        agents=dict(Counter(name for node in trace.chats if (name := names[node]) is not None)),
         prompt_tokens=sum(prompt for prompt, _ in counted),
         response_tokens=sum(response for _, response in counted),
         found=bool(text) and _holds(trace, text.casefold()),

@@ -6,9 +6,11 @@ import { find, flip, useMarks } from "../marks";
 import { Agent, Chip, count, duration, go, href, Message, number, Rewards, Show, Signed, Toggle, useKeys } from "../ui";
 import { callAddress } from "./rollout";
 
-type Overlay = "logprob" | "mask" | "advantage" | "none";
+type Overlay = "logprob" | "entropy" | "gap" | "mask" | "advantage" | "none";
 const OVERLAYS: [Overlay, string, string][] = [
   ["logprob", "log-probability", "of each sampled token under the weights that drew it, as recorded: the darker, the less likely"],
+  ["entropy", "entropy", "in nats, of the distribution that each trained token was drawn from, as the update saw it: the darker, the less certain"],
+  ["gap", "gap", "log-probability under the trainer less that under the engine that drew the token, as the update saw it; the same weights should agree"],
   ["mask", "mask", "tokens that the loss looks at; in the prompt, those of earlier calls that share this row"],
   ["advantage", "advantage", "what each trained token is pushed by"],
   ["none", "none", "the text alone"],
@@ -185,6 +187,11 @@ const Table = ({ of }: { of: Record<string, unknown> }): JSX.Element => (
 function Tokens({ page, overlay, onWhole, run }: { page: CallPage; overlay: Overlay; onWhole: () => void; run: string }): JSX.Element {
   const logprobs = useMemo(() => page.choices.flatMap((choice) => choice.tokens.flatMap((token) => (typeof token.logprob === "number" ? [token.logprob] : []))), [page]);
   const most = Math.max(1e-9, ...page.choices.flatMap((choice) => choice.tokens.map((token) => Math.abs(token.advantage ?? 0))));
+  const seen = page.choices.flatMap((choice) => choice.tokens);
+  const entropies = seen.flatMap((token) => (typeof token.entropy === "number" ? [token.entropy] : []));
+  const gaps = seen.flatMap((token) => (typeof token.gap === "number" ? [token.gap] : []));
+  const widest = Math.max(1e-9, ...[...page.prompt, ...seen].map((token) => Math.abs(token.gap ?? 0)));
+  const scale = overlay === "gap" ? widest : most;
   const total = logprobs.reduce((sum, each) => sum + each, 0);
   if (!page.prompt_total && page.choices.every((choice) => choice.tokens.length === 0))
     return <p class="note">No tokens were recorded of this call, so it can’t be trained on. The messages are what is known.</p>;
@@ -197,29 +204,43 @@ function Tokens({ page, overlay, onWhole, run }: { page: CallPage; overlay: Over
             , mean log-probability {number(total / logprobs.length)}, perplexity {number(Math.exp(-total / logprobs.length), 2)}
           </>
         )}
-        {!page.texts && ". The model’s tokenizer.json was not found: ids are shown. Name its folder with --tokenizer"}.{" "}
-        {overlay === "logprob" && (
-          <>
-            Entropy and the gap to the trainer are measured for a whole step: <a href={href("run", run)}>see the run</a>.
-          </>
-        )}
+        {entropies.length > 0 && `, mean entropy ${number(mean(entropies))} nats`}
+        {gaps.length > 0 && `, mean gap ${number(mean(gaps.map(Math.abs)), 4)} nats`}
+        {!page.texts && ". The model’s tokenizer.json was not found: ids are shown. Name its folder with --tokenizer"}.
       </p>
-      <Scale overlay={overlay} most={most} />
+      <WhyNot page={page} overlay={overlay} run={run} logprobs={logprobs.length > 0} />
+      <Scale overlay={overlay} most={scale} />
       <div class="tokens prompt" aria-label="prompt" tabIndex={0} ref={toEnd}>
         {page.prompt.length < page.prompt_total && (
           <button type="button" class="link" onClick={onWhole}>
             {number(page.prompt_total - page.prompt.length)} tokens before …
           </button>
         )}
-        <Run tokens={page.prompt} overlay={overlay} most={most} sampled={false} texts={page.texts} />
+        <Run tokens={page.prompt} overlay={overlay} most={scale} sampled={false} texts={page.texts} />
       </div>
       {page.choices.map((choice) => (
         <div key={choice.index} class="tokens response" aria-label={`answer ${choice.index}`}>
-          <Run tokens={choice.tokens} overlay={overlay} most={most} sampled texts={page.texts} />
+          <Run tokens={choice.tokens} overlay={overlay} most={scale} sampled texts={page.texts} />
         </div>
       ))}
     </section>
   );
+}
+
+const mean = (values: number[]): number => values.reduce((sum, each) => sum + each, 0) / values.length;
+
+/** Say why an overlay has nothing to show. */
+function WhyNot({ page, overlay, run, logprobs }: { page: CallPage; overlay: Overlay; run: string; logprobs: boolean }): JSX.Element | null {
+  if (overlay === "none" || (overlay === "logprob" && logprobs)) return null;
+  if (overlay === "logprob") return <p class="note">No log-probabilities were recorded: whoever answered sent none.</p>;
+  if (page.untrained) return <p class="note">This call is not trained on: {page.untrained}.</p>;
+  if (page.unread && (overlay === "entropy" || overlay === "gap"))
+    return (
+      <p class="note">
+        Not known of single tokens: {page.unread}. <a href={href("run", run)}>The run</a> has the means of its steps.
+      </p>
+    );
+  return null;
 }
 
 function Scale({ overlay, most }: { overlay: Overlay; most: number }): JSX.Element | null {
@@ -229,10 +250,17 @@ function Scale({ overlay, most }: { overlay: Overlay; most: number }): JSX.Eleme
         likely {[0, 1, 2, 3, 4, 5].map((each) => <i key={each} class={`lp-${each}`} />)} unlikely; steps at probability 0.9, 0.6, 0.37, 0.14 and 0.02
       </p>
     );
-  if (overlay === "advantage")
+  if (overlay === "entropy")
+    return (
+      <p class="scale">
+        certain {[0, 1, 2, 3, 4, 5].map((each) => <i key={each} class={`lp-${each}`} />)} uncertain; steps at 0.1, 0.5, 1, 2 and 4 nats
+      </p>
+    );
+  if (overlay === "advantage" || overlay === "gap")
     return (
       <p class="scale">
         −{number(most)} {[0, 2, 4, 6, 8].map((each) => <i key={each} class={`shade-${each}`} />)} +{number(most)}
+        {overlay === "gap" && " nats: right, the trainer holds the token likelier than the engine did"}
       </p>
     );
   if (overlay === "mask")
@@ -266,6 +294,8 @@ const STOPS = [0.1, 0.5, 1, 2, 4]; // nats: probabilities 0.9, 0.6, 0.37, 0.14, 
 function look(token: Token, overlay: Overlay, most: number, sampled: boolean): string {
   if (overlay === "mask") return token.trained ? "trained" : sampled ? "untrained" : "";
   if (overlay === "advantage") return typeof token.advantage === "number" ? `shade-${Math.round((token.advantage / most + 1) * 4)}` : "";
+  if (overlay === "gap") return typeof token.gap === "number" ? `shade-${Math.round((token.gap / most + 1) * 4)}` : "";
+  if (overlay === "entropy" && typeof token.entropy === "number") return `lp-${STOPS.filter((stop) => (token.entropy ?? 0) >= stop).length}`;
   if (overlay === "logprob" && typeof token.logprob === "number") return `lp-${STOPS.filter((stop) => -(token.logprob ?? 0) >= stop).length}`;
   return "";
 }
@@ -275,5 +305,7 @@ function about(token: Token, sampled: boolean): string {
   if (typeof token.logprob === "number") said.push(`log-probability ${token.logprob.toFixed(4)}`, `probability ${(Math.exp(token.logprob) * 100).toFixed(2)} %`);
   if (token.trained !== null && token.trained !== undefined) said.push(token.trained ? "trained" : sampled ? "not trained" : "context");
   if (typeof token.advantage === "number") said.push(`advantage ${token.advantage.toFixed(4)}`);
+  if (typeof token.entropy === "number") said.push(`entropy ${token.entropy.toFixed(3)} nats`);
+  if (typeof token.gap === "number") said.push(`trainer less engine ${token.gap.toFixed(4)} nats`);
   return said.join("\n");
 }

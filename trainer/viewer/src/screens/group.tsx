@@ -11,7 +11,7 @@ export function Group({ run, group }: { run: string; group: string }): JSX.Eleme
 }
 
 /** What happened from each call to the next: rows of the comparison. */
-function turns(events: Event[]): Event[][] {
+export function turns(events: Event[]): Event[][] {
   const rows: Event[][] = [];
   for (const event of events) {
     if (event.turn !== null || rows.length === 0) rows.push([]);
@@ -77,6 +77,9 @@ function Side({ run, first }: { run: string; first: GroupPage }): JSX.Element {
         <h1>
           <span class="task">{first.task.slice(0, 400) || first.group_id}</span>
         </h1>
+        <a class="button" href={href("run", run, "tries", first.group_id)}>
+          before and after
+        </a>
         <label>
           order{" "}
           <select value={order} onChange={(e) => setOrder(e.currentTarget.value as "place" | "reward")}>

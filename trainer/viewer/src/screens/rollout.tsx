@@ -69,6 +69,7 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
             <a href={href("run", run, "step", page.mode, page.step)}>{page.mode === "train" ? `step ${page.step}` : page.mode === "val" ? `held out after ${page.step}` : "rollouts"}</a>
           )}
           {page.group_id && <a href={href("run", run, "group", page.group_id)}>group, side by side</a>}
+          {page.group_id && <a href={href("run", run, "tries", page.group_id)}>the task before and after</a>}
           {trace && <a href={href("run", run, "loose")}>traces</a>}
         </p>
         <h1>{page.task ? <span class="task">{page.task.slice(0, 160)}</span> : name}</h1>

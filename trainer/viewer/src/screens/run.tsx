@@ -14,6 +14,8 @@ const one = (rows: Rows, name: string, label: string, more: Partial<Line> = {}):
   return points.length ? [{ name: label, points, ...more }] : [];
 };
 
+const ALL: Partial<Line> = { strong: true, tone: "ink" };
+
 export function Overview({ run, tick }: { run: string; tick: number }): JSX.Element {
   const page = useGet<RunPage>("run", { run }, tick);
   return <Show of={page}>{(data) => <Run run={run} page={data} />}</Show>;
@@ -72,13 +74,13 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
         <Lines title="Reward by agent" onStep={open} lines={family(train, "reward/")} />
         <Lines title="Reward by source" onStep={open} lines={family(train, "reward_source/")} />
         <Lines title="Groups without signal, failed rollouts" onStep={open} lines={[...one(train, "groups_without_signal", "share of groups"), ...failures(train)]} />
-        <Lines title="Entropy, nats a token" onStep={open} lines={[...one(train, "entropy", "all"), ...family(train, "entropy/")]} />
+        <Lines title="Entropy, nats a token" onStep={open} lines={[...one(train, "entropy", "all", ALL), ...family(train, "entropy/")]} />
         <Lines title="KL" onStep={open} lines={[...one(train, "kl", "kl"), ...one(train, "approx_kl", "of the update")]} />
         <Lines title="Gap between engine and trainer, nats" onStep={open} lines={one(train, "logprob_gap", "mean gap")} />
         <Lines title="Clipped share, gradient norm" onStep={open} lines={[...one(train, "clip_fraction", "clipped"), ...one(train, "grad_norm", "gradient norm")]} />
         <Lines title="Staleness, updates" onStep={open} lines={[...one(train, "staleness", "mean"), ...one(train, "staleness_max", "most")]} />
-        <Lines title="Tokens an answer" onStep={open} lines={[...one(train, "response_tokens", "all"), ...family(train, "response_tokens/")]} />
-        <Lines title="Tool errors, share" onStep={open} lines={[...one(train, "tool_error_rate", "all"), ...family(train, "tool_error_rate/")]} />
+        <Lines title="Tokens an answer" onStep={open} lines={[...one(train, "response_tokens", "all", ALL), ...family(train, "response_tokens/")]} />
+        <Lines title="Tool errors, share" onStep={open} lines={[...one(train, "tool_error_rate", "all", ALL), ...family(train, "tool_error_rate/")]} />
         <Lines
           title="Seconds by phase"
           onStep={open}

@@ -3,7 +3,7 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useState } from "preact/hooks";
 import { get, useGet, type Facts, type GroupRow, type RolloutRow, type RunPage, type StepPage } from "../api";
 import { binsOf, Histogram, inBin } from "../charts";
-import { Chip, count, go, href, number, shade, Show, Toggle, useKeys } from "../ui";
+import { Chip, count, go, href, number, shade, Show, Signed, Toggle, useKeys } from "../ui";
 
 interface Props {
   run: string;
@@ -67,6 +67,19 @@ export function StepPicker({ run, screen, mode, step, known }: { run: string; sc
       <button type="button" aria-label="next step" onClick={() => near(1)}>
         ›
       </button>
+    </span>
+  );
+}
+
+type StepRow = RunPage["steps"][number];
+
+/** How the mean of the rollouts that succeeded has changed since the step of this kind before. */
+function Since({ now, known }: { now: StepRow | undefined; known: StepRow[] }): JSX.Element | null {
+  const before = known.filter((row) => now !== undefined && row.mode === now.mode && row.step < now.step).at(-1);
+  if (now === undefined || before === undefined || now.reward === null || before.reward === null) return null;
+  return (
+    <span title="means over the rollouts that succeeded">
+      <Signed value={now.reward - before.reward} /> since {before.mode === "train" ? `step ${before.step}` : `held out after ${before.step}`}
     </span>
   );
 }
@@ -183,6 +196,7 @@ function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; 
           <span>
             mean <b>{number(mean)}</b>
           </span>
+          <Since now={known.find((row) => row.mode === mode && row.step === step)} known={known} />
           <span data-testid="rollouts">
             <b>{rollouts.length}</b> rollouts
           </span>

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from lightning_trainer.backends.torch.model.load import LoadedModel, load
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.threads import use_threads
 from lightning_trainer.gateway.engine import Engine
+from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.rows import Row
 
 Read = TypeVar("Read")
@@ -48,6 +49,7 @@ class TorchLearner:
         self._fingerprint = checkpoint.fingerprint(self._model)
         add_adapters(self._model, self.options, None if saved is None else Path(model))
         self._policies: dict[str | None, Policy] = {}
+        self._seen: dict[Row, SeenTokens] = {}
         self._frozen: LoadedModel | None = None
         if self.options.kl_coef > 0 and not has_adapters(self._model):
             self._frozen = load(self.options)
@@ -72,6 +74,7 @@ class TorchLearner:
         Raises:
             ValueError: a row was answered by none of the adapters.
         """
+        self._seen = {}
         with self._engine.still():
             threads = {"update_threads": float(use_threads(self.options.threads, self._model.shape.device.type))}
             if not self.options.adapters:
@@ -82,6 +85,11 @@ class TorchLearner:
             found = {adapter: self._step(adapter, own) for adapter, own in parts.items()}
             self._engine.adapters_changed({each.model: each.version + (each.model in found) for each in self._adapters})
         return combined(found) | threads
+
+    @property
+    def seen(self) -> Mapping[Row, SeenTokens]:
+        """What the last update saw of its rows: `Learner.seen`."""
+        return self._seen
 
     def penalties(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
         """Return what the divergence takes off the rewards: `update.penalties`."""
@@ -187,7 +195,7 @@ class TorchLearner:
 
     def _step(self, adapter: str | None, rows: Sequence[Row]) -> dict[str, float]:
         select(self._model, adapter)
-        return update(self._model, self._trained(adapter), rows, self.options, self._reference())
+        return update(self._model, self._trained(adapter), rows, self.options, self._reference(), kept=self._seen)
 
     def _all(self) -> dict[str | None, Policy]:
         return {adapter: self._trained(adapter) for adapter in self.options.adapters or (None,)}

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.chat.body import ToolCall, tool_calls
+from lightning_spans.schema.agents import parts_of
 from lightning_spans.schema.json import loads
 from lightning_spans.schema.spans import REQUEST, TOOL_CALL_ID, Json
 
@@ -38,8 +39,8 @@ def request_of(node: Node) -> Mapping[str, Json]:
 def callers(trace: Trace) -> dict[Node, Caller]:
     """Return for each tool that ran the model call that called it; a tool that none called is left out.
 
-    By the id of the tool call where both have it, else the last call of the same agent, or of any where the tool has no
-    agent, that had ended when the tool began.
+    By the id of the tool call where both have it, else the last call of the same agent (by its path, where namesakes
+    are told apart by that), or of any where the tool has no agent, that had ended when the tool began.
     """
     by_id = {
         call.call_id: Caller(node, choice)
@@ -59,6 +60,14 @@ def callers(trace: Trace) -> dict[Node, Caller]:
 
 
 def _before(trace: Trace, tool: Node) -> Node | None:
-    agent = tool.span.agent
-    ended = [n for n in trace.chats if n.span.end_ns <= tool.span.start_ns and agent in (None, n.span.agent)]
+    ended = [n for n in trace.chats if n.span.end_ns <= tool.span.start_ns]
+    path = tool.path
+    if path is not None:  # of namesakes the one that stands where the tool does, as far as both places are known
+        same = [n for n in ended if n.path == path]
+        ended = same or [n for n in ended if n.path is not None and _may_be(n.path, path)]
     return max(ended, key=lambda node: node.span.end_ns, default=None)
+
+
+def _may_be(one: str, other: str) -> bool:
+    """Whether two paths may be of one agent, of which one was told more: ``extract`` and ``billing/extract``."""
+    return all(left == right for left, right in zip(reversed(parts_of(one)), reversed(parts_of(other)), strict=False))

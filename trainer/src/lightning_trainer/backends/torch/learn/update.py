@@ -26,6 +26,7 @@ from lightning_trainer.backends.torch.learn.tree_plan import TreePlan
 from lightning_trainer.backends.torch.learn.value import ValueHead
 from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
+from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.ppo import token_advantages
 from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
@@ -49,6 +50,7 @@ class _Part:
     lesson: Lesson | None = None
     values_P: Tensor | None = None
     targets_P: Tensor | None = None
+    rows: tuple[Row, ...] = ()
 
 
 class Forwarded(NamedTuple):
@@ -72,6 +74,7 @@ def update(
     reference: AbstractContextManager[LoadedModel] | None = None,
     *,
     share: bool = True,
+    kept: dict[Row, SeenTokens] | None = None,
 ) -> dict[str, float]:
     """Take an optimiser step on a batch of rows, or several: `Learner.update`.
 
@@ -82,6 +85,7 @@ def update(
         options: clip range, aggregation and the rest.
         reference: gives the frozen starting policy; needed when `kl_coef` is above 0.
         share: False forwards every row on its own, for comparison.
+        kept: is given what the first pass over each row saw of its tokens.
 
     Returns:
         The metrics of `Learner.update`: means over the tokens that were forwarded (rows without gradient are not), with
@@ -109,7 +113,7 @@ def update(
     for piece in [piece for _ in range(options.update_epochs) for piece in pieces if piece]:
         for number in range(first, first + len(piece)):
             known = references[number] if references else None
-            seen = _backward(model, parts[number], old[number], known, options, value=policy.value)
+            seen = _backward(model, parts[number], old[number], known, options, value=policy.value, kept=kept)
             ratio_max = max(ratio_max, seen.pop("ratio_max"))
             sums.update(seen)
         norm, taken = policy.step()
@@ -262,6 +266,7 @@ def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, sh
         parts.append(
             _Part(
                 packed=packed,
+                rows=tuple(rows[r] for r in own),
                 lengths=tuple(length for r in own for length in rows[r].lengths),
                 recorded_P=gather([rows[r].logprobs[rows[r].mask] for r in own]),
                 advantages_P=gather([rows[r].advantages[rows[r].mask] for r in own]),
@@ -308,6 +313,7 @@ def _backward(
     options: TorchOptions,
     *,
     value: ValueHead | None,
+    kept: dict[Row, SeenTokens] | None,
 ) -> dict[str, float]:
     """Forward and backward one micro-batch; give sums of what is watched."""
     found = forward(model, part.packed, None if part.lesson is None else part.lesson.asked)
@@ -332,6 +338,8 @@ def _backward(
         loss = loss + lost
     loss.backward()  # type: ignore[no-untyped-call]
     now_P = found.logprobs_P.detach()
+    if kept is not None:
+        _keep(kept, part, now_P - part.recorded_P, found.entropy_P.detach())
     return {
         **seen,
         "clip_fraction": float(result.clipped.sum()),
@@ -341,6 +349,15 @@ def _backward(
         "tokens": float(len(now_P)),
         "ratio_max": float(result.ratios.max()),
     }
+
+
+def _keep(kept: dict[Row, SeenTokens], part: _Part, gap_P: Tensor, entropy_P: Tensor) -> None:
+    """Keep what the first pass over a micro-batch saw, by row: a later one reads it under changed weights."""
+    if part.rows[0] in kept:
+        return
+    columns = torch.stack([gap_P.float(), entropy_P.float()]).half().cpu().numpy()
+    ends = np.cumsum([sum(row.lengths) for row in part.rows])
+    kept |= zip(part.rows, (SeenTokens(*own) for own in np.split(columns, ends[:-1], axis=1)), strict=True)
 
 
 def _policy_loss(logprobs_P: Tensor, old_P: Tensor, part: _Part, options: TorchOptions) -> PolicyLoss:

@@ -1,0 +1,77 @@
+"""A store on PostgreSQL is viewed as one in a file is: the same answers, full-text search among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import Asked
+from made import make_run
+from postgres import server
+
+from lightning_spans.errors import StoreError
+from lightning_spans.store import open_store
+from lightning_trainer.view.reader import Reader
+from lightning_trainer.view.runs import Runs
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Asked, Asked, str]]:
+    """The same run with its store in a file and on a server, and the server's URL."""
+    with server() as fresh:
+        url, home = fresh(), tmp_path_factory.mktemp("runs")
+        make_run(home / "file" / "r", steps=2, groups=2, size=4)
+        make_run(home / "server" / "r", steps=2, groups=2, size=4, store_url=url)
+        yield Asked(home / "file" / "r"), Asked(home / "server" / "r"), url
+
+
+def without_times(value: Any) -> Any:
+    """Leave out what no two runs have in common."""
+    if isinstance(value, dict):
+        drop = {"seconds", "last_s", "started_s", "updated_s", "options", "time", "commands"}
+        return {name: without_times(inner) for name, inner in value.items() if name not in drop}
+    return [without_times(inner) for inner in value] if isinstance(value, list) else value
+
+
+def test_every_screen_says_the_same(both: tuple[Asked, Asked, str]) -> None:
+    file, on_server, _ = both
+    ids = [row["rollout_id"] for group in file("step", step=1)["groups"] for row in group["rollouts"]]
+    call = next(event for event in file("rollout", rollout=ids[0])["events"] if event["turn"] == 0)
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("run", {}), ("step", {"step": 1}), ("step", {"step": 0, "mode": "val"}), ("facts", {"rollout": ids}),
+        ("group", {"group": "r-0a1b2c3d:t1-0"}), ("rollout", {"rollout": ids[0]}),
+        ("call", {"rollout": ids[0], "span": call["span_id"]}), ("account", {"step": 1}), ("credit", {"step": 1}),
+        ("rewards", {"step": 1}), ("tools", {"step": 1}), ("fleet", {}), ("loose", {}), ("tries", {}),
+        ("tries", {"group": "r-0a1b2c3d:t1-0"}),
+    ]  # fmt: skip
+    for what, params in asked:
+        assert without_times(on_server(what, **params)) == without_times(file(what, **params)), what
+
+
+@pytest.mark.parametrize(
+    "text", ["invalid syntax", "INVALID Syntax", '"expression"', "with the calculator", "100% _no_ such thing"]
+)
+def test_search_finds_the_same(both: tuple[Asked, Asked, str], text: str) -> None:
+    file, on_server, _ = both
+    found = on_server("search", text=text)
+    assert found == file("search", text=text)
+    assert bool(found["hits"]) == ("such thing" not in text)
+
+
+def test_a_store_alone_is_named_by_its_url(both: tuple[Asked, Asked, str]) -> None:
+    reader = Reader(Runs(store=both[2]).all()[0].store)
+    assert len(reader.rollouts(group_ids=["r-0a1b2c3d:t1-0"])) == 4
+    reader.close()
+
+
+def test_the_viewer_can_not_write_there(both: tuple[Asked, Asked, str]) -> None:
+    from sqlalchemy import text
+
+    reader = Reader(both[2])
+    with pytest.raises(StoreError, match="read-only transaction"), reader.reading() as connection:
+        connection.execute(text("DELETE FROM rollouts"))
+    reader.close()
+    store = open_store(both[2])
+    assert store.rollouts()
+    store.close()
