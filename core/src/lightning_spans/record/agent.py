@@ -53,8 +53,8 @@ class Block(AbstractContextManager["OpenSpan | None"]):
             ConfigError: it is a generator function: what reads it runs in between, and would be inside.
         """
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            called = f"{self._called} can't decorate {_name(function)}"
-            raise ConfigError(f"{called}: it is a generator. Decorate what reads it.")
+            refused = f"{self._called} can't decorate {_name(function)}"
+            raise ConfigError(f"{refused}: it is a generator. Decorate what reads it.")
         opened = self._opened
         if inspect.iscoroutinefunction(function):
 
