@@ -23,6 +23,10 @@ CASES = {f"import {name}": ("", f"import {name}") for name in PACKAGES} | {
         "import langchain_openai, langgraph.graph, lightning_langchain",
         "lightning_langchain.attach()",
     ),
+    "the first span after attach(), until it lies in a local store": (  # what opening one costs beside the agent
+        "import lightning_openai; live = lightning_openai.attach(); from lightning_spans import agent",
+        "agent('writer').__enter__().end(); assert live.flush(60)",
+    ),
 }
 
 

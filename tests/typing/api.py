@@ -18,6 +18,21 @@ def attached() -> None:
         lightning_spans.emit_reward(1.0, agent="writer")
 
 
+@lightning_spans.workflow
+async def researched(question: str) -> str:
+    with lightning_spans.workflow("search"):
+        return question
+
+
+@lightning_spans.agent("writer")
+def written(question: str) -> int:
+    return len(question)
+
+
+async def called() -> tuple[str, int]:
+    return await researched("why?"), written("why?")
+
+
 def read(store: Store) -> list[Transition]:
     spans: list[Span] = store.spans()
     rewards: list[Reward] = store.rewards()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lightning_spans.adapter.adapt import adapt
     from lightning_spans.adapter.trace import Trace
     from lightning_spans.hooks import hookimpl
-    from lightning_spans.record.agent import agent
+    from lightning_spans.record.agent import agent, workflow
     from lightning_spans.record.attach import Attachment, attach
     from lightning_spans.record.context import use_attempt
     from lightning_spans.record.emit import emit_reward
@@ -43,6 +43,7 @@ _HOMES = {
     "tool": "record.tool",
     "traces_of": "store.traces",
     "use_attempt": "record.context",
+    "workflow": "record.agent",
 }
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "tool",
     "traces_of",
     "use_attempt",
+    "workflow",
 ]
 
 

@@ -1,0 +1,168 @@
+"""Generators that reach models without the openai client (Anthropic, Bedrock, Hugging Face): one chat span a call.
+
+Every call is a scope while it lasts. If a client makes a chat span in it, nothing is made here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from haystack import component
+from haystack.dataclasses import ChatMessage
+from haystack.tools import flatten_tools_or_toolsets
+
+from lightning_haystack.plugin import FRAMEWORK
+from lightning_openai.other_clients import OtherCall
+from lightning_spans.record.context import entered
+from lightning_spans.record.instrument.patches import Undo, replace
+from lightning_spans.record.instrument.scope import Scope, place_of_call, scoped
+from lightning_spans.record.instrument.tracker import Tracker
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+    from lightning_spans.hooks import Recorder
+    from lightning_spans.schema.spans import Json
+
+# Their calls are always the openai client's, or those of other generators.
+_BY_OTHERS: Final = tuple(
+    f"haystack.components.generators.{module}"
+    for module in ("openai", "azure", "chat.openai", "chat.azure", "chat.fallback")
+)
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every generator, those that are there and those still to come, until what is yielded is called."""
+    models = HaystackModels(recorder, FRAMEWORK)
+    yield models.stop
+    yield models.undo
+    yield replace(type(component), "_component", models.wrap_component)
+    for kind in list(component.registry.values()):
+        models.follow(kind)
+
+
+class Call(Scope):
+    """A generator's call: a client's call in it begins the span that waits around it."""
+
+    __slots__ = ()
+
+    def call_begins(self) -> Context | None:
+        """Have what is around begin its span."""
+        return None if self.outer is None else self.outer.call_begins()
+
+
+class HaystackModels(Tracker):
+    """Makes the chat spans of calls that no client makes."""
+
+    def __init__(self, recorder: Recorder, framework: str) -> None:
+        super().__init__(recorder, framework)
+        self.undo = Undo()
+
+    def wrap_component(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A class of components is made."""
+
+        def make(decorator: Any, *args: Any, **kwargs: Any) -> Any:
+            kind = original(decorator, *args, **kwargs)
+            if self.live:
+                with self.guard():
+                    self.follow(kind)
+            return kind
+
+        return make
+
+    def follow(self, kind: Any) -> None:
+        """Follow the calls of a class, if it is one of generators."""
+        for name, wrap in (("run", self.wrap_run), ("run_async", self.wrap_run_async)):
+            function = vars(kind).get(name)
+            if function is not None and not kind.__module__.startswith(_BY_OTHERS) and _generates(function):
+                self.undo.add(replace(kind, name, wrap))
+
+    def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A model is asked."""
+        signature = inspect.signature(original)
+
+        def run(generator: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.live:
+                return original(generator, *args, **kwargs)
+            call = self._call(generator, signature, args, kwargs)
+            try:
+                with entered(scoped(call.scope)):
+                    answer = original(generator, *args, **kwargs)
+            except BaseException as error:
+                call.end(error=error)
+                raise
+            call.end(lambda: response_body(generator, answer))
+            return answer
+
+        return run
+
+    def wrap_run_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, awaited."""
+        signature = inspect.signature(original)
+
+        async def run_async(generator: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(generator, *args, **kwargs)
+            if not self.live:
+                return await work
+            call = self._call(generator, signature, args, kwargs)
+            return await call.asked(work, lambda answer: response_body(generator, answer))
+
+        return run_async
+
+    def _call(self, generator: Any, signature: inspect.Signature, args: Any, kwargs: Any) -> OtherCall:
+        asked: dict[str, Any] = {}
+        with self.guard():
+            asked = signature.bind(generator, *args, **kwargs).arguments
+        streamed = (asked.get("streaming_callback") or getattr(generator, "streaming_callback", None)) is not None
+        return OtherCall(
+            self.recorder,
+            self.plugin,
+            self.framework,
+            lambda: request_body(generator, asked),
+            streamed=streamed,
+            place=place_of_call,
+            scope=Call(),
+        )
+
+
+def _generates(run: Any) -> bool:
+    asked = {"messages", "prompt"} & {*inspect.signature(run).parameters}
+    return bool(asked) and "replies" in getattr(run, "_output_types_cache", {})
+
+
+def request_body(generator: Any, asked: dict[str, Any]) -> dict[str, Json]:
+    """Return what was asked as the body of a chat completion."""
+    said = asked.get("messages", asked.get("prompt"))
+    turns = [ChatMessage.from_user(said)] if isinstance(said, str) else said or ()
+    body: dict[str, Json] = {"model": _name(generator), "messages": [_turn(turn) for turn in turns]}
+    given = asked.get("tools") or getattr(generator, "tools", None)
+    tools = [{"type": "function", "function": tool.tool_spec} for tool in flatten_tools_or_toolsets(given)]
+    return {**body, "tools": tools} if tools else body
+
+
+def response_body(generator: Any, answer: Any) -> dict[str, Json]:
+    """Return what was answered as a chat completion."""
+    replies: Sequence[Any] = answer["replies"]
+    metas = [reply.meta for reply in replies if isinstance(reply, ChatMessage)] or answer.get("meta") or [{}]
+    return {
+        "object": "chat.completion",
+        "model": metas[0].get("model") or _name(generator),
+        "choices": [
+            {"index": index, "message": _turn(reply), "finish_reason": meta.get("finish_reason")}
+            for index, (reply, meta) in enumerate(zip(replies, metas, strict=False))
+        ],
+        "usage": metas[0].get("usage") or {},
+    }
+
+
+def _turn(message: Any) -> dict[str, Json]:
+    if isinstance(message, str):
+        return {"role": "assistant", "content": message}
+    turn: dict[str, Json] = message.to_openai_dict_format()
+    return turn
+
+
+def _name(generator: Any) -> str:
+    return str(getattr(generator, "model", None) or type(generator).__name__)
