@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,14 @@ def test_what_is_wrong_is_said_before_anything_starts():
         assert result.exit_code == 2, result.output
         assert words in re.sub(r"\s+", " ", result.output), args
     assert "--env needs --model or --endpoint" in rl("eval", "--env", NAME).output
+
+
+def test_an_environment_leaves_ctrl_c_and_sigterm_to_the_run():
+    from lightning_trainer.environments import open_environment
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    open_environment(NAME, {"num_tasks" if CLASSIC else "taskset.num_tasks": 4}, tasks=2)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @tasksets
