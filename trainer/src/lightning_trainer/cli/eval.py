@@ -114,8 +114,6 @@ def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
             wrong = ", ".join(f"--{name.replace('_', '-')}" for name in flags if name != "target") or "TARGET"
             raise ConfigError(f"an evaluation that goes on has the options that it began with: leave out {wrong}.")
         return resumed(resume)
-    if flags.get("env") is not None and flags.get("model") is None and flags.get("endpoint") is None:
-        raise ConfigError("--env needs --model or --endpoint: nothing else says what answers.")
     flags = with_environment(flags)
     target, program = flags.get("target"), flags.pop("program", None)
     if (target is None) == (program is None):

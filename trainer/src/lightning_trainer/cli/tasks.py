@@ -28,6 +28,7 @@ LEFT_OUT = frozenset(
         "out",
         "resume",
         "val",
+        "env_held_out",
         "val_every",
         "val_samples",
         "save_every",

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from lightning_trainer.cli.environments import environment_options, with_environment
 from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json
 from lightning_trainer.config import TrainConfig, merge
 from lightning_trainer.report.progress import Progress
@@ -34,7 +33,6 @@ EXAMPLE = (
 )
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object as the last line.")
 @click.option("--view", "viewed", is_flag=True, help="Show the run in a web page while it trains: lightning-rl view.")
-@environment_options(held_out=True)
 @config_options(leave_out=frozenset({"target"}))
 def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bool, viewed: bool, **flags: Any) -> None:
     """Train the agents that you name in the program TARGET (module:function), which is called as run(task).
@@ -48,7 +46,7 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
     from lightning_trainer.report.progress import Shown
     from lightning_trainer.run.train import describe, train
 
-    config = _config(file, with_environment({**given(flags), **({"target": target} if target else {})}))
+    config = _config(file, {**given(flags), **({"target": target} if target else {})})
     if dry_run:
         with Shown(_title(config, "trying")) as shown:
             described = describe(config, shown)
@@ -103,7 +101,7 @@ def _config(file: Path | None, flags: dict[str, Any]) -> TrainConfig:
 
 def _title(config: TrainConfig, what: str = "training") -> str:
     agents = "all agents" if config.agents is None else ", ".join(config.agents)
-    return f"{what} {agents} of {config.target or config.command} from {config.model}"
+    return f"{what} {agents} of {config.env or config.target or config.command} from {config.model}"
 
 
 command.example = EXAMPLE

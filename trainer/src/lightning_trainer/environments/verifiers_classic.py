@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import signal
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from lightning_spans.errors import AgentFailedError, ConfigError
@@ -65,7 +68,36 @@ def _loaded(name: str, options: str) -> Any:
             f"environment {name!r} is of verifiers before 0.4, and {verifiers.__version__} is installed. Run: pip"
             " install 'verifiers<0.4', or install the environment's newer version."
         )
-    return verifiers.load_environment(name, **json.loads(options))
+    with _leaving_signals(sys.modules[verifiers.Environment.__module__]):
+        return verifiers.load_environment(name, **json.loads(options))
+
+
+class _Signals:
+    """What verifiers 0.3 takes of `signal`, without effect."""
+
+    SIGINT = signal.SIGINT
+    SIGTERM = signal.SIGTERM
+    default_int_handler = staticmethod(signal.default_int_handler)
+
+    @staticmethod
+    def signal(_number: int, _handler: object) -> None: ...
+
+
+@contextmanager
+def _leaving_signals(module: Any) -> Iterator[None]:
+    """Keep environments from taking Ctrl-C and SIGTERM, which are the runner's, and which a thread must not take.
+
+    Each environment of verifiers 0.3 does so when it is made. What it would do then it also does when Python ends.
+    """
+    kept = getattr(module, "signal", None)
+    if kept is not signal:
+        yield
+        return
+    module.signal = _Signals
+    try:
+        yield
+    finally:
+        module.signal = kept
 
 
 def _rows(data: Any, most: int | None = None) -> list[dict[str, Json]]:
