@@ -2,9 +2,9 @@
 
 `python examples/experiment.py NAME [--seeds 0,1,2] [--quick] [--out FOLDER]`; NAME is a folder beside this file that
 has an `experiment.toml`: options of each stage, `[quick]` ones, `[variables]` of the program's environment, and in
-`[serve]` a model for its agents that are not trained. Each stage is one command of `lightning-rl`, printed before it
-runs. It is not run again where its result is there, so a measurement that was stopped goes on. The table goes between
-marks in the folder's README.
+`[serve]` a model for its agents that are not trained, or `sft` for the one that SFT makes. Each stage is one command of
+`lightning-rl`, printed before it runs. It is not run again where its result is there, so a measurement that was stopped
+goes on. The table goes between marks in the folder's README.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ sys.path.insert(0, str(EXAMPLES))
 from curves import publish  # noqa: E402
 
 MODEL = "smollm2-135m"
+AFTER_SFT = "sft"  # as the model that is served to others: the one that SFT makes
 
 
 class Experiment:
@@ -45,39 +46,60 @@ class Experiment:
         options = tomllib.loads((self.here / "experiment.toml").read_text())
         quickly = options.pop("quick", {})
         small = quickly if quick else {}
-        self._variables, self._serve = options.pop("variables", {}), options.pop("serve", None)
+        self._variables, self._serve = options.pop("variables", {}), options.pop("serve", {}).get("model")
         for stage in {*options, *small}:
             if "steps" in small.get(stage, {}):  # another way to say how long
                 options[stage].pop("epochs", None)
         self._options = {stage: {**options.get(stage, {}), **small.get(stage, {})} for stage in {*options, *small}}
         self._seed, self._out = seed, out / f"seed-{seed}"
         self._data = out / "data"
+        self._environment = dict(os.environ)
+        self._alone = True  # nothing is served beside the policy
 
     def run(self) -> list[dict[str, Any]]:
         """Return what each stage measured: held-out reward with its interval, and what the stage cost."""
-        with served(**self._serve) if self._serve else nothing() as where:
-            places = {"data": str(self._data), **where}
-            self._environment = {**os.environ, **{n: v.format(**places) for n, v in self._variables.items()}}
-            return self._run()
-
-    def _run(self) -> list[dict[str, Any]]:
         self._data.mkdir(parents=True, exist_ok=True)
         self._out.mkdir(parents=True, exist_ok=True)
-        if not (self._data / "sft.jsonl").exists():
-            self._call("data", [sys.executable, "data.py", "--out", self._data, *_flags(self._options.get("data", {}))])
-        untrained = self._evaluated("untrained", MODEL)
-        sft = self._learned("sft", ["sft", self._data / "sft.jsonl", "--model", MODEL])
+        with self._others(None if self._serve == AFTER_SFT else self._serve):
+            if not (self._data / "sft.jsonl").exists():
+                flags = _flags(self._options.get("data", {}))
+                self._call("data", [sys.executable, "data.py", "--out", self._data, *flags])
+            untrained = self._evaluated("untrained", MODEL)
+            sft = self._learned("sft", ["sft", self._data / "sft.jsonl", "--model", MODEL])
+            with self._others(sft["checkpoint"] if self._serve == AFTER_SFT else None):
+                return [untrained, *self._compared(sft)]
+
+    def _compared(self, sft: Mapping[str, Any]) -> list[dict[str, Any]]:
         after_sft = self._evaluated("after SFT", sft["checkpoint"], sft)
         target = ["train", self._target("train"), "--data", self._data / "train.jsonl", "--model", sft["checkpoint"]]
         rl = self._learned("train", target)
-        after_rl = self._evaluated("after RL", rl["checkpoint"], rl, against=after_sft["folder"])
-        return [untrained, after_sft, after_rl]
+        return [after_sft, self._evaluated("after RL", rl["checkpoint"], rl, against=after_sft["folder"])]
+
+    @contextmanager
+    def _others(self, model: str | None) -> Iterator[None]:
+        """Serve a model to the agents that are not trained, and tell the program of it; None: serve none."""
+        if model is None:
+            self._tell()
+            yield
+            return
+        with served(model) as where:
+            self._alone = False
+            self._tell(**where)
+            yield
+
+    def _tell(self, **places: str) -> None:
+        """Set the program's environment, as far as what it names is known."""
+        known = {"data": str(self._data), **places}
+        for name, value in self._variables.items():
+            with suppress(KeyError):
+                self._environment[name] = value.format_map(known)
 
     def _target(self, stage: str) -> str:
         return str(self._options.get(stage, {}).get("target", "agent:run"))
 
-    def _flags(self, stage: str) -> list[str]:
-        return _flags({name: value for name, value in self._options.get(stage, {}).items() if name != "target"})
+    def _flags(self, stage: str, *, without: str = "target") -> list[str]:
+        options = self._options.get(stage, {})
+        return _flags({name: value for name, value in options.items() if name not in {"target", without}})
 
     def _learned(self, stage: str, command: list[Any]) -> dict[str, Any]:
         folder = self._out / stage
@@ -88,9 +110,10 @@ class Experiment:
         self, stage: str, model: str, cost: Mapping[str, Any] | None = None, against: str | None = None
     ) -> dict[str, Any]:
         folder = self._out / stage.replace(" ", "-")
+        flags = self._flags("eval", without="agents" if self._serve == AFTER_SFT and self._alone else "target")
         asked = ["eval", self._target("eval"), "--data", self._data / "val.jsonl", "--model", model, "--json"]
         beside = ["--against", against] if against else []
-        command = ["lightning-rl", *asked, *self._flags("eval"), *beside, "--out", folder]
+        command = ["lightning-rl", *asked, *flags, *beside, "--out", folder]
         found = self._call(f"{self._seed} {stage}", command)
         costs = {name: cost[name] if cost else 0.0 for name in ("seconds", "cpu_seconds")}
         return {"stage": stage, "seed": self._seed, "folder": str(folder), "found": found, **costs}
@@ -130,11 +153,6 @@ def served(model: str) -> Iterator[dict[str, str]]:
             yield {"url": f"{told['url']}/v1", "key": Path(told["key_file"]).read_text().strip()}
         finally:
             server.terminate()
-
-
-@contextmanager
-def nothing() -> Iterator[dict[str, str]]:
-    yield {}
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
