@@ -28,6 +28,7 @@ sys.path.insert(0, str(EXAMPLES))
 from curves import publish  # noqa: E402
 
 MODEL = "smollm2-135m"
+LOCAL = {"folder", "evaluated", "against"}  # where something lay on the machine that measured
 AFTER_SFT = "sft"  # as the model that is served to others: the one that SFT makes
 
 
@@ -196,7 +197,9 @@ def main() -> None:
     measured = [row for seed in seeds for row in Experiment(given.name, seed, out, quick=given.quick).run()]
     print(table(measured))
     if not given.quick:
-        (EXAMPLES / given.name / "measured.jsonl").write_text("".join(json.dumps(row) + "\n" for row in measured))
+        told = [{**row, "found": {k: v for k, v in row["found"].items() if k not in LOCAL}} for row in measured]
+        lines = [json.dumps({name: value for name, value in row.items() if name not in LOCAL}) for row in told]
+        (EXAMPLES / given.name / "measured.jsonl").write_text("".join(f"{line}\n" for line in lines))
         publish(EXAMPLES / given.name / "README.md", "measured", table(measured))
 
 
