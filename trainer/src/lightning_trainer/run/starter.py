@@ -21,6 +21,7 @@ FRAMEWORKS: Final = {  # with the packages that a program needs
     "dspy": ("lightning-dspy", "dspy"),
     "strands": ("lightning-strands", "strands-agents[openai]"),
     "agno": ("lightning-agno", "agno[openai]"),
+    "smolagents": ("lightning-smolagents", "smolagents[openai]"),
     "haystack": ("lightning-haystack", "haystack-ai"),
     "openai": ("lightning-openai", "openai"),
 }

@@ -156,7 +156,11 @@ class Tracker:
         with self.working(span):
             inner = items if span is None else entered_iteration(span.context, items)
             try:
-                yield from inner
+                for item in inner:  # noqa: UP028 - `yield from` would close it before its span is told
+                    yield item
+            except GeneratorExit:  # closing it may raise
+                self.end(span, attributes={names.ABANDONED: True})
+                raise
             finally:
                 inner.close()
 
