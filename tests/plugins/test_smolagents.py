@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,7 +27,7 @@ from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.program import record, span_of
 from lightning_spans.testing.plugins.replayed import run_twice
-from lightning_spans.testing.plugins.script import Reply, agent_of
+from lightning_spans.testing.plugins.script import Reply, agent_of, tool_results
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_spans.testing.plugins.suite import (
     MODEL,
@@ -37,7 +38,6 @@ from lightning_spans.testing.plugins.suite import (
     instructions,
     noted,
 )
-
 
 ASK_WRITER = 'call writer {"task": "hello", "additional_args": {}}'  # before 1.23 both must be given
 
@@ -162,7 +162,7 @@ def note(text: str) -> str:
 class TestConformance(PluginConformance):
     framework = "smolagents"
     unsupported = dict.fromkeys(["responses", "responses_streaming"], "it has no model for them") | {
-        "effects_awaited": "it has no asynchronous side: a coroutine that a tool returns is never awaited"
+        "effects_awaited": "it has no asynchronous side: `@tool` refuses a coroutine function, and nothing awaits one"
     }
 
     def patched(self):
@@ -393,6 +393,34 @@ def test_in_a_replay_code_runs_and_its_tools_do_not(tmp_path):
     assert outputs[0].endswith("is one!")
     replayed = [(span.name, span.attributes.get(names.REPLAYED)) for span in spans if span.operation == "execute_tool"]
     assert sorted(replayed, key=str) == [("note", True), ("python_interpreter", None)]
+
+
+def test_equal_calls_that_run_in_another_order_keep_their_ids(found_of):
+    class Turned(ToolCallingAgent):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.first, self.done = threading.Lock(), threading.Event()
+
+        def execute_tool_call(self, tool_name, arguments):
+            if tool_name == "note" and self.first.acquire(blocking=False):
+                assert self.done.wait(60)
+                return super().execute_tool_call(tool_name, arguments)
+            try:
+                return super().execute_tool_call(tool_name, arguments)
+            finally:
+                self.done.set()
+
+    twice = 'call note {"text": "one"}\ncall note {"text": "one"}'
+    found = found_of(lambda url: ask(make("caller", url, note, kind=Turned), twice))
+    told = tool_results(found.requests[-1].body)
+    assert {call.attributes[names.TOOL_CALL_ID]: call.attributes[names.TOOL_RESULT] for call in found.tools} == told
+    assert len(told) == 2
+
+
+def test_a_stream_that_is_left_is_no_error_of_its_agent(found_of):
+    found = found_of(TestConformance().abandoned)
+    (agent,) = [span for span in found.spans if span.operation == names.INVOKE_AGENT]
+    assert (agent.status, agent.attributes[names.ABANDONED]) == ("ok", True)
 
 
 def test_an_agent_without_a_name_is_called_as_its_kind(found_of):
