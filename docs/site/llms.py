@@ -10,7 +10,7 @@ ABOUT = """\
 
 > Train the agents of a program you already have, by reinforcement learning, agent by agent, by name. One line attaches
 > to LangChain, LangGraph, the OpenAI Agents SDK, AutoGen, CrewAI, Pydantic AI, Google ADK, LlamaIndex,
-> DSPy, Strands Agents, Haystack or the openai client; `lightning-rl` trains, evaluates and serves.
+> DSPy, Strands Agents, Agno, smolagents, Haystack or the openai client; `lightning-rl` trains, evaluates and serves.
 
 `llms-full.txt` has all pages in one file.
 """

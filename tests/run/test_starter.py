@@ -22,7 +22,8 @@ from lightning_trainer.run.starter import FRAMEWORKS, write_project
 MODULES = {
     "langgraph": "langgraph", "openai-agents": "agents", "autogen": "autogen_agentchat", "crewai": "crewai",
     "pydantic-ai": "pydantic_ai", "google-adk": "google.adk", "llama-index": "llama_index.llms.openai_like",
-    "dspy": "dspy", "strands": "strands", "haystack": "haystack.components.agents", "openai": "openai",
+    "dspy": "dspy", "strands": "strands", "agno": "agno", "smolagents": "smolagents",
+    "haystack": "haystack.components.agents", "openai": "openai",
 }  # fmt: skip
 
 

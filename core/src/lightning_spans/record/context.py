@@ -7,7 +7,7 @@ The OTel Context, not a ContextVar of our own, because threading instrumentation
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -211,6 +211,24 @@ async def entered_steps(context: Context, items: AsyncGenerator[T, None]) -> Asy
             steps.enter()
     finally:
         await steps.close(items)
+
+
+def entered_iteration(context: Context, items: Generator[T, None, None]) -> Generator[T, None, None]:
+    """As `entered_steps`, of a generator that is not asynchronous."""
+    steps = Steps(context)
+    try:
+        steps.enter()
+        for item in items:
+            steps.leave()
+            yield item
+            steps.enter()
+    finally:
+        if not steps.inside:
+            steps.enter()
+        try:
+            items.close()
+        finally:
+            steps.leave()
 
 
 @contextmanager

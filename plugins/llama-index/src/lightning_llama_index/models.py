@@ -6,14 +6,14 @@ answers one kind of call by another of its own is asked once.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.core.base.llms.base import BaseLLM
 
 from lightning_llama_index.plugin import FRAMEWORK
 from lightning_openai.other_clients import OtherCall
-from lightning_spans.record.context import current, entered
+from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import scoped, scopes_around
 from lightning_spans.record.instrument.tracker import Tracker
@@ -58,14 +58,7 @@ class LlamaIndexModels(Tracker):
             call = self._call(model, args, kwargs, streamed=False)
             if call is None:
                 return original(model, *args, **kwargs)
-            try:
-                with entered(scoped(call.scope)):
-                    answer = original(model, *args, **kwargs)
-            except BaseException as error:
-                call.end(error=error)
-                raise
-            call.end(lambda: response_body(model, answer))
-            return answer
+            return call.called(lambda: original(model, *args, **kwargs), lambda answer: response_body(model, answer))
 
         return ask
 
@@ -96,7 +89,7 @@ class LlamaIndexModels(Tracker):
             except BaseException as error:
                 call.end(error=error)
                 raise
-            return _read(model, call, pieces)
+            return call.iterate(pieces, lambda answer: response_body(model, answer))
 
         return ask
 
@@ -119,24 +112,6 @@ class LlamaIndexModels(Tracker):
             return call.steps(pieces, lambda answer: response_body(model, answer))
 
         return ask
-
-
-def _read(model: Any, call: OtherCall, pieces: Generator[Any, None, None]) -> Generator[Any, None, None]:
-    last: list[Any] = []
-    error: BaseException | None = None
-    try:
-        while True:
-            with entered(scoped(call.scope, current())):
-                piece = next(pieces, None)
-            if piece is None:
-                return
-            last = [piece]
-            yield piece
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
-        call.end((lambda: response_body(model, last[0])) if last else None, error=error)
 
 
 def request_body(model: Any, asked: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Json]:

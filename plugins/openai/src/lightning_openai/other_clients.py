@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import orjson
 
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.reroute import agent_header
-from lightning_spans.record.context import current, current_attempt, entered, entered_steps, settled
+from lightning_spans.record.context import current, current_attempt, entered, entered_iteration, entered_steps, settled
 from lightning_spans.record.instrument.scope import Scope, scoped, scopes_around
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.spans import Json
@@ -159,6 +159,37 @@ class OtherCall:
             raise
         finally:
             await steps.aclose()
+            self.end((lambda: body(last[0])) if last and failed is None else None, error=failed)
+
+    def called(self, work: Callable[[], T], body: Callable[[T], Mapping[str, Json] | None]) -> T:
+        """As `asked`, of an answer that is not awaited."""
+        try:
+            with entered(scoped(self.scope)):
+                answer = work()
+        except BaseException as error:
+            self.end(error=error)
+            raise
+        self.end(lambda: body(answer))
+        return answer
+
+    def iterate(
+        self, items: Generator[T, None, None], body: Callable[[T], Mapping[str, Json] | None]
+    ) -> Generator[T, None, None]:
+        """As `steps`, of a generator that is not asynchronous."""
+        last: list[T] = []
+        failed: BaseException | None = None
+        steps = entered_iteration(scoped(self.scope, current()), items)
+        try:
+            for item in steps:
+                last = [item]
+                yield item
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            steps.close()
             self.end((lambda: body(last[0])) if last and failed is None else None, error=failed)
 
     def end(

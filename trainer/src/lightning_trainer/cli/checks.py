@@ -19,7 +19,8 @@ State: TypeAlias = Literal["ok", "broken", "absent"]
 OURS: Final = ("lightning-spans", "lightning-trainer")
 FRAMEWORKS: Final = (
     "openai", "langchain-core", "langchain", "langgraph", "openai-agents", "autogen-agentchat", "crewai",
-    "pydantic-ai-slim", "google-adk", "llama-index-core", "dspy", "strands-agents", "haystack-ai",
+    "pydantic-ai-slim", "google-adk", "llama-index-core", "dspy", "strands-agents", "agno", "smolagents",
+    "haystack-ai",
 )  # fmt: skip
 ELSEWHERE: Final = ("anthropic", "google-genai", "ollama", "litellm", "boto3")  # clients that are not openai's
 TRAINING: Final = ("torch", "transformers", "peft", "safetensors")

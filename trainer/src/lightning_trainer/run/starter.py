@@ -20,6 +20,8 @@ FRAMEWORKS: Final = {  # with the packages that a program needs
     "llama-index": ("lightning-llama-index", "llama-index-core", "llama-index-llms-openai-like"),
     "dspy": ("lightning-dspy", "dspy"),
     "strands": ("lightning-strands", "strands-agents[openai]"),
+    "agno": ("lightning-agno", "agno[openai]"),
+    "smolagents": ("lightning-smolagents", "smolagents[openai]"),
     "haystack": ("lightning-haystack", "haystack-ai"),
     "openai": ("lightning-openai", "openai"),
 }

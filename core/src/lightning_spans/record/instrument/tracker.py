@@ -7,11 +7,11 @@ its end.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from lightning_spans.record.context import current_agent, entered, entered_steps
+from lightning_spans.record.context import current_agent, entered, entered_iteration, entered_steps
 from lightning_spans.record.instrument.scope import Scope
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.schema import spans as names
@@ -110,13 +110,14 @@ class Tracker:
         *,
         error: BaseException | str | None = None,
         attributes: Mapping[str, Json] | None = None,
+        end_ns: int | None = None,
     ) -> None:
-        """End a span; the second end of one changes nothing."""
+        """End a span, now or at a Unix time in nanoseconds; the second end of one changes nothing."""
         if span is not None:
             self._open.pop(span.span_id, None)
             if span.end_ns is None:
                 try:
-                    span.end(error=error, attributes=attributes)
+                    span.end(error=error, attributes=attributes, end_ns=end_ns)
                 except Exception as raised:  # noqa: BLE001 - logged
                     log_failure(self.plugin, raised, span)
 
@@ -149,6 +150,19 @@ class Tracker:
                     yield item
             finally:
                 await inner.aclose()
+
+    def iterate(self, span: OpenSpan | None, items: Generator[T, None, None]) -> Generator[T, None, None]:
+        """As `steps`, of a generator that is not asynchronous."""
+        with self.working(span):
+            inner = items if span is None else entered_iteration(span.context, items)
+            try:
+                for item in inner:  # noqa: UP028 - `yield from` would close it before its span is told
+                    yield item
+            except GeneratorExit:  # closing it may raise
+                self.end(span, attributes={names.ABANDONED: True})
+                raise
+            finally:
+                inner.close()
 
 
 class EventTracker(Tracker, Generic[S]):

@@ -1,0 +1,25 @@
+"""The plugin's hook: what `lightning_spans.attach("agno")` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from lightning_spans.record.instrument.binding import attaches
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+FRAMEWORK: Final = "agno"
+
+
+@attaches(FRAMEWORK)
+def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Bind Agno's agents, tools and models, over the patches of openai's and LiteLLM's clients, to the recorder."""
+    from lightning_agno import agents, models, tools
+    from lightning_openai import patch
+
+    yield patch.bind(recorder)
+    yield from models.bind(recorder)
+    yield from tools.bind(recorder)
+    yield from agents.bind(recorder)

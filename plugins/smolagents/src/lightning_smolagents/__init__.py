@@ -1,0 +1,13 @@
+"""Train the smolagents agents you already have, by name."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import lightning_spans
+from lightning_spans import agent, emit_reward
+
+__all__ = ["agent", "attach", "emit_reward"]
+
+attach = partial(lightning_spans.attach, "smolagents")
+"""Record every agent, tool and model of smolagents; options and errors as of `lightning_spans.attach`."""

@@ -1,0 +1,52 @@
+"""Agents: their spans, and their names for the model calls that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from smolagents.agents import MultiStepAgent
+
+from lightning_smolagents.plugin import FRAMEWORK
+from lightning_spans.record.context import entered
+from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.tracker import Tracker
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every agent, until what is yielded is called."""
+    agents = SmolAgents(recorder, FRAMEWORK)
+    yield agents.stop
+    yield replace(MultiStepAgent, "run", agents.wrap_run)
+
+
+def name_of(agent: Any) -> str:
+    """Return an agent's name: only those that others manage must have one."""
+    return agent.name or type(agent).__name__
+
+
+class SmolAgents(Tracker):
+    """Begins and ends our spans with the agents' runs."""
+
+    def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An agent works; a stream works when it is read."""
+
+        def run(agent: Any, *args: Any, **kwargs: Any) -> Any:
+            span = self.begin_agent(name_of(agent)) if self.live else None
+            if span is None:
+                return original(agent, *args, **kwargs)
+            try:
+                with entered(span.context):
+                    output = original(agent, *args, **kwargs)
+            except BaseException as error:
+                self.end(span, error=error)
+                raise
+            if isinstance(output, Generator):
+                return self.iterate(span, output)
+            self.end(span)
+            return output
+
+        return run

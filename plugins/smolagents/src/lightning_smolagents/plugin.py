@@ -1,0 +1,25 @@
+"""The plugin's hook: what `lightning_spans.attach("smolagents")` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from lightning_spans.record.instrument.binding import attaches
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+FRAMEWORK: Final = "smolagents"
+
+
+@attaches(FRAMEWORK)
+def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Bind smolagents' agents, tools and models, and the clients of openai and LiteLLM, to the recorder."""
+    from lightning_openai import patch
+    from lightning_smolagents import agents, models, tools
+
+    yield patch.bind(recorder)
+    yield from models.bind(recorder)
+    yield from tools.bind(recorder)
+    yield from agents.bind(recorder)
