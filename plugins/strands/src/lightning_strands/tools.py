@@ -42,7 +42,8 @@ class StrandsTools(Tracker):
             events: AsyncGenerator[Any, None] = original(agent, tool_use, *args, **kwargs)
             span = self.begin_tool(tool_use["name"], tool_use.get("toolUseId"), to_json(_input(tool_use)))
             if span is not None and span.name == _HANDOFF:
-                span.set(**{names.HANDOFF: (_input(tool_use) or {}).get("agent_name")})
+                with self.guard():
+                    span.set(**{names.HANDOFF: (_input(tool_use) or {}).get("agent_name")})
             return events if span is None else self._read(span, events)
 
         return stream
