@@ -128,7 +128,7 @@ def test_tasks_are_those_that_the_server_lists_by_split():
         assert [json.loads(line)["task"] for line in chosen] == [
             {"split": "test", "index": index} for index in range(3)
         ]
-        said = rl("train", "--env", url, "--env-option", "split=nope", "--model", "none")
+        said = rl("train", "--env", url, "--env-options", "split=nope", "--model", "none")
         assert "has: train, test" in re.sub(r"\s+", " ", said.output)
 
 
@@ -136,6 +136,6 @@ def test_a_server_that_is_not_there_and_options_that_are_none_are_refused():
     gone = rl("train", "--env", "http://127.0.0.1:9", "--model", "none")
     assert gone.exit_code == 2
     assert "no OpenEnv server answers" in gone.output
-    wrong = rl("train", "--env", "http://127.0.0.1:9", "--env-option", "seeds=3", "--model", "none")
+    wrong = rl("train", "--env", "http://127.0.0.1:9", "--env-options", "seeds=3", "--model", "none")
     assert wrong.exit_code == 2
     assert "max_turns, reset, split" in re.sub(r"\s+", " ", wrong.output)

@@ -99,6 +99,7 @@ def test_every_number_that_is_listed_comes(told: set[str]) -> None:
     numbers |= {"teacher_kl", "teacher_seconds", "taught_tokens", "calls_forked"}  # of runs with a teacher; reasoning
     numbers |= Account(seen=2, trained=2, taught=1, untaught={"nothing to tell": 1}).metrics().keys()
     numbers |= {*forked(ForkPlan(), [], lambda _: []).metrics, "fork_seconds"}  # of runs with forks
+    numbers |= {"shapley/writer", "shapley_error/writer"}  # of runs with coalitions
     assert {name for name in documented() if not any(covers(name, number) for number in numbers)} == set()
 
 

@@ -20,7 +20,7 @@ _OPTIONS: Final = {
         " its URL. It gives the tasks, the loop and the reward. Needs --model or --endpoint.",
     ),
     "env_options": click.option(
-        "--env-option",
+        "--env-options",
         "env_options",
         multiple=True,
         metavar="NAME=VALUE",

@@ -195,8 +195,6 @@ def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
         return click.option(
             "--policy", "--policies", name, multiple=True, metavar="AGENT=POLICY,...", help=text, cls=GroupedOption
         )
-    if name == "env_options":
-        flag = "--env-option"
     if name == "name_by":
         return click.option(
             flag, name, multiple=True, metavar="RULE", help=f"{text} May be repeated.", cls=GroupedOption
