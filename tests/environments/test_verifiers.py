@@ -154,7 +154,8 @@ def test_a_run_of_a_file_with_an_environment_goes_on_from_where_it_stopped(folde
     score = "def score(task, result):\n    return float(next(numbers))\n"
     (folder / "mine.py").write_text(f"import itertools\nnumbers = itertools.count()\n{score}")
     (folder / "run.toml").write_text(
-        f'reward = "mine:score"\nenv = "{NAME}"\nenv_tasks = 2\nenv_held_out = 1\nmodel = "{tiny_model}"\nsteps = 1\nmax_tokens = 8\n'
+        f'reward = "mine:score"\n'
+        f'env = "{NAME}"\nenv_tasks = 2\nenv_held_out = 1\nmodel = "{tiny_model}"\nsteps = 1\nmax_tokens = 8\n'
         f"{sizes}{table} = 6\n"
     )
     begun = rl("train", "--config", "run.toml")
