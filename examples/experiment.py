@@ -170,15 +170,17 @@ def _cpu_s() -> float:
 
 def table(measured: list[dict[str, Any]]) -> str:
     """Return the figures as a table in Markdown."""
-    head = "| | seed | held out, 95 % | tasks | more than after SFT, 95 % | CPU s | wall s |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    head = "| | seed | held out, 95 % | tasks | samples of each | more than after SFT, 95 % | CPU s | wall s |"
+    lines = [head, "|---|---|---|---|---|---|---|---|"]
     for row in measured:
         found = row["found"]
         mean = _interval(found["mean"], found["low"], found["high"])
         compared = "difference" in found
         beside = _interval(*(found[f"difference{end}"] for end in ("", "_low", "_high"))) if compared else ""
         costs = f"{row['cpu_seconds']:.0f} | {row['seconds']:.0f}" if row["seconds"] else " | "
-        lines.append(f"| {row['stage']} | {row['seed']} | {mean} | {found['tasks']} | {beside} | {costs} |")
+        lines.append(
+            f"| {row['stage']} | {row['seed']} | {mean} | {found['tasks']} | {found['samples']} | {beside} | {costs} |"
+        )
     return "\n".join(lines)
 
 
