@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import is_glob
 from lightning_trainer import policies, registry
 from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
 from lightning_trainer.environments import options as environment
@@ -27,7 +28,6 @@ from lightning_trainer.work import Work
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
 SELF: Final = "self"  # the teacher that is the policy itself
-_GLOB: Final = frozenset("*?[")
 # Alternatives: an option of a flag goes before these of the file, and one of the file before these of an earlier run.
 _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
     "steps": ("epochs",),
@@ -336,7 +336,7 @@ class TrainConfig(BaseModel):
     def coalitions(self) -> int:
         """Most runs that the orders of one rollout come to; 0 where a glob leaves open who is in the team."""
         team = len(self.agents or ())
-        return 0 if _GLOB & set("".join(self.agents or ())) else min(1 + self.orders * (team - 1), 2**team - 1)
+        return 0 if any(map(is_glob, self.agents or ())) else min(1 + self.orders * (team - 1), 2**team - 1)
 
     @property
     def work(self) -> Work:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.schema.agents import selects
+from lightning_spans.schema.agents import is_glob, selects
 
 BASE: Final = "base"  # the name under which the starting model is served, and how a policy says so
 SHARED: Final = "shared"  # the adapter of agents that are trained and have no policy of their own
@@ -22,7 +22,6 @@ ADAPTERS_NAME: Final = "adapters.json"  # in a checkpoint of several adapters: w
 _LORA: Final = "lora"
 _FIXED: Final = "fixed"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-_GLOB: Final = frozenset("*?[")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Policies:
         if agent is not None and agent in self.by_agent:
             return self.by_agent[agent]
         meant = [pattern for pattern in self.by_agent if selects((pattern,), agent)]
-        exact = [pattern for pattern in meant if not _GLOB & set(pattern)]
+        exact = [pattern for pattern in meant if not is_glob(pattern)]
         first = max(exact, key=len) if exact else next(iter(meant), None)  # the longest path says most
         return None if first is None else self.by_agent[first]
 
@@ -67,7 +66,7 @@ def parse(values: Mapping[str, str]) -> Policies:
     owners: dict[str, str] = {}  # who has an adapter named after it
     by_agent: dict[str, str] = {}
     kinds: dict[str, set[str]] = {_LORA: set(), _FIXED: set()}
-    for agent, value in sorted(values.items(), key=lambda item: bool(_GLOB & set(item[0]))):
+    for agent, value in sorted(values.items(), key=lambda item: is_glob(item[0])):
         kind, colon, name = value.partition(":")
         if value == BASE:
             by_agent[agent] = BASE
@@ -147,7 +146,7 @@ def read_text(texts: str | Iterable[str]) -> dict[str, str]:
 
 def _own_name(agent: str) -> str:
     """Name an adapter after its agent; a folder and a model name allow less than an agent's name does."""
-    if _GLOB & set(agent):
+    if is_glob(agent):
         raise ConfigError(f"policy {agent}=lora: many agents share it, so it needs a name: {agent}=lora:NAME.")
     return re.sub(r"[^A-Za-z0-9_-]+", "_", agent).strip("_-")
 

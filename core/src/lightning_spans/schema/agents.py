@@ -43,6 +43,11 @@ def path_of(agent: str, path: object) -> str:
     return path if isinstance(path, str) and agent in {name_of(path), path} else written(agent)
 
 
+def is_glob(pattern: str) -> bool:
+    """Whether a pattern may mean several agents, and is not an exact name."""
+    return bool(_GLOB & set(pattern))
+
+
 def selects(patterns: Sequence[str], agent: str | None) -> bool:
     """Whether one of the names or globs means an agent. None, an unknown agent, is never meant.
 
@@ -60,7 +65,7 @@ def selects(patterns: Sequence[str], agent: str | None) -> bool:
     name = name_of(agent)
     return any(
         pattern in {name, agent}
-        or (bool(_GLOB & set(pattern)) and fnmatchcase(name, pattern))
+        or (is_glob(pattern) and fnmatchcase(name, pattern))
         or ("/" in pattern and _fits((_ANY, *parts_of(pattern)), parts_of(agent)))
         for pattern in patterns
     )
@@ -132,7 +137,7 @@ def check_spelling(patterns: Sequence[str], seen: Iterable[str]) -> None:
     left = sorted({name_of(path) for path in paths if not selects(patterns, path)})
     for pattern in unheard(patterns, paths):
         for name in left:
-            if not _GLOB & set(pattern) and _alike(pattern, name):
+            if not is_glob(pattern) and _alike(pattern, name):
                 raise UnknownAgentError(
                     f"agent {pattern!r} was never seen, but {name!r} was. Is that the one? Agents seen: "
                     f"{', '.join(names)}"

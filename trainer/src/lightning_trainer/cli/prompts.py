@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import is_glob
 from lightning_trainer.cli.options import given, print_json, read_key
 from lightning_trainer.report.terminal import printable
 
@@ -65,7 +66,7 @@ def command(
     if (target is None) == (program is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and one of them.")
     names = tuple(name.strip() for name in agents.split(",") if name.strip())
-    if not names or any(set("*?[") & set(name) for name in names):
+    if not names or any(map(is_glob, names)):
         raise ConfigError(f"--agents {agents!r}: give the agents' exact names, with commas between.")
     key = read_key(endpoint_key) if endpoint_key else None
     subject = (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.agents import is_glob
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store, open_store
 from lightning_trainer.naming import parse_rules
@@ -179,4 +180,4 @@ def unnamed(command: str | None, agents: Sequence[str] | None, name_by: Sequence
         return None
     if agents is None or name_by:
         return UNNAMED
-    return agents[0] if len(agents) == 1 and not set("*?[") & set(agents[0]) else None
+    return agents[0] if len(agents) == 1 and not is_glob(agents[0]) else None
