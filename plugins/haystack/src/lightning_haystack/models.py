@@ -43,7 +43,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
         models.follow(kind)
 
 
-class Call(Scope):
+class ModelScope(Scope):
     """A generator's call: a client's call in it begins the span that waits around it."""
 
     __slots__ = ()
@@ -123,7 +123,7 @@ class HaystackModels(Tracker):
             lambda: request_body(generator, asked),
             streamed=streamed,
             place=place_of_call,
-            scope=Call(),
+            scope=ModelScope(),
         )
 
 
