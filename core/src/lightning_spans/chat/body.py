@@ -22,8 +22,10 @@ def messages_of(request: Mapping[str, Json]) -> list[Json] | None:
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list):
         return None
-    instructions = request.get("instructions")
-    return [{"role": "system", "content": instructions}, *given] if isinstance(instructions, str) else given
+    instructions = request.get("instructions", request.get("system"))  # Anthropic's may be blocks
+    if isinstance(instructions, str) or (isinstance(instructions, list) and instructions):
+        return [{"role": "system", "content": instructions}, *given]
+    return given
 
 
 def tool_schemas(request: Mapping[str, Json]) -> dict[str, Json]:

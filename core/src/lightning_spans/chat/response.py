@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lightning_spans.chat.body import tool_call
 from lightning_spans.schema.calls import Choice
-from lightning_spans.schema.json import loads
+from lightning_spans.schema.json import dumps, loads
 from lightning_spans.schema.spans import Json
+
+_STOPS: Final = {  # why a message of Anthropic's ended, in the words of chat completions
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "tool_use": "tool_calls",
+    "refusal": "content_filter",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ NO_ANSWER: Final = Answer()
 
 
 def read_answer(text: Json) -> Answer:
-    """Read the body of a response of ``/chat/completions``, ``/completions`` or ``/responses``.
+    """Read the body of a response of ``/chat/completions``, ``/completions``, ``/responses`` or Anthropic's messages.
 
     Tokens are taken as vLLM sends them: ``prompt_token_ids`` beside or inside ``choices``, ``choices[].token_ids``, and
     ``choices[].logprobs.content[].logprob``, in completions ``choices[].logprobs.token_logprobs[]``. What is missing or
@@ -53,7 +62,7 @@ def read_answer(text: Json) -> Answer:
     raw = [choice for choice in sent if isinstance(choice, dict)] if isinstance(sent, list) else []
     for choice in raw:
         prompt = prompt or _token_ids(choice.get("prompt_token_ids"))
-    choices = tuple(_choice(place, choice) for place, choice in enumerate(raw)) or _output(body)
+    choices = tuple(_choice(place, choice) for place, choice in enumerate(raw)) or _output(body) or _blocks(body)
     return Answer(
         prompt,
         choices,
@@ -85,6 +94,35 @@ def _output(body: Mapping[str, Any]) -> tuple[Choice, ...]:
     if reason is None and body.get("status") == "completed":
         reason = "stop"
     return (Choice(0, None, None, reason, {"role": "assistant", "output": output}),)
+
+
+def _blocks(body: Mapping[str, Any]) -> tuple[Choice, ...]:
+    """Make a choice of a message of Anthropic's, in the form of chat completions."""
+    content = body.get("content")
+    if body.get("type") != "message" or not isinstance(content, list):
+        return ()
+    blocks = [block for block in content if isinstance(block, dict)]
+    message: dict[str, Json] = {"role": "assistant", "content": _texts(blocks, "text") or None}
+    if thought := _texts(blocks, "thinking"):
+        message["reasoning_content"] = thought
+    if calls := [_call_of(block) for block in blocks if block.get("type") == "tool_use"]:
+        message["tool_calls"] = calls
+    return (Choice(0, None, None, finish_of_message(body), message),)
+
+
+def _texts(blocks: Sequence[Mapping[str, Any]], kind: str) -> str:
+    return "".join(str(block.get(kind) or "") for block in blocks if block.get("type") == kind)
+
+
+def _call_of(block: Mapping[str, Any]) -> dict[str, Json]:
+    given = block.get("input")
+    return tool_call(block.get("id"), block.get("name"), given if isinstance(given, str) else dumps(given).decode())
+
+
+def finish_of_message(message: Mapping[str, Any]) -> str | None:
+    """Say in the words of chat completions why a message of Anthropic's ended; None where it does not say."""
+    reason = message.get("stop_reason")
+    return _STOPS.get(reason, reason) if isinstance(reason, str) else None
 
 
 def _token_ids(value: Any) -> tuple[int, ...] | None:

@@ -57,7 +57,7 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
     """Return the body of a model call with the agent's other prompt; None where it stays as it is.
 
     Args:
-        body: of a chat completion, or of Responses. It is left as it is.
+        body: of a chat completion, of Responses or of Anthropic's messages. It is left as it is.
         agent: whose call it is, by its path.
         attempt: whose prompts go before those of `attach()`.
     """
@@ -77,9 +77,10 @@ def with_prompts(body: Mapping[str, Json], agent: str | None, attempt: Attempt |
 
 
 def _changed(body: Mapping[str, Json], before: str, after: str) -> dict[str, Json] | None:
-    instructions = body.get("instructions")
-    if isinstance(instructions, str) and before in instructions:
-        return {**body, "instructions": instructions.replace(before, after, 1)}
+    for field in ("instructions", "system"):  # of Responses, of Anthropic's messages
+        instructions = _content(body.get(field), before, after)
+        if instructions is not None:
+            return {**body, field: instructions}
     for field in ("messages", "input"):
         messages = body.get(field)
         if not isinstance(messages, list):
@@ -103,17 +104,21 @@ def _content(content: Any, before: str, after: str) -> Any:
 
 
 def system_text(request: Mapping[str, Json]) -> str | None:
-    """Return the system prompt of a request: the first text of that role, or the instructions; None without one."""
-    instructions = request.get("instructions")
-    if isinstance(instructions, str):
-        return instructions
+    """Return the system prompt of a request: the instructions, or the first text of that role; None without one."""
+    for field in ("instructions", "system"):
+        if (text := _text(request.get(field))) is not None:
+            return text
     for field in ("messages", "input"):
         messages = request.get(field)
         for message in messages if isinstance(messages, list) else ():
             if isinstance(message, Mapping) and message.get("role") in _ROLES:
-                content = message.get("content")
-                if isinstance(content, str):
-                    return content
-                texts = [part.get("text") for part in content or () if isinstance(part, Mapping)]
-                return next((text for text in texts if isinstance(text, str)), None)
+                return _text(message.get("content"))
     return None
+
+
+def _text(content: Any) -> str | None:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else ()
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return next((text for text in texts if isinstance(text, str)), None)

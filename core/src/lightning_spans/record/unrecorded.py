@@ -6,7 +6,9 @@ import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final
 
 from lightning_spans.record.process import in_child
@@ -20,6 +22,7 @@ _PATHS: Final = re.compile(
     r"|/model/[^/]+/(invoke|converse)[\w-]*$",  # Bedrock
     re.IGNORECASE,
 )
+_training: ContextVar[bool] = ContextVar("lightning_training_asks", default=False)
 _counts: Counter[str] = Counter()
 _untold: Counter[str] = Counter()  # to a runner
 _lock = threading.Lock()
@@ -36,8 +39,23 @@ in_child(_after_fork)
 
 
 def is_model_call(method: str, path: str) -> bool:
-    """Whether a request looks like one to a model, by its path; a query is not looked at."""
-    return method.upper() == "POST" and _PATHS.search(path.partition("?")[0].rstrip("/")) is not None
+    """Whether a request of the program's looks like one to a model, by its path; a query is not looked at."""
+    if _training.get() or method.upper() != "POST":
+        return False
+    return _PATHS.search(path.partition("?")[0].rstrip("/")) is not None
+
+
+@contextmanager
+def asked_by_training() -> Iterator[None]:
+    """What is asked inside is the training's own, of a judge or for the gateway: neither recorded nor counted.
+
+    The process that trains may be one in which `attach` was called, as where a script trains its own program.
+    """
+    token = _training.set(True)
+    try:
+        yield
+    finally:
+        _training.reset(token)
 
 
 def count(host: str, path: str) -> None:
@@ -76,6 +94,6 @@ def lines(counts: Mapping[str, int]) -> list[str]:
     return [
         f"{number} {'call' if number == 1 else 'calls'} to {where} {'was' if number == 1 else 'were'} not recorded: no"
         " client that is followed made them, so they have no agent, and can't be trained. Use an OpenAI-compatible"
-        " client or LiteLLM for them."
+        " client, Anthropic's or LiteLLM for them."
         for where, number in sorted(counts.items())
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
@@ -91,6 +92,16 @@ class Rollout:
     timeout_s: float | None = 300.0
     status: RolloutStatus = "queued"
     replay: Replay | None = None
+
+    def problem(self) -> str | None:
+        """Say why no attempt at it could ever run or end; None where nothing is wrong."""
+        if not self.rollout_id:
+            return "its rollout_id is empty. Give it one."
+        if self.max_attempts < 1:
+            return f"max_attempts is {self.max_attempts}. Allow at least 1."
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            return f"timeout_s is {self.timeout_s}. Give seconds above 0, or None for no limit."
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from lightning_spans.schema.rewards import Reward, as_reward
 from lightning_spans.schema.spans import Json, Span
 from lightning_spans.store.api import API
 from lightning_spans.store.commit import GroupCommit
-from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, listing_of
+from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, check_rollouts, listing_of
 from lightning_spans.store.tls import trusted
 
 R = TypeVar("R")
@@ -111,6 +111,7 @@ class HttpStore(Store):
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Queue rollouts; one already there is left as it is."""
+        check_rollouts(rollouts)  # here too: JSON has no number that is none, so the server would read no limit
         return self._add("enqueue", rollouts)
 
     def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:

@@ -91,6 +91,17 @@ LISTINGS: Final[Mapping[str, Listing]] = {
 _BY_KIND: Final = {listing.kind: (name, listing) for name, listing in LISTINGS.items()}
 
 
+def check_rollouts(new: Sequence[Rollout]) -> None:
+    """Refuse rollouts that can't be queued.
+
+    Raises:
+        RefusedError: one has no id, allows no attempt, or no time for one.
+    """
+    for rollout in new:
+        if (problem := rollout.problem()) is not None:
+            raise RefusedError(f"rollout {rollout.rollout_id}: {problem}")
+
+
 def listing_of(kind: type[Any], where: Where) -> tuple[str, Listing]:
     """Return the name and description of the list of these records.
 

@@ -21,6 +21,7 @@ from lightning_spans.schema.attempts import (
     Rollout,
     RolloutStatus,
 )
+from lightning_spans.store.protocol import check_rollouts
 from lightning_spans.store.sql.database import POSTGRESQL, insert_new
 from lightning_spans.store.sql.lease import LeaseClock
 from lightning_spans.store.sql.rows import ATTEMPTS, ROLLOUTS, Values
@@ -68,13 +69,9 @@ def enqueue(connection: Connection, new: Sequence[Rollout]) -> int:
     """Queue rollouts that are not there yet.
 
     Raises:
-        RefusedError: a rollout allows no attempt.
+        RefusedError: a rollout allows no attempt, or no time for one.
     """
-    for rollout in new:
-        if rollout.max_attempts < 1:
-            raise RefusedError(
-                f"rollout {rollout.rollout_id}: max_attempts is {rollout.max_attempts}. Allow at least 1."
-            )
+    check_rollouts(new)
     now = time.time_ns()
     state = {"status": "queued", "tries": 0, "queued_ns": now}
     rows = [{**ROLLOUTS.values(rollout), **state} for rollout in new]

@@ -229,7 +229,7 @@ class SqlStore(Store):
             try:
                 with self._engine.connect() as connection:
                     return read(connection)
-            except UnicodeEncodeError as error:  # half a character, which no database holds
+            except (UnicodeEncodeError, OverflowError) as error:  # half a character, a number beyond 64 bits
                 raise RefusedError(f"store {self.name} can't look for this: {error}") from None
             except SQLAlchemyError as error:
                 if self._database.transient(error) and (pause_s := next(pauses, None)) is not None:

@@ -20,8 +20,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,6 +51,7 @@ from lightning_spans.testing.plugins.recorded import RecordedPromises, both_trac
 from lightning_spans.testing.plugins.replayed import REPLAY_PROMPTS, REPLAYS, ReplayPromises, noted
 from lightning_spans.testing.plugins.script import agent_of
 from lightning_spans.testing.plugins.server import ReceivedRequest, ScriptedServer
+from lightning_spans.testing.plugins.threads import at_once
 
 __all__ = [
     "MODEL", "PROMPTS", "REPLAYS", "REPLAY_PROMPTS", "SCENARIOS", "TIMEOUT_S", "PluginConformance", "instructions",
@@ -188,14 +189,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
                 program(url)
 
         def start(server: ScriptedServer) -> None:
-            threads = [
-                threading.Thread(target=_in_attempt, args=(number, work, server.url_of(f"m{number}")))
-                for number in range(4)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            at_once([partial(_in_attempt, number, work, server.url_of(f"m{number}")) for number in range(4)])
 
         self._check_attempts(start, tracer, tmp_path)
 

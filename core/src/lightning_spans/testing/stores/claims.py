@@ -74,6 +74,17 @@ class QueuePromises:
         with pytest.raises(RefusedError, match="max_attempts"):
             store.enqueue([a_rollout(max_attempts=0)])
 
+    @pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf, -math.inf])
+    def test_a_rollout_without_time_is_refused(self, store: Store, timeout_s: float) -> None:
+        """If it fails: such an attempt is over before it begins, or its timer never rings; refuse it when queued."""
+        with pytest.raises(RefusedError, match="timeout_s"):
+            store.enqueue([a_rollout(timeout_s=timeout_s)])
+
+    def test_a_rollout_without_an_id_is_refused(self, store: Store) -> None:
+        """If it fails: nobody could ask for it; refuse it when it is queued."""
+        with pytest.raises(RefusedError, match="rollout_id"):
+            store.enqueue([a_rollout(rollout_id="")])
+
     def test_the_oldest_are_claimed_first_and_no_more_than_asked(self, store: Store) -> None:
         """If it fails: order by the queue, not by id or status."""
         rollouts = [a_rollout() for _ in range(5)]

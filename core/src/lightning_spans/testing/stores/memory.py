@@ -25,7 +25,7 @@ from lightning_spans.schema.attempts import (
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.rewards import Reward, as_reward
 from lightning_spans.schema.spans import Span
-from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, listing_of
+from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, check_rollouts, listing_of
 
 R = TypeVar("R")
 
@@ -106,9 +106,7 @@ class MemoryStore(Store):
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Queue rollouts; one already there is left as it is."""
-        for rollout in rollouts:
-            if rollout.max_attempts < 1:
-                raise RefusedError(f"rollout {rollout.rollout_id}: max_attempts is below 1. Allow at least 1.")
+        check_rollouts(rollouts)
         return self._add(self._kept.rollouts, ((r.rollout_id, replace(r, status="queued")) for r in rollouts))
 
     def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:

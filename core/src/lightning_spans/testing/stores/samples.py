@@ -186,6 +186,6 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         mode=draw(_TEXT),
         origin=draw(_TEXT),
         max_attempts=draw(st.integers(1, 2**31 - 1)),
-        timeout_s=draw(st.none() | _NUMBER),
+        timeout_s=draw(st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False)),
         replay=draw(st.none() | replays()),
     )
