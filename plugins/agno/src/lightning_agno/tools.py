@@ -22,12 +22,14 @@ from lightning_openai.other_clients import to_json
 from lightning_spans.record.context import entered, entered_iteration, entered_steps
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.replay import keep_whole
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
 DELEGATE: Final = "delegate_task_to_member"
+_NOBODY: Final = "Member with ID "  # how Agno begins to say that there is none
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
@@ -197,6 +199,10 @@ class AgnoTools(Tracker):
         running.end_ns = time.time_ns()
 
     def _end(self, running: Running, text: str | None, *, failed: bool) -> None:
+        if running.span.name == DELEGATE and (text or "").startswith(_NOBODY):
+            running.span.attributes.pop(names.HANDOFF, None)
+            keep_whole(running.span, text)  # it was returned, not raised
+            failed = True
         told = text or running.failed or "the tool failed"
         error = (running.raised[-1] if running.raised else told) if failed else None
         self.end(running.span, error=error, attributes={names.TOOL_RESULT: text}, end_ns=running.end_ns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from autogen_core.code_executor import CodeExecutor
+from autogen_core.code_executor import CodeExecutor, CodeResult
 
 from lightning_autogen.plugin import FRAMEWORK
 from lightning_openai.other_clients import to_json
@@ -13,6 +13,7 @@ from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import place_of_call
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import current_span
+from lightning_spans.record.replay import Given, acalled
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ class AutogenCode(Tracker):
     """Makes the spans of code that is run outside of a tool: inside of one, that tool's span is the call."""
 
     def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Blocks of code are run; an exit code other than 0 is an error."""
+        """Blocks of code are run, unless the record of a replay says what came of it.
+
+        An exit code other than 0 is an error.
+        """
 
         async def execute_code_blocks(executor: Any, code_blocks: Any, *args: Any, **kwargs: Any) -> Any:
             around = current_span()
@@ -42,13 +46,20 @@ class AutogenCode(Tracker):
             with self.guard():
                 span = self.begin_tool(TOOL, None, _arguments(code_blocks), place_of_call())
             with self.inside(span):
-                result = await original(executor, code_blocks, *args, **kwargs)
+                result = await acalled(lambda: original(executor, code_blocks, *args, **kwargs), _result)
                 with self.guard(span):
                     failed = result.output or f"exit code {result.exit_code}" if result.exit_code else None
                     self.end(span, error=failed, attributes={names.TOOL_RESULT: result.output})
                 return result
 
         return execute_code_blocks
+
+
+def _result(given: Given) -> Any:
+    """Make of the record what an executor gives."""
+    if given.returned is not None:
+        return given.outcome()
+    return CodeResult(exit_code=int(given.failed), output=given.result or given.error)
 
 
 def _arguments(blocks: Sequence[Any]) -> str:

@@ -22,7 +22,7 @@ from crewai.llms.base_llm import BaseLLM
 from lightning_crewai import tools
 from lightning_crewai.models import begin_call, response_body, uses_openai, wrap_started
 from lightning_crewai.plugin import FRAMEWORK
-from lightning_crewai.tools import requests_in, take_request, tell_tool
+from lightning_crewai.tools import nobody_of, requests_in, take_request, tell_tool
 from lightning_openai.other_clients import to_json
 from lightning_spans.record.context import current, current_agent, settled, with_agent
 from lightning_spans.record.instrument.patches import replace
@@ -215,9 +215,11 @@ class CrewTracker(EventTracker[CrewScope]):
             return  # told twice, or of before we listened
         if kind == MODEL:
             self._answered(scope, event)
+        error = error_of(event)
         if kind == TOOL and scope.span is not None:
             tell_tool(scope.span, event)
-        self._finish_through(scope, error_of(event))
+            error = error or nobody_of(event)
+        self._finish_through(scope, error)
 
     def _model(self, call_id: str) -> CrewScope | None:
         return next((scope for scope in self._since(0) if scope.call_id == call_id), None)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _FINGERPRINTS = "security_context"  # CrewAI's own argument: ids of agent and task, others in each run
+_NOBODY = "coworker mentioned not found"  # what CrewAI says to a model that names one who is not there
 _EXECUTORS: Final = {  # what carries out a model's own tool calls, several at once in threads; CrewAI moved it
     "crewai.agents.crew_agent_executor": "CrewAgentExecutor",
     "crewai.agents.agent_executor": "AgentExecutor",
@@ -155,13 +156,24 @@ def tell_tool(span: OpenSpan, event: Any) -> None:
     span.set(**{names.TOOL_NAME: event.tool_name})
     if not isinstance(event.tool_args, str) and event.tool_args is not None:
         span.set(**{names.TOOL_ARGUMENTS: to_json(event.tool_args)})
-    span.set(**{names.HANDOFF: handed_to(event.tool_name, event.tool_args)})
     output = getattr(event, "output", None)
+    there = nobody_of(event) is None
+    if there:
+        span.set(**{names.HANDOFF: handed_to(event.tool_name, event.tool_args)})
     if output is not None:
         text = output if isinstance(output, str) else to_json(output)
         span.set(**{names.TOOL_RESULT: text})
-        if span.attributes.get(names.TOOL_RETURNED) == dumps(text).decode():  # nearly always: the text says it
+        # Nearly always the text says what was returned; of an error it would say what was raised.
+        if there and span.attributes.get(names.TOOL_RETURNED) == dumps(text).decode():
             del span.attributes[names.TOOL_RETURNED]
+
+
+def nobody_of(event: Any) -> str | None:
+    """Return what a model is told that handed work to a coworker who is not there; None where it did not."""
+    output = getattr(event, "output", None)
+    if not isinstance(output, str) or handed_to(event.tool_name, event.tool_args) is None:
+        return None
+    return output.strip() if _NOBODY in output else None
 
 
 def handed_to(name: str, arguments: Any) -> str | None:

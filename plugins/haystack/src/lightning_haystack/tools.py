@@ -166,7 +166,7 @@ class HaystackTools(Tracker):
             given = given_to(span)
             if given is not None:
                 return original(_giving(tool, given), *args, **kwargs)
-            with _Kept(span) as kept:
+            with _Outcome(span) as kept:
                 return kept.whole(original(tool, *args, **kwargs))
 
         return invoke
@@ -181,7 +181,7 @@ class HaystackTools(Tracker):
             given = await agiven_to(span)
             if given is not None:
                 return await original(_giving(tool, given), *args, **kwargs)
-            with _Kept(span) as kept:
+            with _Outcome(span) as kept:
                 return kept.whole(await original(tool, *args, **kwargs))
 
         return invoke
@@ -226,13 +226,13 @@ class HaystackTools(Tracker):
                 self.end(span, error=f"the arguments of {name} are no JSON, so Haystack leaves the call out")
 
 
-class _Kept:
+class _Outcome:
     """Keeps on a tool's span what its own code returned or raised."""
 
     def __init__(self, span: Any) -> None:
         self._span = span
 
-    def __enter__(self) -> _Kept:
+    def __enter__(self) -> _Outcome:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

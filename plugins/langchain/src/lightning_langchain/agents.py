@@ -37,7 +37,7 @@ _LOOP: Final = frozenset(
 _MIDDLEWARE: Final = (".before_agent", ".before_model", ".after_model", ".after_agent")
 
 
-class Run(Scope):
+class ChainRun(Scope):
     """One run of LangChain."""
 
     __slots__ = (
@@ -45,12 +45,12 @@ class Run(Scope):
         "name", "namespace", "offered", "packages", "parent", "pregel", "requests", "start_ns", "tags", "unknown",
     )  # fmt: skip
 
-    def __init__(self, parent: Run | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, parent: ChainRun | None, kind: str, name: str, metadata: Mapping[str, Any]) -> None:
         here = settled()
         super().__init__(here)
         self.parent = parent
         # Of the whole tree: its open runs, and the tool calls that models asked for, until they are made.
-        self.inner: dict[UUID, Run] = {} if parent is None else parent.inner
+        self.inner: dict[UUID, ChainRun] = {} if parent is None else parent.inner
         self.requests: list[ToolRequest] = [] if parent is None else parent.requests
         # Of the whole tree, by id: calls of tools that the model was not offered, until somebody answers them.
         self.unknown: dict[str, ToolRequest] = {} if parent is None else parent.unknown
@@ -74,7 +74,7 @@ class Run(Scope):
         self.cached = False  # of a chat run: a cache answered
 
 
-class Runs(EventTracker[Run]):
+class ChainRuns(EventTracker[ChainRun]):
     """The runs that are open, by LangChain's ids, and the spans of those that are agents or tools."""
 
     def __init__(self, recorder: Recorder, framework: str) -> None:
@@ -82,16 +82,18 @@ class Runs(EventTracker[Run]):
         self._waiting = WaitingRequests()
         self._lock = threading.RLock()  # branches of one graph that start at once begin its span once
 
-    def begin_run(self, run_id: UUID, parent_id: UUID | None, kind: str, name: str, metadata: Mapping[str, Any]) -> Run:
+    def begin_run(
+        self, run_id: UUID, parent_id: UUID | None, kind: str, name: str, metadata: Mapping[str, Any]
+    ) -> ChainRun:
         """Take a run that starts."""
-        run = Run(self.scopes.get(parent_id), kind, name, metadata)
+        run = ChainRun(self.scopes.get(parent_id), kind, name, metadata)
         if run.parent is None:
             self._waiting.begin(run.requests, metadata.get("thread_id"))
         self.scopes[run_id] = run
         run.inner[run_id] = run
         return run
 
-    def end_run(self, run_id: UUID) -> Run | None:
+    def end_run(self, run_id: UUID) -> ChainRun | None:
         """Take a run that ends; the context that it was entered with is left, its span is still the caller's to end."""
         run = self.leave(run_id)
         if run is None:
@@ -108,7 +110,7 @@ class Runs(EventTracker[Run]):
             self._waiting.end(run.requests, run.metadata.get("thread_id"))
         return run
 
-    def refuse(self, run: Run, request: ToolRequest, why: str) -> None:
+    def refuse(self, run: ChainRun, request: ToolRequest, why: str) -> None:
         """Record a tool call that no tool carries out."""
         if request.call_id is not None:
             run.unknown.pop(request.call_id, None)
@@ -118,11 +120,11 @@ class Runs(EventTracker[Run]):
         context = self.place(run, run.context)
         self.end(self.begin_tool(request.name, request.call_id, text, context, agent=request.agent), error=why)
 
-    def is_node(self, run: Run) -> bool:
+    def is_node(self, run: ChainRun) -> bool:
         """Whether a chain is a node of a graph: its checkpoint namespace is its own."""
         return run.namespace is not None and (run.parent is None or run.namespace != run.parent.namespace)
 
-    def begin_node(self, run: Run) -> None:
+    def begin_node(self, run: ChainRun) -> None:
         """Find the agent of a node, begin its span if it is an agent of its own, and enter it."""
         node = str(run.metadata.get("langgraph_node") or run.name)
         graph = run.parent
@@ -137,7 +139,7 @@ class Runs(EventTracker[Run]):
             self._begin_agent(run, node)
         run.enter(self.place(run))
 
-    def _begin_graph(self, graph: Run) -> None:
+    def _begin_graph(self, graph: ChainRun) -> None:
         graph.graph = True
         graph.agent = current_agent(self.place(graph.parent, graph.context))
         above = graph.parent.lc_agent if graph.parent is not None else None
@@ -148,7 +150,7 @@ class Runs(EventTracker[Run]):
         if own != UNNAMED and not graph.foreign:
             self._begin_agent(graph, own)
 
-    def _name_loop(self, run: Run, graph: Run | None) -> None:
+    def _name_loop(self, run: ChainRun, graph: ChainRun | None) -> None:
         """Find the agent whose loop a node is part of: the named graph, else what is around it, else the graph."""
         if graph is None:  # recording began inside it
             if run.lc_agent:
@@ -160,7 +162,7 @@ class Runs(EventTracker[Run]):
                     self._begin_agent(graph, UNNAMED)
         run.agent = graph.agent
 
-    def _begin_agent(self, run: Run, name: str) -> None:
+    def _begin_agent(self, run: ChainRun, name: str) -> None:
         """Begin an agent's span, unless the same agent is at work right around it (a node that holds a named graph)."""
         around = run.parent
         while around is not None and around.span is None:
@@ -170,7 +172,7 @@ class Runs(EventTracker[Run]):
             return
         run.span = self._begin(names.INVOKE_AGENT, run, name, self.place(run.parent, run.context))
 
-    def _begin(self, operation: str, run: Run, name: str, context: Context) -> OpenSpan | None:
+    def _begin(self, operation: str, run: ChainRun, name: str, context: Context) -> OpenSpan | None:
         return self.begin(
             operation,
             name,
@@ -180,7 +182,7 @@ class Runs(EventTracker[Run]):
             start_ns=run.start_ns,
         )
 
-    def home(self, run: Run | None) -> OpenSpan | None:
+    def home(self, run: ChainRun | None) -> OpenSpan | None:
         """Return the span that what happens in a run belongs under; None for what stands alone."""
         while run is not None:
             if run.span is not None:
@@ -190,7 +192,7 @@ class Runs(EventTracker[Run]):
             run = run.parent
         return None
 
-    def _begin_workflow(self, root: Run) -> OpenSpan | None:
+    def _begin_workflow(self, root: ChainRun) -> OpenSpan | None:
         with self._lock:
             if root.span is None:
                 context = settled(root.context)
@@ -199,7 +201,7 @@ class Runs(EventTracker[Run]):
                 root.span = self._begin(names.INVOKE_WORKFLOW, root, root.name, context)
             return root.span
 
-    def place(self, run: Run | None, context: Context | None = None) -> Context:
+    def place(self, run: ChainRun | None, context: Context | None = None) -> Context:
         """Return the context for what begins in a run: the current one if it is inside the run's span, else the span's.
 
         A context may be inside through a `with agent(...)` of the user's, and outside where it was not handed on.
@@ -216,7 +218,7 @@ class Runs(EventTracker[Run]):
         return context if inside is home else home.context_in(context)
 
 
-def _began_in_chain(span: OpenSpan, run: Run | None) -> bool:
+def _began_in_chain(span: OpenSpan, run: ChainRun | None) -> bool:
     """Whether a `with agent(...)` of the user's was begun in a plain chain, whose own span is not entered."""
     while run is not None:
         if run.span is not None:
@@ -232,7 +234,7 @@ def _began_in_chain(span: OpenSpan, run: Run | None) -> bool:
     return False
 
 
-def _is_foreign(graph: Run) -> bool:
+def _is_foreign(graph: ChainRun) -> bool:
     """Whether a graph is a library's, at work for an agent of the user's: its nodes are no agents then.
 
     Without an agent around, its nodes are all there is to tell calls apart by. A graph of the package that the graph
@@ -251,7 +253,7 @@ def _is_foreign(graph: Run) -> bool:
     return bool(graph.packages)
 
 
-def _is_of_loop(node: str, run: Run, graph: Run | None) -> bool:
+def _is_of_loop(node: str, run: ChainRun, graph: ChainRun | None) -> bool:
     """Whether a node is a part of an agent's loop rather than an agent: `create_agent` and `create_react_agent`."""
     if node.endswith(_MIDDLEWARE) or node == "tools":
         return True
@@ -260,5 +262,5 @@ def _is_of_loop(node: str, run: Run, graph: Run | None) -> bool:
     return _made_by_langchain(run) or graph is None or graph.name != UNNAMED or graph.agent is not None
 
 
-def _made_by_langchain(run: Run) -> bool:
+def _made_by_langchain(run: ChainRun) -> bool:
     return run.metadata.get("ls_integration") == "langchain_create_agent"

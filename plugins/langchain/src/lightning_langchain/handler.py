@@ -13,7 +13,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import _configure_hooks, register_configure_hook
 
 from lightning_langchain import tools
-from lightning_langchain.agents import Run, Runs
+from lightning_langchain.agents import ChainRun, ChainRuns
 from lightning_langchain.handoffs import handed_to
 from lightning_langchain.models import OtherModels, follow_caches
 from lightning_langchain.plugin import FRAMEWORK
@@ -51,7 +51,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield undo
 
 
-class Handler(Runs, BaseCallbackHandler):
+class Handler(ChainRuns, BaseCallbackHandler):
     """Called in the thread and context of what it reports, so that what it enters is found when a model is called."""
 
     run_inline = True  # else async events run in a thread of their own, and their context is lost
@@ -92,7 +92,7 @@ class Handler(Runs, BaseCallbackHandler):
         if run is not None:
             self.end(run.span)
 
-    def _answered(self, run: Run, outputs: Any) -> None:
+    def _answered(self, run: ChainRun, outputs: Any) -> None:
         """Take the answers to calls of tools that are not there; who answers without an error has its own way."""
         for message in answers_in(outputs):
             request = run.unknown.pop(message.tool_call_id, None)
@@ -198,7 +198,7 @@ class Handler(Runs, BaseCallbackHandler):
         if run is not None and self.live:
             self._models.end(run, response, None)
 
-    def _asked_for(self, run: Run, response: LLMResult) -> None:
+    def _asked_for(self, run: ChainRun, response: LLMResult) -> None:
         """Keep the tool calls that an answer asks for; those whose arguments can't be read are never made."""
         agent = current_agent(run.context)
         requests = list(requests_in(response, agent))

@@ -10,7 +10,7 @@ import orjson
 from langchain_core.caches import BaseCache
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 
-from lightning_langchain.agents import Run
+from lightning_langchain.agents import ChainRun
 from lightning_openai.other_clients import OtherCall, to_json
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import current_scope
@@ -48,7 +48,7 @@ def _wrap_alookup(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _noted(found: Any) -> Any:
     run = current_scope()
-    if isinstance(found, list) and isinstance(run, Run) and run.kind == "chat":  # what LangChain takes for an answer
+    if isinstance(found, list) and isinstance(run, ChainRun) and run.kind == "chat":  # an answer to it
         run.cached = True
     return found
 
@@ -62,7 +62,7 @@ class OtherModels:
 
     def begin(
         self,
-        run: Run,
+        run: ChainRun,
         serialized: Mapping[str, Any] | None,
         messages: Sequence[BaseMessage] | str,
         params: Mapping[str, Any],
@@ -94,7 +94,7 @@ class OtherModels:
         )
         return True
 
-    def end(self, run: Run, response: LLMResult | None, error: BaseException | None) -> None:
+    def end(self, run: ChainRun, response: LLMResult | None, error: BaseException | None) -> None:
         """Make the span, unless the openai client made one, or a cache answered.
 
         A model that always uses the openai client and made no call failed before it called.

@@ -42,8 +42,6 @@ class LlamaIndexTools(Tracker):
         async def call_tool(workflow: Any, ctx: Any, ev: Any) -> Any:
             span = self.begin_tool(ev.tool_name, ev.tool_id, to_json(ev.tool_kwargs))
             with self.inside(span):
-                if span is not None and ev.tool_name == _HANDOFF:
-                    span.set(**{names.HANDOFF: ev.tool_kwargs.get("to_agent")})
                 try:
                     result = await original(workflow, ctx, ev)
                 except Exception as error:
@@ -54,6 +52,8 @@ class LlamaIndexTools(Tracker):
                     output = result.tool_output
                     text = str(output.content)
                     failed = (getattr(output, "exception", None) or text) if output.is_error else None
+                    if span is not None and ev.tool_name == _HANDOFF and failed is None:
+                        failed = await _handed_over(span, ctx, ev, text)
                     self.end(span, error=failed, attributes={names.TOOL_RESULT: text})
                 return result
 
@@ -70,6 +70,15 @@ class LlamaIndexTools(Tracker):
             return await acalled(own_code, partial(_output, name, tool_input), keep=_keep, waits=_waits)
 
         return call
+
+
+async def _handed_over(span: OpenSpan, ctx: Any, ev: Any, text: str) -> str | None:
+    """Say which agent goes on; return what the model is told where there is none of that name, or it may not."""
+    agent = await ctx.store.get("next_agent", default=None)
+    if agent is None or agent != ev.tool_kwargs.get("to_agent"):
+        return text
+    span.set(**{names.HANDOFF: agent})
+    return None
 
 
 def _output(name: str, tool_input: Any, given: Given) -> ToolOutput:

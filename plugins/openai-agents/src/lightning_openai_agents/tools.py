@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
 
 import agents
 from agents.tool_context import ToolContext
@@ -62,16 +63,22 @@ def _invoke_through(tools: SdkTools, kind: Any) -> Callable[[], None]:
 
 
 class _Invoker:
-    """Stands in for the field. Outside of a tool's span it gives what is in it."""
+    """Stands in for the field. What it gives for a tool is one object: the SDK compares it with what it approved."""
 
     def __init__(self, tools: SdkTools) -> None:
         self._tools = tools
+        self._known: WeakValueDictionary[int, _Invoked] = WeakValueDictionary()  # by the id of what they hold
 
     def __get__(self, tool: Any, kind: type | None = None) -> Any:
         if tool is None:
             raise AttributeError("on_invoke_tool")  # the class has no such attribute of its own
         invoke = vars(tool)["on_invoke_tool"]
-        return _Invoked(invoke, self._tools) if self._tools.live and tool_around() is not None else invoke
+        if not self._tools.live:
+            return invoke
+        known = self._known.get(id(invoke))
+        if known is None:
+            known = self._known[id(invoke)] = _Invoked(invoke, self._tools)
+        return known
 
     def __set__(self, tool: Any, invoke: Any) -> None:
         vars(tool)["on_invoke_tool"] = invoke.__wrapped__ if type(invoke) is _Invoked else invoke

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from lightning_openai.anthropic_stream import MESSAGES
+from lightning_spans.chat.response import finish_of_message
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.spans import Json
 
@@ -33,7 +35,7 @@ def response_attributes(endpoint: str, response: Mapping[str, Json]) -> dict[str
     """Return the attributes that a response tells: id, model, finish reasons, usage.
 
     Args:
-        endpoint: ``/chat/completions``, ``/completions`` or ``/responses``.
+        endpoint: ``/chat/completions``, ``/completions``, ``/responses`` or Anthropic's ``/messages``.
         response: the parsed body.
     """
     usage = response.get("usage") or {}
@@ -42,7 +44,7 @@ def response_attributes(endpoint: str, response: Mapping[str, Json]) -> dict[str
         attributes[names.RESPONSE_ID] = told
     if (told := response.get("model")) is not None:
         attributes[names.RESPONSE_MODEL] = told
-    reasons = _finish_of_output(response) if endpoint == "/responses" else _finish_of_choices(response)
+    reasons = _finish_reasons(endpoint, response)
     if reasons:
         attributes[names.FINISH_REASONS] = reasons
     if (told := _either(usage, "prompt_tokens", "input_tokens")) is not None:
@@ -50,6 +52,14 @@ def response_attributes(endpoint: str, response: Mapping[str, Json]) -> dict[str
     if (told := _either(usage, "completion_tokens", "output_tokens")) is not None:
         attributes[names.OUTPUT_TOKENS] = told
     return attributes
+
+
+def _finish_reasons(endpoint: str, response: Mapping[str, Json]) -> list[str]:
+    if endpoint == "/responses":
+        return _finish_of_output(response)
+    if endpoint == MESSAGES:
+        return [reason] if (reason := finish_of_message(response)) is not None else []
+    return _finish_of_choices(response)
 
 
 def _finish_of_choices(response: Mapping[str, Json]) -> list[str]:

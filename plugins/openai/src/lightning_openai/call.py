@@ -65,6 +65,7 @@ class ModelCall:
         self._asked: bytes | None = None  # the body of the request
         self._retries: int | None = None
         self._recorded: RecordedBody | None = None  # the body of the response; None: there was no response
+        self._refusal: bytes | None = None  # the body of the response where that was an error
         self._chunks: int | None = None  # of that body, when the span ended
         self._prompted = False  # its agent's other prompt is in the body
         self._left_to_it = False  # a replay left the call to the program's own endpoint
@@ -197,6 +198,7 @@ class ModelCall:
                 self.span.set(**{"http.response.status_code": status})
             if self._recorded is None:
                 self._request = getattr(error, "request", None)
+                self._refusal = _content(getattr(error, "response", None))
             self._end(error)
 
     def read_to_end(self) -> None:
@@ -258,6 +260,8 @@ class ModelCall:
             if self._retries:
                 told["http.request.resend_count"] = self._retries
         if self._recorded is None:
+            if self._refusal is not None:
+                told[names.RESPONSE] = self._refusal.decode(errors="replace")
             if self.span.status == "ok":
                 told[names.ABANDONED] = True  # recording stopped before the answer came
             return
@@ -292,8 +296,9 @@ def _is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
     return type(value) is dict or (value is not None and isinstance(value, Mapping))
 
 
-def _content(request: Any) -> bytes | None:
-    content = getattr(request, "_content", None)  # `.content` raises where a body is itself a stream
+def _content(message: Any) -> bytes | None:
+    """Return the body of a request, or of a response that was read."""
+    content = getattr(message, "_content", None)  # `.content` raises where a body is itself a stream
     return content if isinstance(content, bytes) and content else None
 
 

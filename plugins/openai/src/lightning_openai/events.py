@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import orjson
 
+from lightning_openai.anthropic_stream import MESSAGES
 from lightning_spans.chat.stream import TEXTS, EventReader
 from lightning_spans.schema.spans import Json
 
@@ -114,5 +115,7 @@ def is_whole(endpoint: str, response: Mapping[str, Json] | None) -> bool:
         return False
     if endpoint == "/responses":
         return response.get("status") in {"completed", "incomplete", "failed", "cancelled"}
+    if endpoint == MESSAGES:
+        return response.get("stop_reason") is not None
     choices = response.get("choices") or []
     return bool(choices) and all(choice.get("finish_reason") for choice in choices)

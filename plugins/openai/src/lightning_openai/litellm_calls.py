@@ -106,7 +106,7 @@ def _put(cell: Any, function: Any) -> Callable[[], None]:
     return undo
 
 
-class _Caller(NamedTuple):
+class _LitellmCaller(NamedTuple):
     """Who calls."""
 
     agent: str | None
@@ -142,7 +142,7 @@ class _Function(NamedTuple):
         context = place_of_call()
         agent = current_agent(context)
         path = None if agent is None else standing(agent, context)
-        caller = _Caller(agent, path, current_attempt(context))
+        caller = _LitellmCaller(agent, path, current_attempt(context))
         provider, model = _provider(given)
         rerouted = caller.attempt is not None and recorder.reroutes(caller)
         if rerouted and caller.attempt is not None:
@@ -180,7 +180,7 @@ class _Function(NamedTuple):
             return answer
         if hasattr(answer, "__next__") or hasattr(answer, "__anext__"):
             call.begin()
-            _read(answer, _Reading(call, self.endpoint))
+            _read(answer, _LitellmReading(call, self.endpoint))
         else:
             call.end(lambda: answer.model_dump(mode="json", warnings=False))
         return answer
@@ -232,7 +232,7 @@ def _wrap_async(original: Callable[..., Any], function: _Function) -> Callable[.
     return ask
 
 
-class _Reading:
+class _LitellmReading:
     """A stream of LiteLLM's that is being read. It holds the call and not the stream, which may be left."""
 
     def __init__(self, call: OtherCall, endpoint: str) -> None:
@@ -274,7 +274,7 @@ class _Reading:
         return put_together(self._endpoint, dumped)
 
 
-def _read(stream: Any, reading: _Reading) -> None:
+def _read(stream: Any, reading: _LitellmReading) -> None:
     """Follow who reads a stream, which stays the object that it is."""
     try:
         object.__setattr__(stream, "_lightning", reading)

@@ -13,8 +13,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from openai._base_client import AsyncAPIClient, SyncAPIClient
@@ -24,10 +22,11 @@ from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type:
 from lightning_openai import reroute
 from lightning_openai.abandoned import abandoned
 from lightning_openai.call import PLUGIN, ModelCall, endpoint_of
+from lightning_openai.httpx_sends import HttpxSends, is_sending
 from lightning_openai.litellm_calls import follow
 from lightning_openai.other_clients import mark
 from lightning_openai.unfinished import unfinished
-from lightning_spans.record.instrument.http_calls import look, watch
+from lightning_spans.record.instrument.http_calls import watch
 from lightning_spans.record.instrument.patches import Undo, clear, put_back, replace, replace_in_subclasses
 from lightning_spans.record.instrument.scope import scopes_around
 from lightning_spans.record.process import in_child
@@ -42,8 +41,6 @@ _recorders: list[Recorder] = []
 _undo_patches = Undo()
 # Which call a response belongs to, between `request` and `_process_response` of the same task.
 _current: ContextVar[ModelCall | None] = ContextVar("lightning_openai_call", default=None)
-# Whether a client of httpx is sending: what is under it sends the same request.
-_sending: ContextVar[bool] = ContextVar("lightning_openai_sending", default=False)
 
 
 def bind(recorder: Recorder) -> Callable[[], None]:
@@ -54,7 +51,7 @@ def bind(recorder: Recorder) -> Callable[[], None]:
     with _lock:
         if not _recorders:
             _clear()
-            for owner, name, wrap in (*_PATCHES, *_sends()):
+            for owner, name, wrap in (*_PATCHES, *_httpx.places()):
                 put = replace_in_subclasses if name == "request" else replace
                 _undo_patches.add(put(owner, name, wrap))
             _undo_patches.add(replace(BaseInstrumentor, "uninstrument", _wrap_uninstrument))
@@ -186,6 +183,7 @@ def _send(call: ModelCall, client: Any, options: Any, ask: Callable[[Any, Any], 
     except Exception as error:
         own = call.sent_on(error, options)
         if own is None:
+            reroute.raise_unanswered(error)
             raise
     return ask(*own)
 
@@ -198,6 +196,7 @@ async def _asend(call: ModelCall, client: Any, options: Any, ask: Callable[[Any,
     except Exception as error:
         own = call.sent_on(error, options)
         if own is None:
+            reroute.raise_unanswered(error)
             raise
     return await ask(*own)
 
@@ -323,52 +322,10 @@ def _name(client: Any, request: Any) -> None:
 
 def _is_recorded() -> bool:
     """Whether what is sent here and now is part of a call that makes a span, or of a request that was counted."""
-    return _current.get() is not None or _sending.get() or any(scope.call is not None for scope in scopes_around())
+    return _current.get() is not None or is_sending() or any(scope.call is not None for scope in scopes_around())
 
 
-def _begin_send(client: Any, request: Any) -> None:
-    _name(client, request)
-    look(_is_recorded, request.method, lambda: (request.url.netloc.decode(), request.url.path))
-    _sending.set(True)
-
-
-def _wrap_send(original: Callable[..., Any]) -> Callable[..., Any]:
-    def send(client: Any, request: Any, *args: Any, **options: Any) -> Any:
-        if not _recorders:
-            return original(client, request, *args, **options)
-        outer = _sending.get()
-        _begin_send(client, request)
-        try:
-            return original(client, request, *args, **options)
-        finally:
-            _sending.set(outer)
-
-    return send
-
-
-def _wrap_async_send(original: Callable[..., Any]) -> Callable[..., Any]:
-    async def send(client: Any, request: Any, *args: Any, **options: Any) -> Any:
-        if not _recorders:
-            return await original(client, request, *args, **options)
-        outer = _sending.get()
-        _begin_send(client, request)
-        try:
-            return await original(client, request, *args, **options)
-        finally:
-            _sending.set(outer)
-
-    return send
-
-
-def _sends() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Return what else sends a request: the clients of both libraries that providers' packages use."""
-    for library in ("httpx", "httpx2"):
-        if find_spec(library) is not None:
-            module = import_module(library)
-            yield module.Client, "send", _wrap_send
-            yield module.AsyncClient, "send", _wrap_async_send
-
-
+_httpx: Final = HttpxSends(lambda: _recorders[-1] if _recorders else None, _is_recorded, _name)
 _PATCHES: Final = (
     (SyncAPIClient, "request", _wrap_request),
     (AsyncAPIClient, "request", _wrap_async_request),

@@ -10,10 +10,19 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, NotGiven, OpenAI
+from openai import (
+    APIConnectionError,
+    APITimeoutError,
+    AsyncOpenAI,
+    DefaultAsyncHttpxClient,
+    DefaultHttpxClient,
+    NotGiven,
+    OpenAI,
+)
 from openai._base_client import AsyncAPIClient
 from openai._compat import model_copy
 
@@ -29,6 +38,7 @@ AGENT_HEADER: Final = "x-lightning-agent"
 REPLAY_HEADER: Final = "x-lightning-replay"
 _ASKS: Final = {REPLAY_HEADER: "asks"}  # of a replay's calls: what is not in the record can be sent on from here
 _OWN: Final = "own"  # of the answer: it is to be
+_TIMEOUT, _CONNECTION = "timeout", "connection"  # of the answer: there was none in the record
 # Of what the caller gave with the call. The last two are the openai client's notes to itself.
 _TAKEN: Final = ("content-type", "accept", "idempotency-key", "x-stainless-", "____stainless")
 # Of what is sent in the end.
@@ -99,11 +109,35 @@ def rerouted(
 def is_own(error: BaseException) -> bool:
     """Whether the gateway left a call of a replay to the program's own endpoint."""
     response = getattr(error, "response", None)
-    return (
-        getattr(error, "status_code", None) == 421
-        and response is not None
-        and (response.headers.get(REPLAY_HEADER) == _OWN)
-    )
+    return response is not None and is_left(getattr(error, "status_code", None), response.headers)
+
+
+def is_left(status: int | None, headers: Mapping[str, str]) -> bool:
+    """Whether an answer of the gateway leaves a call of a replay to the program's own endpoint."""
+    return status == 421 and headers.get(REPLAY_HEADER) == _OWN
+
+
+def own_headers(attempt: Attempt, agent: str | None) -> dict[str, str]:
+    """Return the headers of a call to the gateway: the attempt's key, who asks, and whether it is a replay."""
+    asks = {} if attempt.replay is None else _ASKS
+    return {"authorization": f"Bearer {attempt.key or 'unused'}", **agent_header(agent), **asks}
+
+
+def raise_unanswered(error: BaseException) -> None:
+    """Raise what the client raised in the record where it had no answer; return where the error is the answer.
+
+    Raises:
+        openai.APITimeoutError: it timed out.
+        openai.APIConnectionError: it could not connect, or lost the connection.
+    """
+    response = getattr(error, "response", None)
+    if response is None:
+        return
+    what = response.headers.get(REPLAY_HEADER)
+    if what == _TIMEOUT:
+        raise APITimeoutError(request=response.request) from None
+    if what == _CONNECTION:
+        raise APIConnectionError(request=response.request) from None
 
 
 def with_body(options: FinalRequestOptions, body: Mapping[str, Json]) -> FinalRequestOptions:
@@ -123,7 +157,8 @@ def agent_header(agent: str | None) -> dict[str, str]:
 
 _lock = threading.Lock()
 _sync: dict[tuple[str, bool], _Client] = {}
-_by_loop: dict[asyncio.AbstractEventLoop, dict[tuple[str, bool], _AsyncClient]] = {}
+_http: dict[str, Any] = {}  # by library
+_by_loop: dict[asyncio.AbstractEventLoop, dict[tuple[str, bool], Any]] = {}  # by base URL, or library
 
 
 def _sync_client(base_url: str, strict: bool) -> _Client:
@@ -137,24 +172,44 @@ def _sync_client(base_url: str, strict: bool) -> _Client:
 
 
 def _async_client(base_url: str, strict: bool) -> _AsyncClient:
-    # Connections belong to the event loop that opened them, so each loop has its own.
+    clients = _of_loop()
+    if (base_url, strict) not in clients:
+        http = DefaultAsyncHttpxClient(trust_env=False, verify=trusted())
+        client = _AsyncClient(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
+        clients[base_url, strict] = _anonymous(client)
+    made: _AsyncClient = clients[base_url, strict]
+    return made
+
+
+def _of_loop() -> dict[tuple[str, bool], Any]:
+    """Return the clients of this event loop. Connections belong to the loop that opened them, so each has its own."""
     loop = asyncio.get_running_loop()
     with _lock:
         if loop not in _by_loop:
             for ended in [known for known in _by_loop if known.is_closed()]:
                 del _by_loop[ended]
-        clients = _by_loop.setdefault(loop, {})
-        if (base_url, strict) not in clients:
-            http = DefaultAsyncHttpxClient(trust_env=False, verify=trusted())
-            client = _AsyncClient(base_url=base_url, http_client=http, _strict_response_validation=strict, **_NOBODY)
-            clients[base_url, strict] = _anonymous(client)
-        return clients[base_url, strict]
+        return _by_loop.setdefault(loop, {})
+
+
+def http_client(library: ModuleType, *, asynchronous: bool) -> Any:
+    """Return a client of httpx, or httpx2, that sends what it is given and nothing of the user's."""
+    if not asynchronous:
+        with _lock:
+            if library.__name__ not in _http:
+                _http[library.__name__] = library.Client(trust_env=False, verify=trusted())
+            return _http[library.__name__]
+    clients = _of_loop()
+    key = library.__name__, False
+    if key not in clients:
+        clients[key] = library.AsyncClient(trust_env=False, verify=trusted())
+    return clients[key]
 
 
 def forget() -> None:
     """Let go of all clients; calls that run keep theirs until they end."""
     with _lock:
         _sync.clear()
+        _http.clear()
         _by_loop.clear()
 
 
@@ -162,8 +217,9 @@ def _after_fork() -> None:
     """Make new clients in a forked child: over the parent's connections it would read what is not meant for it."""
     global _lock  # noqa: PLW0603 - another thread of the parent's may hold it
     _lock = threading.Lock()
-    _parents.extend([*_sync.values(), *_by_loop.items()])
+    _parents.extend([*_sync.values(), *_http.values(), *_by_loop.items()])
     _sync.clear()
+    _http.clear()
     _by_loop.clear()
 
 

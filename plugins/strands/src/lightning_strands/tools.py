@@ -85,6 +85,8 @@ class StrandsTools(Tracker):
             return
         text = "".join(_text(part) for part in result.get("content", ()))
         failed = result.get("status") == "error"
+        if failed:  # nobody of that name goes on
+            span.attributes.pop(names.HANDOFF, None)
         given = getattr(span, "given", None)
         error = (given.error if given is not None else getattr(event, "exception", None) or text) if failed else None
         self.end(span, error=error, attributes={names.TOOL_RESULT: text})

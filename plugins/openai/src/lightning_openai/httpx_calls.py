@@ -1,0 +1,249 @@
+"""Model calls that a program sends with httpx itself, or with a client that does: Anthropic's, Mistral's, Groq's, ...
+
+They are followed where httpx sends a request, if nothing else makes their span and the path is one of OpenAI's or
+Anthropic's. Each try is a request of its own, and so a span. The calls of agents in training are sent to the gateway,
+with nothing of the user's but the body, the time limits and what says in which form it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import orjson
+
+from lightning_openai import reroute
+from lightning_openai.abandoned import abandoned
+from lightning_openai.anthropic_stream import MESSAGES, message_of_events
+from lightning_openai.attributes import request_attributes, response_attributes
+from lightning_openai.call import PLUGIN, endpoint_of
+from lightning_openai.events import is_whole, read_events
+from lightning_openai.recorded_body import RecordedBody, body_of, record_body
+from lightning_openai.unfinished import unfinished
+from lightning_spans.chat.stream import put_together
+from lightning_spans.record.instrument.scope import current_scope
+from lightning_spans.record.prompts import with_prompts
+from lightning_spans.record.recorder import log_failure
+from lightning_spans.record.unrecorded import is_model_call
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import OpenSpan, Recorder
+    from lightning_spans.schema.spans import Json
+
+_KEPT: Final = ("content-type", "accept", "user-agent", "anthropic-version", "anthropic-beta")  # to the gateway
+
+
+def begun(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:
+    """Begin the span of a request that is about to be sent; None where it is no call of a model that can be read."""
+    try:
+        endpoint = _endpoint(request)
+        body = None if endpoint is None else _parsed(getattr(request, "_content", None))
+        if endpoint is None or body is None:
+            return None
+        return HttpxCall(recorder, client, request, endpoint, body)
+    except Exception as error:  # noqa: BLE001 - logged
+        log_failure(PLUGIN, error)
+        return None
+
+
+def _endpoint(request: Any) -> str | None:
+    path = request.url.path
+    if not is_model_call(request.method, path):
+        return None
+    return MESSAGES if path.rstrip("/").endswith(MESSAGES) else endpoint_of(request.method, path)
+
+
+class HttpxCall:
+    """One request, until its answer has been read. Its methods never raise."""
+
+    def __init__(self, recorder: Recorder, client: Any, request: Any, endpoint: str, body: Mapping[str, Json]) -> None:
+        self._recorder = recorder
+        self._client, self._request = client, request
+        self._library = _library(client)
+        self._endpoint = endpoint
+        self._body = body
+        self._asked: bytes = request.content
+        self._recorded: RecordedBody | None = None  # the body of the answer; None: there was none
+        self._chunks: int | None = None  # of that body, when the span ended
+        self._status = 200
+        self._events = False  # the answer is an event stream
+        self._to_end = False
+        self.span = self._begin(recorder)
+        unfinished.add(self)
+
+    def _begin(self, recorder: Recorder) -> OpenSpan:
+        scope = current_scope()
+        context = None if scope is None else scope.call_begins()
+        facts: dict[str, Json] = {
+            names.FRAMEWORK: self._library.__name__,
+            names.PROVIDER: "anthropic" if self._endpoint == MESSAGES else None,
+            names.ENDPOINT: self._endpoint,
+            names.STREAMED: bool(self._body.get("stream")),
+            names.SERVER_ADDRESS: self._request.url.host,
+            **request_attributes(self._body),
+        }
+        span = recorder.start(names.CHAT, str(self._body.get("model", "chat")), context=context, attributes=facts)
+        if scope is not None:
+            scope.call_began()
+        return span
+
+    def sent_by(self) -> tuple[Any, Any]:
+        """Return the client and the request that send the call: to the gateway where its agent is in training.
+
+        In a replay every call goes there first: see `sent_on`.
+        """
+        span, attempt = self.span, self.span.attempt
+        try:
+            prompted = with_prompts(self._body, span.path, attempt)
+            if prompted is not None:
+                self._body = prompted
+                self._request = self._other(self._request.url, self._request.headers, prompted)
+            self._request.headers.setdefault("traceparent", span.traceparent)
+            trained = self._recorder.reroutes(span)
+            if attempt is None or attempt.endpoint is None or not (trained or attempt.replay is not None):
+                return self._client, self._request
+            return self._rerouted(f"{attempt.endpoint}/v1{self._endpoint}", attempt, trained=trained)
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(PLUGIN, error, span)
+            return self._client, self._request
+
+    def _rerouted(self, url: str, attempt: Any, *, trained: bool) -> tuple[Any, Any]:
+        span = self.span
+        body = {**self._body, "model": attempt.model} if trained else self._body
+        headers = {name: value for name, value in self._request.headers.items() if name.lower() in _KEPT}
+        headers |= reroute.own_headers(attempt, span.path) | {"traceparent": span.traceparent}
+        request = self._other(url, headers, body)
+        client = reroute.http_client(self._library, asynchronous=isinstance(self._client, self._library.AsyncClient))
+        span.set(**{names.REROUTED: True, names.SERVER_ADDRESS: urlsplit(url).hostname})
+        if trained:
+            span.set(**{names.REQUEST_MODEL: attempt.model})
+            span.name = attempt.model
+        return client, request
+
+    def _other(self, url: Any, headers: Mapping[str, str], body: Mapping[str, Json]) -> Any:
+        """Return a request with another body. Its length is counted anew."""
+        self._asked = orjson.dumps(body)
+        told = {name: value for name, value in headers.items() if name.lower() not in {"content-length", "host"}}
+        extensions = self._request.extensions
+        return self._library.Request("POST", url, headers=told, content=self._asked, extensions=extensions)
+
+    def sent_on(self, response: Any) -> bool:
+        """Whether the gateway left a call of a replay to the program's own endpoint, where it is to be sent now."""
+        if self.span.attributes.get(names.REROUTED) and reroute.is_left(response.status_code, response.headers):
+            self.span.attributes.pop(names.REROUTED)
+            self._asked = self._request.content
+            return True
+        return False
+
+    @property
+    def own(self) -> tuple[Any, Any]:
+        """The client and the request of the program."""
+        return self._client, self._request
+
+    def responded(self, response: Any) -> None:
+        """Take the answer; end the span if it is there as a whole."""
+        if self.span.end_ns is not None:  # recording stopped meanwhile
+            return
+        try:
+            self._status = response.status_code
+            self._events = response.headers.get("content-type", "").startswith("text/event-stream")
+            if response.is_stream_consumed:
+                self._recorded, self._to_end = RecordedBody([response.content]), True
+                self.end_left()
+            else:
+                self._recorded = record_body(response, self)
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(PLUGIN, error, self.span)
+
+    def failed(self, error: BaseException) -> None:
+        """End the span of a call that raised."""
+        if self.span.end_ns is None:
+            with self._recorder.guard(PLUGIN, self.span):
+                self._end(error)
+
+    def read_to_end(self) -> None:
+        """The body is complete."""
+        self._to_end = True
+
+    def read_failed(self, error: BaseException) -> None:
+        """Reading raised."""
+        self.failed(error)
+
+    def closed(self) -> None:
+        """End the span: nobody reads any further. Perhaps it is the garbage collector that says so: see `abandoned`."""
+        if self.span.end_ns is not None:
+            return
+        if self._to_end:
+            self.end_left()
+        else:
+            abandoned.take(self.end_left)
+
+    def end_left(self) -> None:
+        """End the span with what was read."""
+        if self.span.end_ns is None:
+            with self._recorder.guard(PLUGIN, self.span):
+                self._end(self._refusal() if self._status >= 400 else None)
+
+    def leave(self) -> None:
+        """Leave the span to the parent of a forked child: here it counts as ended."""
+        self.span.end_ns = self.span.start_ns
+
+    def _refusal(self) -> str:
+        self.span.set(**{"http.response.status_code": self._status, names.ERROR_TYPE: str(self._status)})
+        text = "" if self._recorded is None else body_of(self._recorded)
+        return f"HTTP {self._status}: {text[:500]}"
+
+    def _end(self, error: BaseException | str | None) -> None:
+        unfinished.discard(self)
+        if self._recorded is not None:
+            self._chunks = len(self._recorded.chunks)
+        left = error is None or isinstance(error, asyncio.CancelledError)
+        self._client = self._request = None
+        self._body = {}
+        self.span.end(error=error, later=lambda: self._told(left=left))
+
+    def _told(self, *, left: bool) -> None:
+        """Add what request and answer say."""
+        told = self.span.attributes
+        told[names.REQUEST] = self._asked.decode()
+        if self._recorded is None:
+            if self.span.status == "ok":
+                told[names.ABANDONED] = True  # recording stopped before the answer came
+            return
+        text = body_of(self._recorded, self._chunks)
+        if self._events:
+            found = read_events(text)
+            response = self._put_together(found.found)
+            whole = self._to_end or found.done or is_whole(self._endpoint, response)
+            text = "" if response is None else orjson.dumps(response).decode()
+        else:
+            response, whole = _parsed(text), self._to_end
+        if left and not whole:
+            told[names.ABANDONED] = True
+        if text:
+            told[names.RESPONSE] = text
+        told.update(response_attributes(self._endpoint, response or {}))
+
+    def _put_together(self, events: list[dict[str, Json]]) -> dict[str, Json] | None:
+        if self._endpoint == MESSAGES:
+            return message_of_events(events) if events else None
+        return put_together(self._endpoint, events)
+
+
+def _library(client: Any) -> ModuleType:
+    """Return the library of a client: httpx, or httpx2."""
+    roots = (kind.__module__.partition(".")[0] for kind in type(client).__mro__)
+    return next(sys.modules[root] for root in roots if root in {"httpx", "httpx2"})
+
+
+def _parsed(content: Any) -> dict[str, Json] | None:
+    try:
+        parsed = orjson.loads(content or b"")
+    except (orjson.JSONDecodeError, TypeError):
+        return None
+    return parsed if isinstance(parsed, dict) else None

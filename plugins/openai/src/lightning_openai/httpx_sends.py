@@ -1,0 +1,119 @@
+"""Where httpx and httpx2 send a request: calls that nothing else records are recorded there, or counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from lightning_openai.httpx_calls import HttpxCall, begun
+from lightning_spans.record.instrument.http_calls import look
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+# Whether a client is sending: what is under it sends the same request.
+_sending: ContextVar[bool] = ContextVar("lightning_openai_sending", default=False)
+
+
+def is_sending() -> bool:
+    """Whether a client of httpx is sending what is sent here and now."""
+    return _sending.get()
+
+
+class HttpxSends:
+    """The patch of the clients.
+
+    Args:
+        recorder: gives who is to be told; None: nobody now.
+        recorded: whether what is sent here and now is part of a call that makes a span, or that was counted.
+        name: names the span of that call in the request of a client.
+    """
+
+    def __init__(
+        self,
+        recorder: Callable[[], Recorder | None],
+        recorded: Callable[[], bool],
+        name: Callable[[Any, Any], None],
+    ) -> None:
+        self._recorder = recorder
+        self._recorded = recorded
+        self._name = name
+
+    def places(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Return what is to be replaced, by what."""
+        for library in ("httpx", "httpx2"):
+            if find_spec(library) is not None:
+                module = import_module(library)
+                yield module.Client, "send", self._wrap
+                yield module.AsyncClient, "send", self._wrap_async
+
+    def _begin(self, client: Any, request: Any) -> HttpxCall | None:
+        """Begin the span of a request that nothing else makes one of; None: it is sent as it is, perhaps counted."""
+        recorder = self._recorder()
+        call = None if recorder is None or self._recorded() else begun(recorder, client, request)
+        if call is None:
+            self._name(client, request)
+            look(self._recorded, request.method, lambda: (request.url.netloc.decode(), request.url.path))
+        return call
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def follow(call: HttpxCall, client: Any, options: dict[str, Any]) -> Any:
+            sender, asked = call.sent_by()
+            response = original(sender, asked, **_options(options, own=sender is client))
+            if call.sent_on(response):
+                response.close()
+                response = original(*call.own, **options)
+            call.responded(response)
+            return response
+
+        def send(client: Any, request: Any, **options: Any) -> Any:
+            if self._recorder() is None:
+                return original(client, request, **options)
+            call = self._begin(client, request)
+            outer = _sending.get()
+            _sending.set(True)
+            try:
+                return original(client, request, **options) if call is None else follow(call, client, options)
+            except BaseException as error:
+                if call is not None:
+                    call.failed(error)
+                raise
+            finally:
+                _sending.set(outer)  # a token would not do: a coroutine may be closed in another context
+
+        return send
+
+    def _wrap_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        async def follow(call: HttpxCall, client: Any, options: dict[str, Any]) -> Any:
+            sender, asked = call.sent_by()
+            response = await original(sender, asked, **_options(options, own=sender is client))
+            if call.sent_on(response):
+                await response.aclose()
+                response = await original(*call.own, **options)
+            call.responded(response)
+            return response
+
+        async def send(client: Any, request: Any, **options: Any) -> Any:
+            if self._recorder() is None:
+                return await original(client, request, **options)
+            call = self._begin(client, request)
+            outer = _sending.get()
+            _sending.set(True)
+            try:
+                return await (original(client, request, **options) if call is None else follow(call, client, options))
+            except BaseException as error:
+                if call is not None:
+                    call.failed(error)
+                raise
+            finally:
+                _sending.set(outer)
+
+        return send
+
+
+def _options(options: dict[str, Any], *, own: bool) -> dict[str, Any]:
+    """Return the options to send a request with: to the gateway none that authenticates the user."""
+    return options if own else {"stream": options.get("stream", False)}
