@@ -105,8 +105,8 @@ class TrainConfig(BaseModel):
     lora_alpha: float | None = Field(default=None, gt=0)
     """Scale of the adapters; twice the rank by default."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the weights that generate; auto takes the model's own, but float32 on processors that are
-    slower at bfloat16: all but those with AMX, or ARM's (torch)."""
+    """Number format of the weights that generate; auto takes the model's own, but float32 on a processor that
+    is slower at bfloat16, as measured when it is loaded (torch)."""
     device: str = "auto"
     """Where the backend works: auto, cpu, cuda, cuda:1, ... With verl: cpu, else its GPUs."""
     gpus: int = Field(default=1, ge=1)
@@ -380,10 +380,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
     try:
+        if tables := [key for key, value in values.items() if isinstance(value, dict) and _is_heading(key)]:
+            raise ConfigError(f"options stand at the top of the file, not in a table. Take [{tables[0]}] out.")
         refuse_unknown(values, TrainConfig.model_fields)
     except ConfigError as error:
         raise ConfigError(f"config file {path}: {error}") from None
     return values
+
+
+def _is_heading(key: str) -> bool:
+    """Whether a table is no option, and none misspelt."""
+    return not difflib.get_close_matches(key, TrainConfig.model_fields, n=1, cutoff=0.8)
 
 
 def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:

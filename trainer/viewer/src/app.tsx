@@ -125,6 +125,9 @@ function App(): JSX.Element {
   );
 }
 
+// The step that an address names; null where it names none, or what is no number.
+const stepIn = (part: string): number | null => (/^\d+$/.test(part) ? Number(part) : null);
+
 interface Where {
   kind: string | undefined;
   run: string;
@@ -139,7 +142,7 @@ function Screen({ kind, run, screen, rest, tick }: Where): JSX.Element {
   if (kind !== "run") return <Runs />;
   switch (screen) {
     case "step":
-      return <Step key={`${one}/${two}`} run={run} mode={one || "train"} step={two === "" ? null : Number(two)} bin={three} tick={tick} />;
+      return <Step key={`${one}/${two}`} run={run} mode={one || "train"} step={stepIn(two)} bin={three} tick={tick} />;
     case "group":
       return <Group key={one} run={run} group={one} />;
     case "rollout":
@@ -153,13 +156,13 @@ function Screen({ kind, run, screen, rest, tick }: Where): JSX.Element {
     case "tracecall":
       return <Call key={rest.join("/")} run={run} trace={one} span={two} />;
     case "account":
-      return <Account run={run} step={one === "" ? null : Number(one)} tick={tick} />;
+      return <Account run={run} step={stepIn(one)} tick={tick} />;
     case "credit":
-      return <Credit run={run} step={one === "" ? null : Number(one)} tick={tick} />;
+      return <Credit run={run} step={stepIn(one)} tick={tick} />;
     case "rewards":
-      return <Rewards run={run} mode={one || "train"} step={two === "" ? null : Number(two)} tick={tick} />;
+      return <Rewards run={run} mode={one || "train"} step={stepIn(two)} tick={tick} />;
     case "tools":
-      return <Tools run={run} mode={one || "train"} step={two === "" ? null : Number(two)} tick={tick} />;
+      return <Tools run={run} mode={one || "train"} step={stepIn(two)} tick={tick} />;
     case "fleet":
       return <Fleet run={run} tick={tick} />;
     case "search":

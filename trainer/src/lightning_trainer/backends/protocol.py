@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning_trainer.report.learned_tokens import SeenTokens
     from lightning_trainer.report.metrics import MetricLog
     from lightning_trainer.report.progress import Progress
-    from lightning_trainer.rl.rewards.judge import Chosen
+    from lightning_trainer.rl.rewards.judge import JudgeRule
     from lightning_trainer.rl.rows import Row
     from lightning_trainer.runner.runner import Runner
 
@@ -82,7 +82,7 @@ class OpenRun:
     check: Callable[[], None]
     start: Start = field(default_factory=Start)
     identity: Mapping[str, Any] = field(default_factory=dict)
-    rules: Sequence[Chosen] = ()
+    rules: Sequence[JudgeRule] = ()
     judge: GroupJudge | None = None
 
     @property

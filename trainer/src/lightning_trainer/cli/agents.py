@@ -43,7 +43,11 @@ if TYPE_CHECKING:
 
 @click.command(name="agents")
 @click.argument("target", required=False)
-@click.option("--data", type=click.Path(path_type=Path), help="Tasks: a JSON Lines, JSON or CSV file.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, or a data set's folder.",
+)
 @environment_options(tasks=False)
 @click.option("--tasks", "count", default=4, show_default=True, type=click.IntRange(1), help="Run the first N of them.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")

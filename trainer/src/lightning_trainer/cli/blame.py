@@ -78,6 +78,10 @@ def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[st
     path = run / "config.json"
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no {path.name} in {run}. Give the folder of a run, such as runs/2026-11-20."
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} can't be read: {error}. Give the folder of a run, such as runs/2026-11-20."

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 @click.command(name="eval")
 @click.argument("target", required=False)
-@click.option("--data", type=click.Path(path_type=Path), help="Tasks: a JSON Lines, JSON or CSV file.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, or a data set's folder.",
+)
 @environment_options()
 @click.option("--tasks", type=click.IntRange(1), help="Only the first N of them.")
 @click.option("--samples", type=click.IntRange(1), help="Executions of each task. [default: 1]")
@@ -84,13 +88,13 @@ def command(
     endpoints. Samples are kept in the folder as they end, and --resume draws what is missing. An interval is of the
     mean over tasks: 95 %, by percentile bootstrap with 10,000 resamples.
     """
-    from lightning_trainer.evaluation.evaluate import Keys, evaluate
+    from lightning_trainer.evaluation.evaluate import BearerKeys, evaluate
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.report.progress import Shown
 
     config = _config(resume, given(flags))
     environment = os.environ.get("LIGHTNING_UPSTREAM_KEY")
-    keys = Keys(
+    keys = BearerKeys(
         endpoint=read_key(endpoint_key) if endpoint_key else environment,
         against=read_key(against_key) if against_key else environment if _same_server(config) else None,
     )

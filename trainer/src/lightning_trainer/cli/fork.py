@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from lightning_trainer.evaluation.subjects import Subject
-    from lightning_trainer.replaying.forking import Forked
+    from lightning_trainer.replaying.forking import ForkedAttempt
 
 _SHORT = 80  # characters of an answer that a line shows
 
@@ -123,7 +123,7 @@ def subject_of(model: str | None, endpoint: str | None, key: str | None) -> Subj
     return None if model is None else subjects.read_subject(model, key=key)
 
 
-def _show_replay(found: Forked) -> None:
+def _show_replay(found: ForkedAttempt) -> None:
     result, calls = found.result, len(found.recorded.record.calls)
     if result.ended:
         click.echo(printable(f"attempt {found.recorded.attempt_id} does not replay: {result.ended[0].reason}"))
@@ -136,7 +136,7 @@ def _show_replay(found: Forked) -> None:
     )
 
 
-def _tree(found: Forked, number: int) -> Tree:
+def _tree(found: ForkedAttempt, number: int) -> Tree:
     from rich.text import Text
     from rich.tree import Tree
 

@@ -18,7 +18,7 @@ from lightning_trainer.run.starter import FRAMEWORKS
 )
 def command(*, folder: Path, framework: str | None) -> None:
     """Make a small project in FOLDER that trains at once: program, tasks, reward, configuration, README."""
-    from lightning_trainer.run.starter import write_project
+    from lightning_trainer.run.starter import install_line, missing, write_project
 
     if framework is None and folder.name in FRAMEWORKS:
         raise click.UsageError(
@@ -29,6 +29,10 @@ def command(*, folder: Path, framework: str | None) -> None:
     click.echo(f"a program for {framework}")
     for path in write_project(folder, framework):
         click.echo(f"made {path}")
+    if absent := missing(framework):
+        click.echo(
+            f"\nNot installed here: {', '.join(absent)}. In a clone of Lightning-RL:\n  {install_line(framework)}"
+        )
     click.echo(
         f"\nNow:\n  cd {folder}\n  lightning-rl agents agent:run --reward reward:score --data val.jsonl --model"
         " smollm2-135m\n  lightning-rl train --config run.toml --dry-run\n"

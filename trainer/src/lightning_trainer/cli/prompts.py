@@ -15,7 +15,12 @@ from lightning_trainer.report.terminal import printable
 
 @click.command(name="prompts")
 @click.argument("target", required=False)
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="Tasks: a JSON Lines, JSON or CSV file.")
+@click.option(
+    "--data",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, or a data set's folder.",
+)
 @click.option(
     "--val", type=click.Path(path_type=Path), help="Tasks to choose by; every other one of --data by default."
 )

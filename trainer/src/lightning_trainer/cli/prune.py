@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,9 +66,9 @@ def command(
         raise ConfigError("prune: --trace is for traces without a rollout. Give either --rollout or --trace.")
     what = f"of origin {origin}" if origin is not None else "of every origin"
     named = f", {len(rollouts or traces)} named" if rollouts or traces else ""
-    if not yes:
-        click.confirm(f"Delete traces {what}{named}{'' if age_s is None else ', by age'} in {store}?", abort=True)
     with reading(store, key_file) as opened:
+        if not yes:
+            _ask(f"Delete traces {what}{named}{'' if age_s is None else ', by age'} in {store}?")
         deleted = opened.delete(
             rollout_ids=rollouts or None,
             trace_ids=traces or None,
@@ -76,3 +77,17 @@ def command(
             compact=compact,
         )
     click.echo(f"deleted: {deleted} rollouts, and spans and calls without one")
+
+
+def _ask(question: str) -> None:
+    """Ask, and end where the answer is no.
+
+    Raises:
+        ConfigError: no yes came, and no terminal is there to ask.
+    """
+    try:
+        click.confirm(question, abort=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise ConfigError("prune: nothing is deleted without a yes. Where nobody can answer, add --yes.") from None

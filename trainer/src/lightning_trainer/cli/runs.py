@@ -11,7 +11,7 @@ import click
 from lightning_trainer.cli.options import print_json, screen
 
 if TYPE_CHECKING:
-    from lightning_trainer.report.runs import RunRow
+    from lightning_trainer.report.runs import RunSummary
 
 
 @click.command(name="runs")
@@ -42,7 +42,7 @@ def command(*, folders: Sequence[Path], as_json: bool) -> None:
         click.echo(f"{name}: {', '.join(map(str, values))}")
 
 
-def _print(rows: Sequence[RunRow]) -> None:
+def _print(rows: Sequence[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -87,7 +87,7 @@ def command(
     from lightning_trainer.rl.rewards.judge import read_rules
     from lightning_trainer.rl.rewards.shown import with_automatic
 
-    wanted = Wanted(tuple(agents), min_reward, max_reward, errors, text)
+    wanted = TraceFilter(tuple(agents), min_reward, max_reward, errors, text)
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     with reading(store, key_file) as source:
         _refuse_unknown(source, rollouts)
@@ -105,7 +105,7 @@ def command(
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TraceFilter:
     """Which traces to show."""
 
     agents: tuple[str, ...]

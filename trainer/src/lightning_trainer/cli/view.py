@@ -71,11 +71,11 @@ def _serve(runs: Runs, tokenizers: tuple[Path, ...], host: str, port: int, *, pl
     from lightning_trainer.gateway.auth.keys import Keys
     from lightning_trainer.gateway.http.serving import ServerThread
     from lightning_trainer.view.pages import PATH, create_view
-    from lightning_trainer.view.reader import Reader
+    from lightning_trainer.view.reader import StoreReader
     from lightning_trainer.view.routes import Views
 
     for first in runs.all()[:1]:
-        Reader(first.store).close()  # or refuse
+        StoreReader(first.store).close()  # or refuse
     keys = Keys.fresh()
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -41,7 +41,7 @@ class Opened:
     val: Path | None
 
 
-class _Source(Protocol):
+class _Offered(Protocol):
     """What a module of a kind of environments offers, beside its ``run(row)``."""
 
     def tasks(
@@ -69,7 +69,7 @@ def open_environment(
     """
     kind, rest = _kind(name)
     module = f"{__name__}.{_KINDS[kind]}"
-    source = cast(_Source, importlib.import_module(module))
+    source = cast(_Offered, importlib.import_module(module))
     own = dict(options or {})
     learned, held = source.tasks(rest, own, tasks, held_out)
     if not learned or len(held) < held_out:

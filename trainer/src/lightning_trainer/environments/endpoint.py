@@ -20,7 +20,7 @@ AGENT: Final = "agent"  # of environments that have one agent and no name for it
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class AttemptEndpoint:
     """An OpenAI-compatible endpoint, for one agent in one attempt.
 
     Attributes:
@@ -56,7 +56,7 @@ class Endpoint:
             del os.environ[name]
 
 
-def endpoint(agent: str = AGENT) -> Endpoint:
+def endpoint(agent: str = AGENT) -> AttemptEndpoint:
     """Return where this agent's calls go in the current attempt.
 
     Raises:
@@ -65,11 +65,11 @@ def endpoint(agent: str = AGENT) -> Endpoint:
     attempt = current_attempt()
     if attempt is not None and attempt.reroutes(agent):
         headers = {"x-lightning-agent": quote(agent, safe="")}
-        return Endpoint(f"{attempt.endpoint}/v1", attempt.model, attempt.key or "none", headers)
+        return AttemptEndpoint(f"{attempt.endpoint}/v1", attempt.model, attempt.key or "none", headers)
     url, model = os.environ.get("OPENAI_BASE_URL"), os.environ.get("OPENAI_MODEL")
     if not (url and model):
         raise ConfigError(
             f"nothing says what answers the environment's agent {agent!r}, which is not trained here. Set"
             " OPENAI_BASE_URL, OPENAI_MODEL and OPENAI_API_KEY to its endpoint, or choose it with --agents."
         )
-    return Endpoint(url, model, os.environ.get("OPENAI_API_KEY") or "none")
+    return AttemptEndpoint(url, model, os.environ.get("OPENAI_API_KEY") or "none")

@@ -21,7 +21,7 @@ import httpx
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import Json
-from lightning_trainer.environments.endpoint import Endpoint, endpoint
+from lightning_trainer.environments.endpoint import AttemptEndpoint, endpoint
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -93,7 +93,12 @@ class _Loop(ABC):
     """
 
     def __init__(
-        self, server: Any, client: AsyncOpenAI, there: Endpoint, schema: Mapping[str, Any], options: Mapping[str, Any]
+        self,
+        server: Any,
+        client: AsyncOpenAI,
+        there: AttemptEndpoint,
+        schema: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> None:
         self._server = server
         self._client = client

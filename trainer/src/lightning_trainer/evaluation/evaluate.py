@@ -23,7 +23,7 @@ from lightning_trainer.evaluation.samples import Sample, read_samples
 from lightning_trainer.evaluation.subjects import (
     Answering,
     AsItIs,
-    Model,
+    LocalModel,
     Subject,
     answering,
     chosen_agents,
@@ -152,7 +152,7 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
+class BearerKeys:
     """Bearer keys of servers, which are kept nowhere.
 
     Attributes:
@@ -200,7 +200,7 @@ class Evaluation:
 
 
 def evaluate(
-    config: EvalConfig, progress: Progress | None = None, *, resume: Path | None = None, keys: Keys | None = None
+    config: EvalConfig, progress: Progress | None = None, *, resume: Path | None = None, keys: BearerKeys | None = None
 ) -> Evaluation:
     """Evaluate.
 
@@ -216,13 +216,13 @@ def evaluate(
     Raises:
         LightningError: an option, a file or the agent is wrong, or every sample failed.
     """
-    began, progress, keys = time.monotonic(), progress or Silent(), keys or Keys()
+    began, progress, keys = time.monotonic(), progress or Silent(), keys or BearerKeys()
     tasks = load_tasks(config.data)[: config.tasks]
     subject, other = config.subject(keys.endpoint), _other(config, tasks, keys)
     judging = read_judge(config.reward, config.judge)
     _prompts(config)  # or refuse
     if config.agents is None:
-        sides = (side for side in (subject, other) if isinstance(side, Model))
+        sides = (side for side in (subject, other) if isinstance(side, LocalModel))
         config = replace(config, agents=next(filter(None, map(chosen_agents, sides)), None))
     with _folder(config.out, resume) as folder:
         asked = _asked(config, tasks, folder, resume)
@@ -333,7 +333,7 @@ def _prompts(config: EvalConfig) -> Prompts:
     return read_prompts(config.prompts) if config.prompts is not None else {}
 
 
-def _other(config: EvalConfig, tasks: Sequence[Task], keys: Keys) -> Subject | Path | None:
+def _other(config: EvalConfig, tasks: Sequence[Task], keys: BearerKeys) -> Subject | Path | None:
     """Return what it is compared with: an evaluation that is there, or another subject."""
     if config.against is None:
         return None

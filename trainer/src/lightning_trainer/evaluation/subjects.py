@@ -54,7 +54,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LocalModel:
     """Weights that are loaded here.
 
     Attributes:
@@ -71,7 +71,7 @@ class Model:
         return self.model
 
 
-Subject: TypeAlias = AsItIs | Endpoint | Model
+Subject: TypeAlias = AsItIs | Endpoint | LocalModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def endpoint(url: str, *, model: str | None = None, key: str | None = None) -> E
 
 def chosen_agents(subject: Subject) -> tuple[str, ...] | None:
     """Return the agents that a run trained; None where the subject is of no run, or all were."""
-    config = _config(subject.run) if isinstance(subject, Model) and subject.run is not None else {}
+    config = _config(subject.run) if isinstance(subject, LocalModel) and subject.run is not None else {}
     agents = config.get("agents")
     return tuple(agents) if agents else None
 
@@ -145,7 +145,7 @@ def answering(subject: Subject, **options: Any) -> Iterator[Answering]:
 
 
 @contextmanager
-def _loaded(subject: Model, options: dict[str, Any]) -> Iterator[Answering]:
+def _loaded(subject: LocalModel, options: dict[str, Any]) -> Iterator[Answering]:
     from lightning_trainer.backends.torch.backend import open_torch
 
     adapters = (Path(subject.model) / ADAPTERS_NAME).is_file()
@@ -159,7 +159,7 @@ def _loaded(subject: Model, options: dict[str, Any]) -> Iterator[Answering]:
         yield Answering(model=model, engines=learner.engines, policies=policies)
 
 
-def _weights(text: str) -> Model:
+def _weights(text: str) -> LocalModel:
     """Find the weights of a run, a checkpoint or a model.
 
     Raises:
@@ -167,9 +167,9 @@ def _weights(text: str) -> Model:
     """
     found = look(text)
     if found.folder is None:
-        return Model(text)
+        return LocalModel(text)
     run = _run_of(found.folder.resolve(), steps=found.kind == "checkpoint")
-    return Model(text) if run is None and found.kind != "checkpoint" else Model(str(found.folder), run)
+    return LocalModel(text) if run is None and found.kind != "checkpoint" else LocalModel(str(found.folder), run)
 
 
 def _run_of(folder: Path, *, steps: bool) -> Path | None:

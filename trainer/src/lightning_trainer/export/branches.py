@@ -10,19 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_spans.schema.json import dumps
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.export.chat import Exchange, spoken
+from lightning_trainer.export.chat import THOUGHTS, CallChat, Message, spoken
 from lightning_trainer.rl.prefixes import OpenSequences
 
 NOT_TRAINED = -100  # torch's index of labels that no loss looks at
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class BranchCall:
     """A call, and the conversation that it is where one was asked for."""
 
     call: Transition
-    exchange: Exchange | None = None
+    exchange: CallChat | None = None
 
     @property
     def ids(self) -> NDArray[np.int32] | None:
@@ -31,10 +32,10 @@ class Said:
         return None if tokens is None else np.array(tokens.prompt + tokens.response, dtype=np.int32)
 
 
-Branch = list[Said]  # each goes on from the one before
+Branch = list[BranchCall]  # each goes on from the one before
 
 
-def branches(calls: Sequence[Said]) -> list[Branch]:
+def branches(calls: Sequence[BranchCall]) -> list[Branch]:
     """Put each call onto the longest branch of its agent and weights that it continues, or on one of its own.
 
     What continues what is seen by tokens where both calls have them, else by messages. A branch is continued once.
@@ -44,7 +45,9 @@ def branches(calls: Sequence[Said]) -> list[Branch]:
     by_messages: defaultdict[object, dict[bytes, list[Branch]]] = defaultdict(dict)
     for said in sorted(calls, key=lambda each: (each.call.turn, each.call.choice)):
         call, ids = said.call, said.ids
-        kind = (call.agent, call.policy, call.policy_version)
+        # Tools stand in a prompt, so calls with others are not told by one line.
+        tools = None if said.exchange is None else dumps(said.exchange.tools)
+        kind = (call.agent, call.policy, call.policy_version, tools)
         if ids is not None and call.tokens is not None:
             branch = by_tokens[kind].take(ids[: len(call.tokens.prompt)]) or _new(found)
             by_tokens[kind].add(ids, branch)
@@ -59,7 +62,7 @@ def _new(found: list[Branch]) -> Branch:
     return found[-1]
 
 
-def _by_messages(said: Said, still_open: dict[bytes, list[Branch]], found: list[Branch]) -> Branch:
+def _by_messages(said: BranchCall, still_open: dict[bytes, list[Branch]], found: list[Branch]) -> Branch:
     if said.exchange is None:
         return _new(found)
     marks = _marks(spoken(said.exchange.whole))
@@ -95,6 +98,20 @@ def tokens_of(branch: Branch) -> tuple[list[int], list[int]] | None:
     return ids.tolist(), labels.tolist()
 
 
+def messages_of(branch: Branch) -> list[Message]:
+    """Return the conversation of a branch, with the thoughts of earlier answers where the program told none of them.
+
+    Where tokens say that a call goes on from an answer, its thoughts were read, whatever its messages say.
+    """
+    last = branch[-1].exchange
+    whole = [] if last is None else last.whole
+    for said in branch[:-1]:
+        place, thoughts = _place(said), None if said.exchange is None else said.exchange.answer.get(THOUGHTS)
+        if thoughts is not None and _is_answer(whole, place):
+            whole[place] = {THOUGHTS: thoughts, **whole[place]}
+    return whole
+
+
 def answers_in(branch: Branch) -> list[int]:
     """Return the places, among the messages of the last call and its answer, of what the model said itself.
 
@@ -104,5 +121,13 @@ def answers_in(branch: Branch) -> list[int]:
     if last is None:
         return []
     whole = last.whole
-    places = [len(said.exchange.messages) for said in branch if said.exchange is not None]
-    return [place for place in places if place < len(whole) and whole[place]["role"] == "assistant"]
+    return [place for place in map(_place, branch) if _is_answer(whole, place)]
+
+
+def _place(said: BranchCall) -> int:
+    """Return where the answer of a call stands in the conversation of a branch."""
+    return -1 if said.exchange is None else len(said.exchange.messages)
+
+
+def _is_answer(whole: Sequence[Message], place: int) -> bool:
+    return 0 <= place < len(whole) and whole[place]["role"] == "assistant"

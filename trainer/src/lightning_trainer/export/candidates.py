@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_spans.schema.agents import label, selects
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.export.branches import Branch, Said, answers_in, branches, tokens_of
-from lightning_trainer.export.chat import UnreadableError, exchange, spoken
-from lightning_trainer.export.episodes import Episode, digest
+from lightning_trainer.export.branches import Branch, BranchCall, answers_in, branches, messages_of, tokens_of
+from lightning_trainer.export.chat import Message, UnreadableError, exchange, spoken
+from lightning_trainer.export.episodes import StoredEpisode, digest
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import Wanted
 from lightning_trainer.rl.account import CALL_FAILED, NO_TOKENS, NOT_SELECTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class LineCandidate:
     """What is known of a line while the store is read.
 
     Attributes:
@@ -49,8 +49,8 @@ class Candidate:
     content: str
 
 
-def lines_of(episode: Episode, wanted: Wanted, left_out: Counter[str]) -> Iterator[tuple[Line, dict[str, Any]]]:
-    """Make the lines of an attempt, each with the fields of `Candidate` that say what it holds.
+def lines_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[tuple[Line, dict[str, Any]]]:
+    """Make the lines of an attempt, each with the fields of `LineCandidate` that say what it holds.
 
     Args:
         episode: the attempt.
@@ -82,7 +82,7 @@ def lines_of(episode: Episode, wanted: Wanted, left_out: Counter[str]) -> Iterat
         )
 
 
-def _said(episode: Episode, wanted: Wanted, left_out: Counter[str]) -> Iterator[Said]:
+def _said(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[BranchCall]:
     for call in episode.calls:
         reason, said = episode.problem, None
         if wanted.agents is not None and not selects(wanted.agents, call.path):
@@ -95,13 +95,13 @@ def _said(episode: Episode, wanted: Wanted, left_out: Counter[str]) -> Iterator[
             yield said
 
 
-def _read(call: Transition, wanted: Wanted) -> tuple[str | None, Said | None]:
+def _read(call: Transition, wanted: Wanted) -> tuple[str | None, BranchCall | None]:
     if call.error is not None:
         return CALL_FAILED, None
     if wanted.format == "tokens":
-        return (NO_TOKENS, None) if call.tokens is None else (None, Said(call))
+        return (NO_TOKENS, None) if call.tokens is None else (None, BranchCall(call))
     try:
-        return None, Said(call, exchange(call))
+        return None, BranchCall(call, exchange(call))
     except UnreadableError as error:
         return str(error), None
 
@@ -119,10 +119,10 @@ def _line(branch: Branch, wanted: Wanted) -> Line:
         known = wanted.ids and recorded is not None
         ids = {"prompt_ids": list(recorded.prompt), "answer_ids": list(recorded.response)} if known and recorded else {}
         return {"prompt": list(last.messages), "answer": [last.answer], "tools": tools, **ids}
-    return {"messages": last.whole, "tools": tools, "answers": answers_in(branch), **exact}
+    return {"messages": messages_of(branch), "tools": tools, "answers": answers_in(branch), **exact}
 
 
-def _provenance(branch: Branch, episode: Episode, reward: float | None, agent: str | None) -> Line:
+def _provenance(branch: Branch, episode: StoredEpisode, reward: float | None, agent: str | None) -> Line:
     call = branch[-1].call
     return {
         "agent": agent,
@@ -146,15 +146,14 @@ def _digests(branch: Branch) -> tuple[str, str]:
         asked: Mapping[str, Any] = {"ids": first.call.tokens.prompt if first.call.tokens else ()}
         learned: Any = tokens and [tokens.prompt, tokens.response, _labelled(branch)]
     else:
-        asked = {"asked": _texts(first, whole=False), "tools": first.exchange.tools}
-        learned = [_texts(last, whole=True), last.exchange.tools, answers_in(branch)]
+        asked = {"asked": _texts(first.exchange.messages), "tools": first.exchange.tools}
+        learned = [_texts(messages_of(branch)), last.exchange.tools, answers_in(branch)]
     agent = last.call.agent
     return digest([agent, asked]), digest([agent, learned])
 
 
-def _texts(said: Said, *, whole: bool) -> list[str]:
-    found = said.exchange
-    return [] if found is None else [part.decode() for part in spoken(found.whole if whole else found.messages)]
+def _texts(messages: Sequence[Message]) -> list[str]:
+    return [part.decode() for part in spoken(messages)]
 
 
 def _labelled(branch: Branch) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from lightning_spans.schema.json import dumps, loads
 from lightning_spans.schema.transitions import Transition
@@ -14,7 +14,9 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.surfaces.responses_request import messages_of_input
 
 Message = dict[str, Any]
-_KEPT = ("name", "tool_call_id", "reasoning_content")
+THOUGHTS: Final = "reasoning_content"
+_OTHER_THOUGHTS: Final = "reasoning"  # as newer vLLM and OpenRouter name it
+_KEPT = ("name", "tool_call_id", THOUGHTS)
 
 
 class UnreadableError(Exception):
@@ -22,7 +24,7 @@ class UnreadableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class CallChat:
     """One model call as a conversation.
 
     Attributes:
@@ -41,7 +43,7 @@ class Exchange:
         return [*self.messages, self.answer]
 
 
-def exchange(call: Transition) -> Exchange:
+def exchange(call: Transition) -> CallChat:
     """Read a call.
 
     Raises:
@@ -57,7 +59,7 @@ def exchange(call: Transition) -> Exchange:
     answer = plain({**said, "role": "assistant"})
     if not answer["content"] and not answer.get("tool_calls"):
         raise UnreadableError(NO_ANSWER)
-    return Exchange(tuple(plain(message) for message in messages), answer, _tools(call.request))
+    return CallChat(tuple(plain(message) for message in messages), answer, _tools(call.request))
 
 
 def _asked(request: Mapping[str, Any]) -> list[Any]:
@@ -88,6 +90,8 @@ def plain(message: Any) -> Message:
         raise UnreadableError(NO_MESSAGES)
     found: Message = {"role": message["role"], "content": _text(message.get("content"))}
     found |= {name: message[name] for name in _KEPT if message.get(name) is not None}
+    if THOUGHTS not in found and isinstance(message.get(_OTHER_THOUGHTS), str):
+        found[THOUGHTS] = message[_OTHER_THOUGHTS]
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [_tool_call(call) for call in calls]
     return found
@@ -131,4 +135,7 @@ def _tools(request: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def spoken(messages: Sequence[Message]) -> list[bytes]:
     """Return each message as bytes by which it is compared, without ids, which programs make anew."""
-    return [dumps([m["role"], m["content"], [call["function"] for call in m.get("tool_calls", ())]]) for m in messages]
+    return [
+        dumps([m["role"], m["content"], m.get(THOUGHTS), [call["function"] for call in m.get("tool_calls", ())]])
+        for m in messages
+    ]

@@ -6,10 +6,10 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from lightning_trainer.export import wanted as reasons
-from lightning_trainer.export.candidates import Candidate
+from lightning_trainer.export.candidates import LineCandidate
 from lightning_trainer.export.wanted import Wanted
 
 # What more of the tasks than this begin with says nothing of the task: a router's or a planner's constant prompt.
@@ -20,11 +20,11 @@ _COMMON: Final = 0.1
 class Chosen:
     """Lines to write: to learn from, and held out."""
 
-    training: list[Candidate]
-    held_out: list[Candidate]
+    training: list[LineCandidate]
+    held_out: list[LineCandidate]
 
 
-def by_reward(candidates: Iterable[Candidate], wanted: Wanted, left_out: Counter[str]) -> list[Candidate]:
+def by_reward(candidates: Iterable[LineCandidate], wanted: Wanted, left_out: Counter[str]) -> list[LineCandidate]:
     """Keep what earned enough, and of each group and agent the best attempts.
 
     For pairs the least reward is that of the better answer: see `pairs`.
@@ -42,13 +42,13 @@ def by_reward(candidates: Iterable[Candidate], wanted: Wanted, left_out: Counter
     return kept
 
 
-def _too_low(candidate: Candidate, least: float) -> str | None:
+def _too_low(candidate: LineCandidate, least: float) -> str | None:
     if candidate.reward is None:
         return reasons.NO_REWARD
     return reasons.LOW_REWARD if candidate.reward < least else None
 
 
-def _best(candidates: Sequence[Candidate], count: int) -> Mapping[tuple[str, str | None], frozenset[str]]:
+def _best(candidates: Sequence[LineCandidate], count: int) -> Mapping[tuple[str, str | None], frozenset[str]]:
     earned: defaultdict[tuple[str, str | None], dict[str, float]] = defaultdict(dict)
     for each in candidates:
         earned[each.group, each.agent].setdefault(each.attempt, each.reward or 0.0)
@@ -58,9 +58,9 @@ def _best(candidates: Sequence[Candidate], count: int) -> Mapping[tuple[str, str
     }
 
 
-def once(candidates: Sequence[Candidate], left_out: Counter[str]) -> list[Candidate]:
+def once(candidates: Sequence[LineCandidate], left_out: Counter[str]) -> list[LineCandidate]:
     """Keep of equal lines the one that earned most, of these the first."""
-    best: dict[str, Candidate] = {}
+    best: dict[str, LineCandidate] = {}
     for each in candidates:
         known = best.get(each.content)
         if known is None or (each.reward or 0.0) > (known.reward or 0.0):
@@ -68,20 +68,52 @@ def once(candidates: Sequence[Candidate], left_out: Counter[str]) -> list[Candid
     return _keep(candidates, left_out, lambda each: None if best[each.content] is each else reasons.TWICE)
 
 
-def split(candidates: Sequence[Candidate], wanted: Wanted, left_out: Counter[str]) -> Chosen:
+class PlayedTasks(Protocol):
+    """An attempt, by what says which task it played. `LineCandidate` and `StoredEpisode` have the fields."""
+
+    @property
+    def group(self) -> str:
+        """Attempts that are compared."""
+
+    @property
+    def task(self) -> str | None:
+        """Digest of the task; None where nobody named one."""
+
+    @property
+    def opening(self) -> str | None:
+        """Digest of what its first call was asked."""
+
+    @property
+    def validation(self) -> bool:
+        """Whether it was run to validate."""
+
+
+def split(
+    candidates: Sequence[LineCandidate],
+    wanted: Wanted,
+    left_out: Counter[str],
+    played: Sequence[PlayedTasks] | None = None,
+) -> Chosen:
     """Hold out the lines of some tasks, whole: no task is in both parts, and no prompt.
 
-    Which ones follows from the tasks alone, and so stays the same while others come to the store. A task that any
-    validation ran is held out.
+    Which ones follows from the tasks alone, and so stays the same while others come to the store, and whatever else is
+    asked for. A task that any validation ran is held out, whatever became of that.
+
+    Args:
+        candidates: the lines.
+        wanted: the share among it.
+        left_out: counts the calls of lines that are in neither part.
+        played: all attempts, those without a line among them; None: those of the lines.
     """
     if not wanted.held_out:
         kept = candidates
         if not wanted.validation:
             kept = _keep(kept, left_out, lambda each: reasons.VALIDATION if each.validation else None)
         return Chosen(list(kept), [])
-    names = _tasks(candidates)
-    validated = {name for each, name in zip(candidates, names, strict=True) if each.validation}
-    out = [name in validated or _draw(name) < wanted.held_out for name in names]
+    played = candidates if played is None else played
+    names = _tasks(played)
+    validated = {names[each.group] for each in played if each.validation}
+    out = [names[each.group] in validated or _draw(names[each.group]) < wanted.held_out for each in candidates]
     training = [each for each, is_out in zip(candidates, out, strict=True) if not is_out]
     asked = {each.prompt for each in training}
     held_out = [each for each, is_out in zip(candidates, out, strict=True) if is_out]
@@ -89,25 +121,25 @@ def split(candidates: Sequence[Candidate], wanted: Wanted, left_out: Counter[str
     return Chosen(training, held_out)
 
 
-def _tasks(candidates: Sequence[Candidate]) -> list[str]:
-    """Name the task of each: the same name for the same task, the same group, and what begins with the same prompt.
+def _tasks(played: Sequence[PlayedTasks]) -> dict[str, str]:
+    """Name the task of each group: the same for the same task, the same group, and what begins with the same prompt.
 
     A prompt with which a tenth of the tasks begins joins nothing, except where nothing else says which task it is.
     """
     begun: defaultdict[str, set[str]] = defaultdict(set)
-    for each in candidates:
+    for each in played:
         if each.opening is not None and each.task is not None:
             begun[each.opening].add(each.task)
-    tasks = {each.task for each in candidates if each.task is not None}
+    tasks = {each.task for each in played if each.task is not None}
     common = {opening for opening, its in begun.items() if len(its) > max(2, _COMMON * len(tasks))}
     joined = _Joined()
-    for each in candidates:
+    for each in played:
         keys = [f"group {each.group}"]
         keys += [] if each.task is None else [f"task {each.task}"]
         keys += [] if each.opening is None or each.opening in common else [f"opening {each.opening}"]
         for key in keys[1:]:
             joined.join(keys[0], key)
-    return [joined.name(f"group {each.group}") for each in candidates]
+    return {each.group: joined.name(f"group {each.group}") for each in played}
 
 
 class _Joined:
@@ -136,8 +168,8 @@ def _draw(name: str) -> float:
 
 
 def _keep(
-    candidates: Sequence[Candidate], left_out: Counter[str], why_not: Callable[[Candidate], str | None]
-) -> list[Candidate]:
+    candidates: Sequence[LineCandidate], left_out: Counter[str], why_not: Callable[[LineCandidate], str | None]
+) -> list[LineCandidate]:
     kept = []
     for each in candidates:
         reason = why_not(each)

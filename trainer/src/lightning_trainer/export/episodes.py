@@ -23,7 +23,7 @@ from lightning_trainer.rl.account import ATTEMPT_FAILED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
+class StoredEpisode:
     """An attempt, or a trace that belongs to none.
 
     Attributes:
@@ -75,7 +75,7 @@ def _concerns(reward: Reward, path: str | None, callers: Mapping[str, str | None
     return earns(reward.agent, path)
 
 
-def episodes(store: Store, wanted: Wanted) -> Iterator[Episode]:
+def episodes(store: Store, wanted: Wanted) -> Iterator[StoredEpisode]:
     """Read every trace of a store that is wanted, in the order of their start."""
     where = Where(origin=wanted.origin, rollout_ids=wanted.rollout_ids)
     attempts = {each_.attempt_id: each_ for each_ in each(store, AttemptRecord, where)}
@@ -85,7 +85,7 @@ def episodes(store: Store, wanted: Wanted) -> Iterator[Episode]:
         calls = tuple(hooks.manager().hook.lightning_adapt(trace=trace) or ())
         opening = _opening(calls)
         task = None if attempt is None else digest(_named(attempt.rollout.task, wanted.task_fields))
-        yield Episode(
+        yield StoredEpisode(
             trace=trace,
             attempt=attempt,
             calls=calls,

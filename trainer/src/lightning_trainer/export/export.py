@@ -10,11 +10,14 @@ from pathlib import Path
 
 from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.schema.agents import check_known
+from lightning_spans.schema.calls import Call
+from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store
+from lightning_spans.store.protocol import Where, each
 from lightning_trainer.export import choose, pairs
-from lightning_trainer.export.candidates import Candidate, lines_of
-from lightning_trainer.export.episodes import Episode, episodes
-from lightning_trainer.export.files import Draft, Line, Spool
+from lightning_trainer.export.candidates import LineCandidate, lines_of
+from lightning_trainer.export.episodes import StoredEpisode, episodes
+from lightning_trainer.export.files import Draft, Line, LineSpool
 from lightning_trainer.export.wanted import Wanted
 
 
@@ -69,17 +72,26 @@ def export(store: Store, wanted: Wanted, out: Path) -> Exported:
         raise ConfigError(f"{out}: the file holds JSON Lines. Give it a name that ends with .jsonl.")
     if out.is_dir():
         raise ConfigError(f"{out} is a folder. Give the name of a file.")
+    beside = out.with_suffix(".held-out.jsonl")
+    if beside.exists() and not wanted.held_out:
+        raise ConfigError(
+            f"{beside} was held out from another export, and {out} may come to hold its lines. Give --split, another"
+            " name, or delete it."
+        )
     with selected(store, wanted) as chosen, ExitStack() as stack:
         files = [stack.enter_context(closing(Draft(out)))]
         if wanted.held_out:
-            files.append(stack.enter_context(closing(Draft(out.with_suffix(".held-out.jsonl")))))
+            files.append(stack.enter_context(closing(Draft(beside))))
         with_tokens: Counter[bool] = Counter()
         for draft, lines in zip(files, (chosen.training, chosen.held_out), strict=False):
             draft.write(_counted(lines(), with_tokens))
         if not files[0].lines:
-            raise DataError(_nothing(chosen, held_out=files[-1].lines if wanted.held_out else 0))
+            elsewhere = _origins(store) if wanted.origin is not None and not chosen.left_out else set[str]()
+            raise DataError(_nothing(chosen, wanted, files[-1].lines if wanted.held_out else 0, elsewhere))
         for draft in files:
-            draft.finish()
+            draft.end()
+        for draft in files:
+            draft.name()
         return Exported(
             lines=files[0].lines,
             held_out=files[1].lines if wanted.held_out else 0,
@@ -97,8 +109,8 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
         UnknownAgentError: an agent was named that the store has not seen.
     """
     left_out: Counter[str] = Counter()
-    seen: set[str] = set()
-    with Spool() as spool:
+    seen = _Noted()
+    with LineSpool() as spool:
         if wanted.format == "openinference":
             from lightning_trainer.export.spans import spans_of
 
@@ -109,7 +121,7 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
             yield _selection(spool, (places, []), left_out)
             return
         candidates = [
-            Candidate(place=spool.add(line), **known)
+            LineCandidate(place=spool.add(line), **known)
             for episode in _noted(store, wanted, seen)
             for line, known in lines_of(episode, wanted, left_out)
         ]
@@ -117,7 +129,7 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
         kept = choose.by_reward(candidates, wanted, left_out)
         if wanted.format != "dpo":
             kept = choose.once(kept, left_out)
-        parts = choose.split(kept, wanted, left_out)
+        parts = choose.split(kept, wanted, left_out, seen.played)
         if wanted.format == "dpo":
             training, held_out = (pairs.pairs(part, wanted, left_out) for part in (parts.training, parts.held_out))
             yield Selection(
@@ -129,26 +141,55 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
         yield _selection(spool, (_places(parts.training), _places(parts.held_out)), left_out)
 
 
-def _noted(store: Store, wanted: Wanted, seen: set[str]) -> Iterator[Episode]:
-    """Read episodes, and note the agents in them."""
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What of an attempt says which task it played."""
+
+    group: str
+    task: str | None
+    opening: str | None
+    validation: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """What was seen while a store was read: paths of agents, attempts, fields of tasks."""
+
+    agents: set[str] = field(default_factory=set)
+    played: list[_Played] = field(default_factory=list)
+    fields: set[str] = field(default_factory=set)
+
+    def note(self, episode: StoredEpisode) -> None:
+        paths = (*episode.trace.agent_paths, *(call.path for call in episode.calls))
+        self.agents.update(path for path in paths if path is not None)
+        self.played.append(_Played(episode.group, episode.task, episode.opening, episode.validation))
+        self.fields.update(() if episode.attempt is None else episode.attempt.rollout.task)
+
+
+def _noted(store: Store, wanted: Wanted, seen: _Noted) -> Iterator[StoredEpisode]:
+    """Read episodes, and note what is in them."""
     for episode in episodes(store, wanted):
-        seen.update(name for name in (*episode.trace.agent_paths, *(c.path for c in episode.calls)) if name is not None)
+        seen.note(episode)
         yield episode
 
 
-def _selection(spool: Spool, places: tuple[list[int], list[int]], left_out: Counter[str]) -> Selection:
+def _selection(spool: LineSpool, places: tuple[list[int], list[int]], left_out: Counter[str]) -> Selection:
     training, held_out = places
     return Selection(
         training=lambda: map(spool.get, training), held_out=lambda: map(spool.get, held_out), left_out=left_out
     )
 
 
-def _check(wanted: Wanted, seen: set[str]) -> None:
-    if wanted.agents is not None and seen:
-        check_known(wanted.agents, seen)
+def _check(wanted: Wanted, seen: _Noted) -> None:
+    if wanted.agents is not None and seen.agents:
+        check_known(wanted.agents, seen.agents)
+    unknown = [name for name in wanted.task_fields or () if name not in seen.fields]
+    if unknown and seen.played:
+        known = ", ".join(sorted(seen.fields)) or "none"
+        raise ConfigError(f"--split-by: no task has the field {', '.join(unknown)}. Fields of the tasks: {known}.")
 
 
-def _places(candidates: Sequence[Candidate]) -> list[int]:
+def _places(candidates: Sequence[LineCandidate]) -> list[int]:
     return [each.place for each in candidates]
 
 
@@ -158,9 +199,17 @@ def _counted(lines: Iterable[Line], with_tokens: Counter[bool]) -> Iterator[Line
         yield line
 
 
-def _nothing(chosen: Selection, held_out: int) -> str:
+def _origins(store: Store) -> set[str]:
+    """Return what the spans and calls of a store were recorded for."""
+    spans, calls = each(store, Span, Where()), each(store, Call, Where())
+    return {span.origin for span in spans} | {call.origin for call in calls}
+
+
+def _nothing(chosen: Selection, wanted: Wanted, held_out: int, elsewhere: set[str]) -> str:
     if held_out:
         return f"all {held_out} lines are held out, and none is left to learn from. Give a smaller --split."
+    if elsewhere:
+        return f"this store holds nothing of the origin {wanted.origin!r}. It has: {', '.join(sorted(elsewhere))}."
     if not chosen.left_out:
         return (
             "this store holds no model call, so there is nothing to export. Which stores hold some: lightning-rl traces"

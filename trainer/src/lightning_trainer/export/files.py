@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,16 +15,19 @@ from typing import Any
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.json import dumps, loads
 
+if sys.platform != "win32":
+    import fcntl
+
 Line = dict[str, Any]
 
 
-class Spool:
+class LineSpool:
     """Lines that may be written later, kept on disk: a store may hold more than memory does."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> LineSpool:
         return self
 
     def __exit__(
@@ -56,7 +61,10 @@ class Draft:
         self.lines = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self._sweep()
             self._file = self._part.open("wb")
+            if sys.platform != "win32":
+                fcntl.flock(self._file, fcntl.LOCK_EX)
         except OSError as error:
             raise ConfigError(f"{path} can't be written: {error.strerror}.") from None
 
@@ -69,15 +77,30 @@ class Draft:
         except OSError as error:
             raise ConfigError(f"{self.path} can't be written: {error.strerror}. Is the disk full?") from None
 
-    def finish(self) -> None:
-        """Give the file its name."""
+    def end(self) -> None:
+        """See that all of it is on the disk; it has no name yet."""
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            self._part.replace(self.path)
         except OSError as error:
             raise ConfigError(f"{self.path} can't be written: {error.strerror}. Is the disk full?") from None
+
+    def name(self) -> None:
+        """Give the file its name, once all files that belong together are on the disk."""
+        try:
+            self._part.replace(self.path)
+        except OSError as error:
+            raise ConfigError(f"{self.path} can't be written: {error.strerror}.") from None
+
+    def _sweep(self) -> None:
+        """Delete what killed processes left of this file: whoever writes one holds its lock."""
+        if sys.platform == "win32":
+            return
+        for left in self.path.parent.glob(f".{escape(self.path.name)}.*.part"):
+            with suppress(BlockingIOError, FileNotFoundError), left.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
 
     def close(self) -> None:
         """Leave nothing behind, unless it was finished."""

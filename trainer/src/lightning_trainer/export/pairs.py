@@ -6,21 +6,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from lightning_trainer.export import wanted as reasons
-from lightning_trainer.export.candidates import Candidate
-from lightning_trainer.export.files import Line, Spool
+from lightning_trainer.export.candidates import LineCandidate
+from lightning_trainer.export.files import Line, LineSpool
 from lightning_trainer.export.wanted import Wanted
 
-Pair = tuple[Candidate, Candidate]  # the better, the worse
+Pair = tuple[LineCandidate, LineCandidate]  # the better, the worse
 _FROM = ("reward", "rollout_id", "attempt_id", "span_ids", "policy", "policy_version")
 
 
-def pairs(candidates: Sequence[Candidate], wanted: Wanted, left_out: Counter[str]) -> list[Pair]:
+def pairs(candidates: Sequence[LineCandidate], wanted: Wanted, left_out: Counter[str]) -> list[Pair]:
     """Make pairs of the calls of an agent that were asked the same in one group. Calls in no pair are counted.
 
     Only these can be compared: of two attempts that asked different things, nobody knows which answer made the
     difference. A pair that stands there already, from another group, is left out.
     """
-    asked: defaultdict[tuple[str, str | None, str], list[Candidate]] = defaultdict(list)
+    asked: defaultdict[tuple[str, str | None, str], list[LineCandidate]] = defaultdict(list)
     for each in candidates:
         if each.reward is None:
             left_out[reasons.NO_REWARD] += each.calls
@@ -38,7 +38,7 @@ def pairs(candidates: Sequence[Candidate], wanted: Wanted, left_out: Counter[str
     return list(found.values())
 
 
-def _pairs(own: list[Candidate], wanted: Wanted) -> tuple[list[Pair], str]:
+def _pairs(own: list[LineCandidate], wanted: Wanted) -> tuple[list[Pair], str]:
     """Pair answers to one prompt; gives the reason for which others are in no pair, too."""
     if len(own) == 1:
         return [], reasons.ALONE
@@ -54,13 +54,13 @@ def _pairs(own: list[Candidate], wanted: Wanted) -> tuple[list[Pair], str]:
     return (possible, reasons.TIED) if wanted.all_pairs else (possible[:1], reasons.NOT_PAIRED)
 
 
-def _is_pair(better: Candidate, worse: Candidate, wanted: Wanted) -> bool:
+def _is_pair(better: LineCandidate, worse: LineCandidate, wanted: Wanted) -> bool:
     high, low = better.reward or 0.0, worse.reward or 0.0
     enough = wanted.min_reward is None or high >= wanted.min_reward
     return enough and high > low and high - low >= wanted.margin and better.content != worse.content
 
 
-def lines_of(found: Sequence[Pair], spool: Spool) -> Iterator[Line]:
+def lines_of(found: Sequence[Pair], spool: LineSpool) -> Iterator[Line]:
     """Write pairs as lines: prompt, chosen and rejected as messages, and their tokens where both were recorded."""
     for better, worse in found:
         chosen, rejected = spool.get(better.place), spool.get(worse.place)

@@ -12,14 +12,14 @@ from openinference.semconv.trace import SpanAttributes
 from lightning_spans.record.delivery.openinference import shown
 from lightning_spans.schema.agents import selects
 from lightning_trainer.export import wanted as reasons
-from lightning_trainer.export.episodes import Episode
+from lightning_trainer.export.episodes import StoredEpisode
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import Wanted
 
 _STATUS = {"ok": "OK", "error": "ERROR"}
 
 
-def spans_of(episode: Episode, wanted: Wanted, left_out: Counter[str]) -> Iterator[Line]:
+def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[Line]:
     """Return the spans of an attempt whole, or count them all with the reason."""
     reason = _why_not(episode, wanted)
     if reason is not None:
@@ -50,7 +50,7 @@ def spans_of(episode: Episode, wanted: Wanted, left_out: Counter[str]) -> Iterat
         }
 
 
-def _why_not(episode: Episode, wanted: Wanted) -> str | None:
+def _why_not(episode: StoredEpisode, wanted: Wanted) -> str | None:
     """Say why no span of an attempt is exported. What failed is shown, too: viewers are for that."""
     names = episode.trace.agent_paths
     if wanted.agents is not None and not any(selects(wanted.agents, name) for name in names):

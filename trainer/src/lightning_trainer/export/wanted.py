@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Final, Literal, TypeAlias
 
 from lightning_spans.errors import ConfigError
@@ -75,7 +76,9 @@ class Wanted:
             "agents is empty: name some, or leave it out": self.agents != (),
             "best must be at least 1": self.best is None or self.best >= 1,
             "split must lie between 0 and 1": 0 <= self.held_out < 1,
+            "min-reward must be a number": self.min_reward is None or isfinite(self.min_reward),
             "margin must be 0 or more": self.margin >= 0,
+            "split-by says which tasks are one for --split: give that, too": not self.task_fields or self.held_out,
             "pairs and margin are for --format dpo": pairs or not (self.all_pairs or self.margin),
             "best and the worst make the pairs of --format dpo: leave --best out": not pairs or self.best is None,
             "split is for lines to learn from, not for --format openinference": not spans or not self.held_out,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -27,7 +28,7 @@ from lightning_trainer.gateway.auth.quotas import Quotas
 from lightning_trainer.gateway.calls.embedded import EmbeddedEngine
 from lightning_trainer.gateway.calls.gateway import Gateway, ServedModel
 from lightning_trainer.gateway.engine import Engine
-from lightning_trainer.gateway.http.asgi import ClientGoneError, send_refusal
+from lightning_trainer.gateway.http.asgi import ClientGoneError, send_bytes, send_refusal
 from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_down
 from lightning_trainer.gateway.http.health import Health
 from lightning_trainer.gateway.http.intake import Intake
@@ -63,7 +64,7 @@ class App(FastAPI):
             await super().__call__(scope, receive, send)
             return
         path = scope["path"]
-        counted = _Counted(send, self.metrics, path)
+        counted = _CountedSend(send, self.metrics, path)
         known = "/v1/models/NAME" if path.startswith("/v1/models/") else path
         handler = self.hot.get((scope["method"], known))
         try:
@@ -87,6 +88,10 @@ def _refusal(error: Exception) -> Refusal:
     if isinstance(error, StoreError):
         return store_down(error)
     logger.exception("a request failed", exc_info=error)
+    return _failed(error)
+
+
+def _failed(error: Exception) -> Refusal:
     return Refusal(500, f"the server failed: {type(error).__name__}", "server_error")
 
 
@@ -100,7 +105,7 @@ def _not_served(scope: Scope, path: str, hot: Mapping[tuple[str, str], ASGIApp])
     return Refusal(status, f"{method} {path} is not served here. There are: {served}.", code="not_served")
 
 
-class _Counted:
+class _CountedSend:
     """Sends what it is given, and counts the answer when it starts."""
 
     __slots__ = ("_metrics", "_path", "_send", "started")
@@ -230,10 +235,24 @@ def create_app(
         ("POST", "/v1/traces"): receiver.traces,
         ("GET", "/healthz"): health.page,
         ("GET", "/metrics"): metrics.page,
+        ("GET", "/openapi.json"): _description(app),
     }
     app.include_router(router)
     answer_errors(app)
     return app
+
+
+def _description(app: FastAPI) -> ASGIApp:
+    """Return the page ``/openapi.json``: it is written once, for who asks for it again and again needs no key."""
+    written: list[bytes] = []
+
+    async def page(_scope: Scope, _receive: Receive, send: Send) -> None:
+        """Describe what the server answers, in OpenAPI's form."""
+        if not written:
+            written.append(await asyncio.to_thread(lambda: orjson.dumps(app.openapi())))
+        await send_bytes(send, written[0])
+
+    return page
 
 
 def _by_name(policies: Sequence[tuple[str, ServedModel]]) -> dict[str, ServedModel]:
@@ -286,6 +305,10 @@ def answer_errors(app: FastAPI) -> None:
     async def malformed(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         return told(bad_request(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"))
+
+    @app.exception_handler(Exception)  # it is raised again after the answer, and logged by uvicorn
+    async def failed(_: Request, error: Exception) -> Response:
+        return told(_failed(error))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:

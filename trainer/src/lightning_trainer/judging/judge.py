@@ -23,7 +23,7 @@ from lightning_spans.schema.spans import REQUEST, RESPONSE, Span
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.judging import JUDGE
-from lightning_trainer.judging.asking import Answer, Score, ask, key_of
+from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore, ask, key_of
 from lightning_trainer.judging.options import JudgeOptions
 from lightning_trainer.judging.transcript import Entries, entries_of
 from lightning_trainer.rl.rollouts import Outcome
@@ -54,7 +54,7 @@ class GroupJudge:
         *,
         seed: int = 0,
         cache: Path | None = None,
-        send: Callable[[JudgeOptions, Sequence[Entries]], Answer] | None = None,
+        send: Callable[[JudgeOptions, Sequence[Entries]], JudgeAnswer] | None = None,
     ) -> None:
         import httpx
 
@@ -74,13 +74,23 @@ class GroupJudge:
         self._client.close()
 
     def judge(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Return the outcomes with the judge's rewards: see `verdicts`.
+
+        Raises:
+            LightningError: it gave no verdict on any group.
+        """
+        judged = self.verdicts(outcomes)
+        asked = [outcome for outcome in judged if outcome.attempt is not None and outcome.crash is None]
+        if asked and all(outcome.unjudged is not None for outcome in asked):
+            groups = {outcome.rollout.group_id for outcome in asked}
+            raise LightningError(f"the judge gave no verdict on any of {len(groups)} groups: {asked[-1].unjudged}")
+        return judged
+
+    def verdicts(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes with the judge's rewards, which are in the store too.
 
         Rollouts that did not succeed are not judged. Where the judge gives no verdict, a group's rollouts are left
         out, each with the reason: no verdict is no 0.
-
-        Raises:
-            LightningError: it gave no verdict on any group.
         """
         groups: defaultdict[str, list[Outcome]] = defaultdict(list)
         for outcome in outcomes:
@@ -88,9 +98,6 @@ class GroupJudge:
                 groups[outcome.rollout.group_id].append(outcome)
         with ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="judge") as threads:
             found = {o.rollout.rollout_id: o for some in threads.map(self._group, groups.values()) for o in some}
-        judged = list(found.values())
-        if judged and all(outcome.unjudged is not None for outcome in judged):
-            raise LightningError(f"the judge gave no verdict on any of {len(groups)} groups: {judged[-1].unjudged}")
         return [found.get(outcome.rollout.rollout_id, outcome) for outcome in outcomes]
 
     def _group(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -113,7 +120,9 @@ class GroupJudge:
         self._store.add_rewards([reward for _, reward, _ in rewarded])
         return [replace(outcome, rewards=(*outcome.rewards, reward)) for outcome, reward, _ in rewarded]
 
-    def _verdict(self, told: Sequence[Entries], name: str, attempt_ids: Sequence[str]) -> dict[Entries, Score] | str:
+    def _verdict(
+        self, told: Sequence[Entries], name: str, attempt_ids: Sequence[str]
+    ) -> dict[Entries, JudgeScore] | str:
         """Return the score of each rollout that is told, or why there is none."""
         order = list(told)
         random.Random(f"{self._seed}/{name}").shuffle(order)
@@ -136,7 +145,7 @@ class GroupJudge:
         facts = [o.endpoint, o.model, o.rubric, o.temperature, o.max_tokens, o.max_chars, number]
         return _hash([*facts, sorted(map(_digest, told))])
 
-    def _keep(self, key: str, verdict: dict[str, Score]) -> None:
+    def _keep(self, key: str, verdict: dict[str, JudgeScore]) -> None:
         line = {"key": key, "scores": {name: [score.score, score.explanation] for name, score in verdict.items()}}
         with self._lock:
             self._known[key] = verdict
@@ -144,7 +153,7 @@ class GroupJudge:
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
-    def _reward(self, outcome: Outcome, attempt_id: str, scores: Sequence[Score]) -> Reward:
+    def _reward(self, outcome: Outcome, attempt_id: str, scores: Sequence[JudgeScore]) -> Reward:
         return Reward(
             rollout_id=outcome.rollout.rollout_id,
             attempt_id=attempt_id,
@@ -153,7 +162,7 @@ class GroupJudge:
             reward_id=f"{JUDGE}/{attempt_id}",  # the same when judged again
         )
 
-    def _span(self, reward: Reward, scores: Sequence[Score]) -> Span:
+    def _span(self, reward: Reward, scores: Sequence[JudgeScore]) -> Span:
         """Return the verdict on an attempt."""
         now = time.time_ns()
         return Span(
@@ -174,7 +183,7 @@ class GroupJudge:
             },
         )
 
-    def _asked(self, answer: Answer, attempt_ids: Sequence[str]) -> Span:
+    def _asked(self, answer: JudgeAnswer, attempt_ids: Sequence[str]) -> Span:
         """Return what the judge was asked about a group, and said: of no attempt, for it is of several."""
         return Span(
             operation=EVALUATE,
@@ -203,13 +212,13 @@ def _digest(entries: Entries) -> str:
     return _hash(list(entries))
 
 
-def _read(path: Path | None) -> dict[str, dict[str, Score]]:
+def _read(path: Path | None) -> dict[str, dict[str, JudgeScore]]:
     """Read the verdicts of a file; a line that was cut off while it was written is left out."""
-    found: dict[str, dict[str, Score]] = {}
+    found: dict[str, dict[str, JudgeScore]] = {}
     if path is None or not path.exists():
         return found
     for text in path.read_text(encoding="utf-8").split("\n"):
         with suppress(ValueError, KeyError, TypeError):
             line = json.loads(text)
-            found[line["key"]] = {name: Score(*score) for name, score in line["scores"].items()}
+            found[line["key"]] = {name: JudgeScore(*score) for name, score in line["scores"].items()}
     return found

@@ -52,6 +52,11 @@ class JudgeOptions:
     max_chars: int = 20_000
     schema: bool = True
 
+    @property
+    def longest_s(self) -> float:
+        """Most seconds that a group may take, with room for the pauses between tries."""
+        return self.passes * (self.retries + 1) * (self.timeout_s + 60.0)
+
 
 def read_judge(reward: str | None, table: Mapping[str, Any]) -> JudgeOptions | None:
     """Read what a configuration says of a judge; None where there is none.

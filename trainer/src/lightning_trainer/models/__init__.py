@@ -120,8 +120,7 @@ def _of_folder(name: str, folder: Path) -> Model:
 
 
 def _near(folder: Path) -> str:
-    names = [SMOLLM2]
-    if folder.parent.is_dir():
-        names = [*(str(path) for path in folder.parent.iterdir() if path.is_dir()), SMOLLM2]
-    found = difflib.get_close_matches(str(folder), names, n=1, cutoff=0.6)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+    names = {**{path.name: str(path) for path in beside if path.is_dir()}, SMOLLM2: SMOLLM2}
+    found = difflib.get_close_matches(folder.name, names, n=1, cutoff=0.6)  # names alone: what is before them is alike
+    return f" (did you mean {names[found[0]]!r}?)" if found else ""

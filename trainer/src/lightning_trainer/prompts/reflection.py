@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.record.unrecorded import asked_by_training
 from lightning_trainer.evaluation.subjects import Endpoint, endpoint, only_model
 
 TIMEOUT_S: Final = 300.0
@@ -55,11 +57,16 @@ class Reflection:
 
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         headers = {"authorization": f"Bearer {self.at.key}"} if self.at.key else {}
-        body = {"model": self.at.model, "messages": messages}
+        headers["content-type"] = "application/json"
+        # As ASCII: what was recorded may hold half of a character, which UTF-8 has not.
+        body = json.dumps({"model": self.at.model, "messages": messages}).encode("ascii")
         problem = ""
         for _ in range(_TRIES):
             try:
-                answer = httpx.post(f"{self.at.url}/chat/completions", json=body, headers=headers, timeout=TIMEOUT_S)
+                with asked_by_training():
+                    answer = httpx.post(
+                        f"{self.at.url}/chat/completions", content=body, headers=headers, timeout=TIMEOUT_S
+                    )
                 if answer.status_code == 200:
                     found = answer.json()
                     self.tokens += int((found.get("usage") or {}).get("total_tokens") or 0)

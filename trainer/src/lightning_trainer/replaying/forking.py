@@ -58,7 +58,7 @@ class ForkConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Forked:
+class ForkedAttempt:
     """A fork, and what it was of.
 
     Attributes:
@@ -70,7 +70,7 @@ class Forked:
     result: ForkResult
 
 
-def fork(config: ForkConfig, progress: Progress | None = None) -> Forked:
+def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
     """Run a program again up to a call of its record, and on from there.
 
     Args:
@@ -122,7 +122,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> Forked:
                 for one in made
             ]
             outcomes = local.run(made, progress, "continuations", check=check)
-        return Forked(source, result(store, source, outcomes))
+        return ForkedAttempt(source, result(store, source, outcomes))
 
 
 def policy_agents(record: Record) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from lightning_spans.adapter.join import GATEWAY
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import FRAMEWORK
 from lightning_trainer.config import CONFIG_NAME, cores
-from lightning_trainer.evaluation.subjects import Answering, Model, Subject, answering, read_subject
+from lightning_trainer.evaluation.subjects import Answering, LocalModel, Subject, answering, read_subject
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.policies import parse
 from lightning_trainer.run.local import Local, serving, unnamed
@@ -153,7 +153,7 @@ def running(
             main = stack.enter_context(answering(program.subject, **program.load))
         other = Answering()
         if instead is not None:
-            load = {**program.load, "name": INSTEAD} if isinstance(instead, Model) else program.load
+            load = {**program.load, "name": INSTEAD} if isinstance(instead, LocalModel) else program.load
             other = stack.enter_context(answering(instead, **load))
             if other.policies.by_agent:
                 raise ConfigError(f"{instead.name} holds adapters of agents: name one model for the forked call.")

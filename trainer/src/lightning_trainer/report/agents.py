@@ -112,7 +112,7 @@ def overview(
     # One that is named for training is told so.
     agents = (name for name, count in counts.items() if count.calls or name in (chosen or ()))
     names = sorted(agents, key=lambda name: (name is None, name or ""))
-    return [_row(name, counts[name], _Asked(chosen, reward_error, of_a_run)) for name in names]
+    return [_row(name, counts[name], _BesideCounts(chosen, reward_error, of_a_run)) for name in names]
 
 
 def misspelt_rewards(traces: Iterable[Trace]) -> str | None:
@@ -184,7 +184,7 @@ def _count_rewards(count: _Count, trace: Trace, paths: set[str | None]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _BesideCounts:
     """What is known beside the counts: agents that were named, why rewards are missing, whether a policy answered."""
 
     chosen: Sequence[str] | None
@@ -192,7 +192,7 @@ class _Asked:
     of_a_run: bool
 
 
-def _row(name: str | None, count: _Count, asked: _Asked) -> AgentRow:
+def _row(name: str | None, count: _Count, asked: _BesideCounts) -> AgentRow:
     problem = _problem(name, count, asked)
     return AgentRow(
         agent=name,
@@ -224,7 +224,7 @@ def _passed_by(count: _Count) -> str:
     return f"{how} without the openai client. Give the agent an OpenAI-compatible client"
 
 
-def _problem(name: str | None, count: _Count, asked: _Asked) -> str | None:
+def _problem(name: str | None, count: _Count, asked: _BesideCounts) -> str | None:
     if name is None:
         return "these calls have no agent's name: make them inside `with lightning_spans.agent(...)`"
     if asked.chosen is not None and not any(selects(asked.chosen, path) for path in count.paths):

@@ -18,6 +18,7 @@ from lightning_trainer.rl.rows import Row
 
 FOLDER: Final = "tokens"  # in the run's folder
 _DIGEST: Final = 16  # bytes that name a row
+_LATER: Final = 8  # updates after which a row may be learned that was collected while others were
 
 
 class SeenTokens(NamedTuple):
@@ -32,13 +33,13 @@ class SeenTokens(NamedTuple):
     entropy: NDArray[np.floating]
 
 
-def write(run: Path, step: int, seen: Mapping[Row, SeenTokens]) -> None:
+def write(run: Path, step: int, seen: Mapping[bytes, SeenTokens]) -> None:
     """Keep what the update of a step saw: four bytes a token, for half precision is enough to look at.
 
     Args:
         run: the run's folder.
         step: steps taken before.
-        seen: by row; rows that the update left out are not in it.
+        seen: by the name of the row; rows that the update left out are not in it.
 
     Raises:
         OSError: it can't be written.
@@ -51,7 +52,7 @@ def write(run: Path, step: int, seen: Mapping[Row, SeenTokens]) -> None:
     with partial.open("wb") as file:
         np.savez(
             file,
-            names=np.stack([_name(row) for row in seen]),
+            names=np.stack([np.frombuffer(name, np.uint8) for name in seen]),
             lengths=np.array([len(each.gap) for each in seen.values()], np.int64),
             gap=np.concatenate([each.gap for each in seen.values()]).astype(np.float16),
             entropy=np.concatenate([each.entropy for each in seen.values()]).astype(np.float16),
@@ -60,16 +61,28 @@ def write(run: Path, step: int, seen: Mapping[Row, SeenTokens]) -> None:
 
 
 def read(run: Path, step: int, row: Row) -> SeenTokens | None:
-    """Return what the update of a step saw of a row, made again from the store; None where it is not known.
+    """Return what its update saw of a row, made again from the store; None where it is not known.
 
     Args:
         run: the run's folder.
-        step: steps taken before.
+        step: steps taken before, when the row was asked for; it may have been learned some steps later.
         row: of the same attempt, with the same tokens trained.
     """
+    return next((found for n in range(step, step + _LATER) if (found := _read(run, n, row)) is not None), None)
+
+
+def row_name(row: Row) -> bytes:
+    """Return 16 bytes that tell a row from others: by its attempt, its tokens, and which of them are trained."""
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    for part in (row.attempt_id.encode(), row.tokens.astype("<i4").tobytes(), row.mask.tobytes()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _read(run: Path, step: int, row: Row) -> SeenTokens | None:
     try:
         with np.load(run / FOLDER / f"{step}.npz", allow_pickle=False) as file:
-            found = np.flatnonzero((file["names"] == _name(row)).all(axis=1))
+            found = np.flatnonzero((file["names"] == np.frombuffer(row_name(row), np.uint8)).all(axis=1))
             if not len(found):
                 return None
             end = int(file["lengths"][: found[0] + 1].sum())
@@ -77,11 +90,3 @@ def read(run: Path, step: int, row: Row) -> SeenTokens | None:
             return SeenTokens(file["gap"][own], file["entropy"][own])
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):  # none was written, or it was cut
         return None
-
-
-def _name(row: Row) -> NDArray[np.uint8]:
-    """(16,) what tells a row from others: its attempt, its tokens, and which of them are trained."""
-    digest = hashlib.blake2b(digest_size=_DIGEST)
-    for part in (row.attempt_id.encode(), row.tokens.astype("<i4").tobytes(), row.mask.tobytes()):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return np.frombuffer(digest.digest(), np.uint8)

@@ -15,7 +15,7 @@ _WHERE: Final = ("out", "resume", "port", "store")  # options that say where, an
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRow:
+class RunSummary:
     """One run.
 
     Attributes:
@@ -51,7 +51,7 @@ def find(places: Sequence[Path]) -> list[Path]:
     return sorted(ours, key=lambda path: (path / CONFIG_NAME).stat().st_mtime_ns)
 
 
-def row_of(folder: Path) -> RunRow:
+def row_of(folder: Path) -> RunSummary:
     """Read a run from its own files."""
     lines = read(folder / LOG_NAME)
     steps = [line for line in lines if line["kind"] == "train"]
@@ -60,7 +60,7 @@ def row_of(folder: Path) -> RunRow:
         options = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     except ValueError:
         options = {}
-    return RunRow(
+    return RunSummary(
         folder=str(folder),
         steps=len(steps),
         before=held[0] if held else None,
@@ -73,7 +73,7 @@ def row_of(folder: Path) -> RunRow:
     )
 
 
-def differences(rows: Sequence[RunRow]) -> dict[str, list[Any]]:
+def differences(rows: Sequence[RunSummary]) -> dict[str, list[Any]]:
     """Return the options in which runs differ, each with its value in every run; None where one has no such option.
 
     Those that only some of the runs have are of another command, such as sft, and say nothing of how runs differ.

@@ -143,6 +143,7 @@ def _arrow(path: Path) -> Iterator[Task]:
 def _csv(path: Path, text: str) -> Iterator[Task]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
+        _check_header(path, reader.fieldnames or ())
         for row in reader:
             if None in row or None in row.values():
                 columns = len(reader.fieldnames or ())
@@ -150,6 +151,15 @@ def _csv(path: Path, text: str) -> Iterator[Task]:
             yield dict(row)
     except csv.Error as error:
         raise DataError(f"data file {path}, line {reader.reader.line_num}: not CSV: {error}.") from None
+
+
+def _check_header(path: Path, names: Sequence[str]) -> None:
+    """Refuse a header that would lose values, or that is separated by something else than commas."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"data file {path}, line 1: two columns are called {twice!r}. Rename one.")
+    if len(names) == 1 and set(names[0]) & {";", "\t"}:
+        raise DataError(f"data file {path}, line 1: one column, {names[0]!r}. Separate values by commas.")
 
 
 def _parse(path: Path, text: str, first_line: int) -> Any:
@@ -160,18 +170,23 @@ def _parse(path: Path, text: str, first_line: int) -> Any:
         return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
-        raise DataError(f"data file {path}, line {line}: not JSON: {error.msg} at column {error.colno}.") from None
+        lines = path.suffix.lower() == ".json" and error.msg == "Extra data"
+        do = " One object a line is JSON Lines: name the file .jsonl." if lines else ""
+        raise DataError(f"data file {path}, line {line}: not JSON: {error.msg} at column {error.colno}.{do}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"data file {path}, line {first_line}: not JSON: {error}.") from None
 
 
 def _task(path: Path, value: Any, where: str) -> Task:
     if not isinstance(value, dict):
+        do = " A list of tasks is a .json file." if isinstance(value, list) and path.suffix != ".json" else ""
         raise DataError(
-            f'data file {path}, {where}: a task must be an object such as {{"question": ...}}, not {str(value)[:60]!r}.'
+            f'data file {path}, {where}: a task must be an object such as {{"question": ...}}, not'
+            f" {str(value)[:60]!r}.{do}"
         )
     try:
         orjson.dumps(value)
-    except TypeError as error:  # integers beyond 64 bits, halves of surrogate pairs
+        json.dumps(value, allow_nan=False)  # Parquet has dates and NaN, which the other would write as text and null
+    except (TypeError, ValueError) as error:  # integers beyond 64 bits, halves of surrogate pairs
         raise DataError(f"data file {path}, {where}: this task can't be stored: {error}. Write it as text.") from None
     return value

@@ -338,7 +338,8 @@ class Loop:
         began = time.monotonic()
         with waiting("update", f"the backend to learn from {len(batch.rows)} rows"):
             learned = self._learner.update(batch.rows)
-        learned_tokens.write(self._run.folder, self.state.step, self._learner.seen)
+        seen = {learned_tokens.row_name(row): tokens for row, tokens in self._learner.seen.items()}
+        learned_tokens.write(self._run.folder, self.state.step, seen)
         return {**learned, "update_seconds": time.monotonic() - began}
 
     def _advance(self, batch: Batch, result: Score) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -43,7 +45,9 @@ def write_project(folder: Path, framework: str) -> list[Path]:
     """
     texts = {"agent.py": _read(f"{framework}.py"), **{name: _read(name) for name in _FILES}}
     packages = ", ".join(f"`{name}`" for name in (*FRAMEWORKS[framework], "lightning-trainer[torch]"))
-    texts["README.md"] = texts["README.md"].replace("{packages}", packages)
+    texts["README.md"] = (
+        texts["README.md"].replace("{packages}", packages).replace("{install}", install_line(framework))
+    )
     texts |= {"train.jsonl": _tasks(96, seed=0), "val.jsonl": _tasks(16, seed=1)}
     there = [name for name in texts if (folder / name).exists()]
     if there:
@@ -55,6 +59,27 @@ def write_project(folder: Path, framework: str) -> list[Path]:
     except OSError as error:
         raise ConfigError(f"{folder} can't be written: {error.strerror}. Name another folder.") from None
     return [folder / name for name in texts]
+
+
+def install_line(framework: str) -> str:
+    """Return the command that installs what a program of this framework needs, in a clone."""
+    plugin, *others = FRAMEWORKS[framework]
+    folders = dict.fromkeys(("./core", "./plugins/openai", f"./plugins/{plugin.removeprefix('lightning-')}"))
+    named = [f'"{name}"' if set(name) & set("[<>=") else name for name in ("./trainer[torch]", *others)]
+    return " ".join(["uv pip install --torch-backend=auto", *folders, *named])
+
+
+def missing(framework: str) -> list[str]:
+    """Return the packages that a program of this framework needs and that are not installed here."""
+    return [name for name in FRAMEWORKS[framework] if not _installed(re.split(r"[\[<>=]", name)[0])]
+
+
+def _installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _read(name: str) -> str:

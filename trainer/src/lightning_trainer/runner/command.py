@@ -58,7 +58,7 @@ async def run_command(
     return _result(ended.output)
 
 
-class Ended(NamedTuple):
+class ProcessEnd(NamedTuple):
     """How a program ended, and the end of what it printed."""
 
     status: int
@@ -70,7 +70,7 @@ class Ended(NamedTuple):
         return self.errors.strip()[-4000:] or self.output.strip()[-4000:] or "it printed nothing"
 
 
-async def run_to_end(words: Sequence[str], body: bytes, given: Mapping[str, str], folder: Path | None) -> Ended:
+async def run_to_end(words: Sequence[str], body: bytes, given: Mapping[str, str], folder: Path | None) -> ProcessEnd:
     """Run a program, with `body` on its stdin and the variables `given` on top of our own; end all that it leaves."""
     process = await asyncio.create_subprocess_exec(
         *words,
@@ -87,7 +87,7 @@ async def run_to_end(words: Sequence[str], body: bytes, given: Mapping[str, str]
         )
     finally:
         await _end_all(process)
-    return Ended(status, output, errors)
+    return ProcessEnd(status, output, errors)
 
 
 def filled(word: str, values: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.schema.spans import Json, Span, Status
 from lightning_trainer.runner.command import (
     ENVIRONMENT_LIMIT,
-    Ended,
+    ProcessEnd,
     filled,
     run_command,
     run_to_end,
@@ -133,7 +133,7 @@ async def _reward(work: Work, words: list[str], folder: Path | None, task: dict[
     return reward_of(ended)
 
 
-def reward_of(ended: Ended) -> Any:
+def reward_of(ended: ProcessEnd) -> Any:
     """Return the reward that a program's end means."""
     for line in _last_line(ended.output):
         with contextlib.suppress(ValueError):

@@ -49,20 +49,22 @@ class Job:
         return self.reward == JUDGE
 
 
-def load_function(spec: str, *, option: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+def load_function(spec: str, *, option: str, parameters: tuple[str, ...], yields: bool = False) -> Callable[..., Any]:
     """Import a function of the user's, with the current folder on the path.
 
     Args:
         spec: ``module:function``; the part after the colon may have dots.
         option: what the message calls it: ``target`` or ``reward``.
         parameters: names of what it will be called with, by position.
+        yields: whether it may yield what it gives, as automatic rewards may.
 
     Raises:
-        ConfigError: it can't be imported, is not there, is no function, or takes other parameters.
+        ConfigError: it can't be imported, is not there, is no function, takes other parameters, or yields.
     """
     module_name, colon, path = spec.partition(":")
     if not (module_name and colon and path):
         raise ConfigError(f"{option} {spec!r}: write it as module:function, for example my_app:run.")
+    _check_module_name(module_name, path, spec, option)
     found: Any = _import(module_name, spec, option)
     for name in path.split("."):
         if not hasattr(found, name):
@@ -70,7 +72,13 @@ def load_function(spec: str, *, option: str, parameters: tuple[str, ...]) -> Cal
         found = getattr(found, name)
     if not callable(found):
         raise ConfigError(f"{option} {spec!r} is a {type(found).__name__}, not a function. Name a function.")
+    if inspect.isclass(found):
+        raise ConfigError(
+            f"{option} {spec!r} is a class, not a function. Name a function, or an object's method: app.run."
+        )
     _check_signature(found, spec, option, parameters)
+    if not yields and (inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found)):
+        raise ConfigError(f"{option} {spec!r} yields, and is called once for one value. Return it instead.")
     return found  # type: ignore[no-any-return]
 
 
@@ -97,6 +105,16 @@ def split_command(command: str, *, folder: str | None = None) -> list[str]:
     return words
 
 
+def _check_module_name(module_name: str, function: str, spec: str, option: str) -> None:
+    """Refuse a path in a module's place: ``my_app.py``, ``src/my_app.py``."""
+    if not (set(module_name) & {"/", "\\"} or Path(module_name).is_file()):
+        return
+    file = Path(module_name)
+    start = "" if file.parent == Path() else f", and start in {file.parent}"
+    name = file.name.removesuffix(".py")
+    raise ConfigError(f"{option} {spec!r} is the path of a file. Name its module, {name}:{function}{start}.")
+
+
 def _import(module_name: str, spec: str, option: str) -> Any:
     folder = str(Path.cwd())
     if folder not in sys.path:
@@ -111,9 +129,8 @@ def _import(module_name: str, spec: str, option: str) -> Any:
                 f"{option} {spec!r} can't be imported: there is no module {error.name!r} in {folder} or on the path. "
                 "Start in the folder that holds it."
             ) from None
-        raise ConfigError(
-            f"{option} {spec!r} can't be imported: {module_name} raises {type(error).__name__}: {error}{_where(error)}"
-        ) from error
+        raised = f"{module_name} raises {type(error).__name__}: {error}{_where(error)}{_install(error)}"
+        raise ConfigError(f"{option} {spec!r} can't be imported: {raised}") from error
 
 
 def _where(error: BaseException) -> str:
@@ -121,6 +138,16 @@ def _where(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
     frames = [f for f in frames if f.filename != __file__]
     return f"\n  at {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+def _install(error: BaseException) -> str:
+    """Say how a plugin is installed, where that is what is missing."""
+    name = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if not name.startswith("lightning_") or "." in name:
+        return ""
+    package = name.replace("_", "-")
+    plugin = package.removeprefix("lightning-")
+    return f"\nIf that is our plugin {package}: from a clone, uv pip install ./core ./plugins/openai ./plugins/{plugin}"
 
 
 def _functions_of(module: Any) -> str:

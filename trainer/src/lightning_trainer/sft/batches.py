@@ -13,20 +13,20 @@ import numpy as np
 from lightning_spans.errors import DataError
 from lightning_spans.schema.agents import check_known, label, selects
 from lightning_trainer.export import choose
-from lightning_trainer.export.candidates import Candidate
+from lightning_trainer.export.candidates import LineCandidate
 from lightning_trainer.export.episodes import digest
 from lightning_trainer.export.wanted import LOW_REWARD, NO_REWARD, Wanted
 from lightning_trainer.policies import Policies
 from lightning_trainer.rl.account import NOT_SELECTED, TOO_LONG
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.sft.data import Conversation
+from lightning_trainer.sft.data import Example
 from lightning_trainer.sft.render import Rendered, Renderer, UnrenderableError
 
 NO_ADAPTER: Final = "its agent has no adapter that is trained"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowsToLearn:
     """What is learned from.
 
     Attributes:
@@ -40,7 +40,7 @@ class Rows:
     recorded: int
 
 
-def named(data: Sequence[Conversation], agents: tuple[str, ...] | None) -> Callable[[Conversation], str | None]:
+def named(data: Sequence[Example], agents: tuple[str, ...] | None) -> Callable[[Example], str | None]:
     """Return what says whose words a conversation holds.
 
     Data that names no agent is of the one that is named here.
@@ -63,14 +63,14 @@ def named(data: Sequence[Conversation], agents: tuple[str, ...] | None) -> Calla
 
 
 def make_rows(
-    data: Sequence[Conversation],
+    data: Sequence[Example],
     renderer: Renderer,
     *,
     agents: tuple[str, ...] | None,
     policies: Policies,
     max_tokens: int,
     min_reward: float | None = None,
-) -> Rows:
+) -> RowsToLearn:
     """Write conversations as rows.
 
     Args:
@@ -110,12 +110,10 @@ def make_rows(
         recorded += sum(part.recorded for part in parts)
     if not rows:
         raise DataError(_nothing(data, left_out))
-    return Rows(rows=rows, left_out=left_out, recorded=recorded)
+    return RowsToLearn(rows=rows, left_out=left_out, recorded=recorded)
 
 
-def _why_not(
-    said: Conversation, agent: str | None, agents: tuple[str, ...] | None, min_reward: float | None
-) -> str | None:
+def _why_not(said: Example, agent: str | None, agents: tuple[str, ...] | None, min_reward: float | None) -> str | None:
     if agents is not None and not selects(agents, agent):
         return NOT_SELECTED
     if min_reward is None:
@@ -147,17 +145,17 @@ def _row(part: Rendered, agent: str | None, adapter: str | None, number: int) ->
     )
 
 
-def _nothing(data: Sequence[Conversation], left_out: Counter[str]) -> str:
+def _nothing(data: Sequence[Example], left_out: Counter[str]) -> str:
     why = "\n".join(f"  {count}: {reason}" for reason, count in left_out.most_common())
     return f"there is nothing to learn: all {len(data)} conversations are left out.\n{why}"
 
 
-def held_out(data: Sequence[Conversation], share: float) -> tuple[list[Conversation], list[Conversation]]:
+def held_out(data: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
     """Split conversations: no group and no first prompt is in both parts."""
     if not share:
         return list(data), []
     candidates = [
-        Candidate(
+        LineCandidate(
             place=place, calls=1, agent=said.agent, reward=said.reward, group=said.group or f"line {place}",
             attempt=str(place), task=said.group, opening=_opening(said), validation=False, prompt=_opening(said),
             content=str(place),
@@ -168,7 +166,7 @@ def held_out(data: Sequence[Conversation], share: float) -> tuple[list[Conversat
     return [data[each.place] for each in parts.training], [data[each.place] for each in parts.held_out]
 
 
-def _opening(said: Conversation) -> str:
+def _opening(said: Example) -> str:
     """Digest what stands before the first answer."""
     if said.messages:
         return digest(list(said.messages[: said.answers[0]] if said.answers else said.messages))

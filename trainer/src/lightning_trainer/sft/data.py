@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +18,7 @@ _ROLES: Final = {
     "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool", "developer": "system",
 }  # fmt: skip
+_SHOWN: Final = 5  # files of a folder
 WANTED: Final = (
     "messages (role, content), conversations (from, value), prompt and completion, instruction and output, or input_ids"
     " and labels"
@@ -25,7 +26,7 @@ WANTED: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class Example:
     """Something to learn from.
 
     Attributes:
@@ -63,7 +64,7 @@ def is_store(name: str) -> bool:
     return "://" in name or Path(name).suffix in (".db", ".sqlite", ".sqlite3")
 
 
-def read_file(path: Path) -> list[Conversation]:
+def read_file(path: Path) -> list[Example]:
     """Read a file; its name's ending tells the kind.
 
     Raises:
@@ -82,9 +83,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         DataError: it is missing, of another kind, or no object stands in a line.
     """
     if path.is_dir():
-        raise DataError(f"data {path} is a folder. Name a .jsonl, .json or .parquet file, or a store.")
-    readers = {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
-    reader = readers.get(path.suffix.lower())
+        raise DataError(f"data {path} is a folder. Name a .jsonl, .json or .parquet file, or a store.{_files_in(path)}")
+    reader = _readers().get(path.suffix.lower())
     if reader is None:
         raise DataError(f"data file {path}: unknown kind {path.suffix!r}. Give .jsonl, .json or .parquet, or a store.")
     try:
@@ -98,6 +98,19 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"data file {path} can't be read: {error.strerror or error}.") from None
     except UnicodeDecodeError:
         raise DataError(f"data file {path}: not UTF-8 text. Save the file as UTF-8.") from None
+
+
+def _readers() -> dict[str, Callable[[Path], Iterator[tuple[int, Any]]]]:
+    return {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
+
+
+def _files_in(folder: Path) -> str:
+    """Say which files of a folder, such as a data set's, may be named: the first few."""
+    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _readers() and path.is_file())
+    if not found:
+        return ""
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f" It holds {', '.join(path.relative_to(folder).as_posix() for path in found[:_SHOWN])}{more}."
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -138,7 +151,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"data file {path} is no Parquet: {str(error).splitlines()[0]}") from None
 
 
-def conversation(line: Mapping[str, Any], source: str) -> Conversation:
+def conversation(line: Mapping[str, Any], source: str) -> Example:
     """Read one line.
 
     Raises:
@@ -149,7 +162,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Conversation:
         ids, labels = _tokens(line)
         if ids is None and not answers:
             raise DataError(f"{source}: the assistant says nothing in it: {_fields(line)}. Wanted: {WANTED}.")
-        return Conversation(
+        return Example(
             messages=tuple(messages),
             answers=tuple(answers),
             tools=_tools(line.get("tools")),
@@ -170,26 +183,43 @@ def _fields(line: Mapping[str, Any]) -> str:
 
 
 def _said(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
-    """Return the messages of a line, and the places of those to learn."""
+    """Return the messages of a line, and the places of those to learn. A system prompt may stand beside the turns."""
+    messages, answers = _turns(line)
+    system = line.get("system")
+    if not system or (messages and messages[0]["role"] == "system"):
+        return messages, answers
+    return [*_messages(system, "system"), *messages], [place + 1 for place in answers]
+
+
+def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
     if line.get("messages"):
         messages = [plain(_known(message)) for message in line["messages"]]
         given = line.get("answers")
-        return messages, _answers(messages) if given is None else [int(place) for place in given]
+        return messages, _weighed(line["messages"]) if given is None else [int(place) for place in given]
     if line.get("conversations"):
-        messages = [plain(_turn(turn)) for turn in line["conversations"]]
-        return messages, _answers(messages)
+        turns = [_turn(turn) for turn in line["conversations"]]
+        return [plain(turn) for turn in turns], _weighed(turns)
     if line.get("prompt") and line.get("completion"):
         asked = _messages(line["prompt"], "user")
         messages = [*asked, *_messages(line["completion"], "assistant")]
         return messages, [place for place in _answers(messages) if place >= len(asked)]
     if line.get("output") and (line.get("instruction") or line.get("input")):
         asked_text = "\n\n".join(str(line[name]) for name in ("instruction", "input") if line.get(name))
-        system = _messages(line["system"], "system") if line.get("system") else []
-        messages = [*system, *_messages(asked_text, "user"), *_messages(line["output"], "assistant")]
+        before = [said for turn in line.get("history") or () for said in _exchange(*turn)]
+        messages = [*before, *_messages(asked_text, "user"), *_messages(line["output"], "assistant")]
         return messages, [len(messages) - 1]
     if line.get("input_ids") is not None and line.get("labels") is not None:
         return [], []
     raise ValueError("nothing here is known")
+
+
+def _weighed(messages: Sequence[Any]) -> list[int]:
+    """Return the places of answers, without those of weight 0, which OpenAI's fine-tuning does not learn either."""
+    return [place for place in _answers(messages) if messages[place].get("weight") != 0]
+
+
+def _exchange(asked: str, answered: str) -> list[Message]:
+    return [*_messages(asked, "user"), *_messages(answered, "assistant")]
 
 
 def _known(message: Any) -> Any:
@@ -206,7 +236,7 @@ def _turn(turn: Mapping[str, Any]) -> Message:
     role = _ROLES.get(str(turn["from"]).lower())
     if role is None:
         raise ValueError(f"a turn is from {turn['from']!r}, which is nobody known")
-    return {"role": role, "content": turn["value"]}
+    return {"role": role, "content": turn["value"], "weight": turn.get("weight")}
 
 
 def _messages(value: Any, role: str) -> list[Message]:
@@ -237,8 +267,8 @@ def _tokens(line: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int,
 class Preferred:
     """Two answers to one prompt."""
 
-    chosen: Conversation
-    rejected: Conversation
+    chosen: Example
+    rejected: Example
 
 
 def read_pairs(path: Path) -> list[Preferred]:
@@ -284,6 +314,6 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
         raise DataError(f"{source}: {said}. It has {_fields(line)}. Wanted: {wanted}.") from None
 
 
-def read_lines_of_store(lines: Iterable[Mapping[str, Any]], name: str) -> list[Conversation]:
+def read_lines_of_store(lines: Iterable[Mapping[str, Any]], name: str) -> list[Example]:
     """Read what `lightning_trainer.export` chose of a store."""
     return [conversation(line, f"{name}, line {number}") for number, line in enumerate(lines, 1)]

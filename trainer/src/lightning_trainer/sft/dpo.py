@@ -18,7 +18,7 @@ import numpy as np
 from lightning_spans.errors import DataError
 from lightning_trainer.backends.protocol import Learner
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.sft.batches import Rows
+from lightning_trainer.sft.batches import RowsToLearn
 
 BETA: Final = 0.1
 ONE_LEFT_OUT: Final = "the other answer of the pair is left out"
@@ -88,7 +88,7 @@ def _weighed(row: Row, advantage: float) -> Row:
     return replace(row, advantages=np.where(row.mask, advantage, 0.0))
 
 
-def matched(chosen: Rows, rejected: Rows) -> tuple[list[tuple[Row, Row]], Counter[str]]:
+def matched(chosen: RowsToLearn, rejected: RowsToLearn) -> tuple[list[tuple[Row, Row]], Counter[str]]:
     """Put the rows of pairs together again; a pair of which one answer is left out is left out whole.
 
     Raises:
@@ -104,7 +104,7 @@ def matched(chosen: Rows, rejected: Rows) -> tuple[list[tuple[Row, Row]], Counte
     return [(sides[0][name], sides[1][name]) for name in sorted(both, key=int)], left_out
 
 
-def _single(rows: Rows) -> dict[str, Row]:
+def _single(rows: RowsToLearn) -> dict[str, Row]:
     """Return the rows of conversations that are one row each."""
     count = Counter(row.attempt_id for row in rows.rows)
     return {row.attempt_id: row for row in rows.rows if count[row.attempt_id] == 1}

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.template import ChatFormat
-from lightning_trainer.sft.data import Conversation
+from lightning_trainer.sft.data import Example
 
 OTHER_TOKENIZER: Final = "tokens of another tokenizer, and no messages to write anew"
 REFUSED: Final = "the model's chat template refuses it"
@@ -52,7 +52,7 @@ class Renderer:
         self._end_texts = [self._format.decode([token]) for token in end_tokens]
         self._close = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(end_tokens)
 
-    def render(self, said: Conversation) -> list[Rendered]:
+    def render(self, said: Example) -> list[Rendered]:
         """Return the tokens of a conversation: of several, where its template writes earlier turns in another way.
 
         Raises:
@@ -70,7 +70,7 @@ class Renderer:
         except Refusal as error:
             raise UnrenderableError(f"{REFUSED}: {error}") from None
 
-    def _is_ours(self, said: Conversation) -> bool:
+    def _is_ours(self, said: Example) -> bool:
         """Whether recorded tokens are this tokenizer's: it writes the text of the prompt with just these.
 
         Prompts are encoded from text; what a model says need not be. Where the messages are known, the prompt's text
@@ -85,7 +85,7 @@ class Renderer:
         asked = next((m["content"].strip() for m in said.messages if m["content"].strip()), "")
         return self._format.encode(text) == prompt and asked in text
 
-    def _written(self, said: Conversation) -> Iterator[Rendered]:
+    def _written(self, said: Example) -> Iterator[Rendered]:
         """Write answer by answer. One that goes on from the text before shares its tokens, as in the gateway."""
         text, ids, learned = "", list[int](), list[bool]()
         for place in said.answers:

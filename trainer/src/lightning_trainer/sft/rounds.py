@@ -200,7 +200,7 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         log = stack.enter_context(closing(MetricLog(folder, from_step=state.steps)))
         routing = _routing(config, learner.engine.model)
         local = stack.enter_context(serving(store, runner, routing=routing, engine=learner.engines))
-        loop = _Loop(
+        loop = _RoundLoop(
             config=config, tasks=tasks, val=val, folder=folder, store=store, local=local, learner=learner, judge=judge,
             log=log, progress=progress, check=check, state=state, steps=state.steps,
         )  # fmt: skip
@@ -277,7 +277,7 @@ def _routing(config: RoundsConfig, model: str) -> Routing:
 
 
 @dataclass(kw_only=True)
-class _Loop:
+class _RoundLoop:
     """Takes the rounds."""
 
     config: RoundsConfig

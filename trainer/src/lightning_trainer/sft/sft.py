@@ -26,10 +26,10 @@ from lightning_trainer.rl.algorithms.likelihood import LIKELIHOOD
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.folders import new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
-from lightning_trainer.sft.batches import Rows, held_out, make_rows
+from lightning_trainer.sft.batches import RowsToLearn, held_out, make_rows
 from lightning_trainer.sft.config import SftConfig
 from lightning_trainer.sft.data import (
-    Conversation,
+    Example,
     Preferred,
     is_store,
     preferred,
@@ -125,10 +125,10 @@ class Data:
         worse: of pairs, the worse answers of `training` and of `held_out`.
     """
 
-    training: list[Conversation]
-    held_out: list[Conversation]
+    training: list[Example]
+    held_out: list[Example]
     left_out: Counter[str]
-    worse: tuple[list[Conversation], list[Conversation]] | None = None
+    worse: tuple[list[Example], list[Example]] | None = None
 
 
 def read(config: SftConfig) -> Data:
@@ -142,7 +142,7 @@ def read(config: SftConfig) -> Data:
     left_out: Counter[str] = Counter()
     if config.loss == "dpo":
         return _read_pairs(config, left_out)
-    found: list[Conversation] = []
+    found: list[Example] = []
     for name in config.data:
         if is_store(name):
             found += read_lines_of_store(_from_store(name, config, left_out), name)
@@ -227,7 +227,7 @@ def _task(config: SftConfig, learner: Learner, data: Data) -> _Task:
     )  # fmt: skip
 
 
-def _rows(config: SftConfig, learner: Learner, data: Sequence[Conversation]) -> Rows:
+def _rows(config: SftConfig, learner: Learner, data: Sequence[Example]) -> RowsToLearn:
     limit = learner.engine.max_model_len
     return make_rows(
         data,
@@ -239,14 +239,14 @@ def _rows(config: SftConfig, learner: Learner, data: Sequence[Conversation]) -> 
     )
 
 
-def _held_out_rows(config: SftConfig, learner: Learner, data: Sequence[Conversation]) -> Rows:
+def _held_out_rows(config: SftConfig, learner: Learner, data: Sequence[Example]) -> RowsToLearn:
     """Write what is held out; where all of it is left out, nothing is looked at, unless a file was named for it."""
     try:
-        return _rows(config, learner, data) if data else Rows(rows=[], left_out=Counter(), recorded=0)
+        return _rows(config, learner, data) if data else RowsToLearn(rows=[], left_out=Counter(), recorded=0)
     except DataError:
         if config.val is not None:
             raise
-        return Rows(rows=[], left_out=Counter(), recorded=0)
+        return RowsToLearn(rows=[], left_out=Counter(), recorded=0)
 
 
 def steps_of(config: SftConfig, rows: Sequence[Row]) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.record.unrecorded import asked_by_training
 from lightning_trainer.gateway.http.masking import remember
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.gateway.upstream.upstream import parse_upstream
@@ -35,7 +36,7 @@ class TeacherError(LightningError):
     """The teacher gave no log-probabilities."""
 
 
-class Endpoint:
+class EndpointTeacher:
     """`Teacher` behind a server.
 
     Args:
@@ -119,7 +120,8 @@ class Endpoint:
         for number in range(_TRIES):
             time.sleep(_PAUSE_S * number)
             try:
-                answer = self._client.post(url, json=body)
+                with asked_by_training():
+                    answer = self._client.post(url, json=body)
             except httpx.HTTPError as problem:
                 error = f"the teacher can't be reached: {type(problem).__name__}: {problem}"
                 continue

@@ -94,9 +94,9 @@ def teaching(
         alone = config.algorithm == DISTIL
         yield SelfTeacher(learner, read_self(config), alone=alone, failed=config.failed)
     elif "=" in config.teacher:
-        from lightning_trainer.teaching.endpoint import Endpoint
+        from lightning_trainer.teaching.endpoint import EndpointTeacher
 
-        with closing(Endpoint(config.teacher)) as server:
+        with closing(EndpointTeacher(config.teacher)) as server:
             server.check(student.tokenizer)
             yield Distilling(server)
     else:

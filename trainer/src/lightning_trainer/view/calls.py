@@ -26,7 +26,7 @@ from lightning_trainer.view.answers import CallChoice, CallPage, RowPlace, Token
 from lightning_trainer.view.learning import batch_of, row_of, step_trains
 from lightning_trainer.view.names import chosen_by, names_in
 from lightning_trainer.view.pieces import Pieces, pieces_of
-from lightning_trainer.view.reader import Reader
+from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.runs import Run
 from lightning_trainer.view.steps import step_of
 from lightning_trainer.view.texts import WHOLE, legible, messages, request_of, said
@@ -38,7 +38,7 @@ _ATTRIBUTE: Final = 20_000
 
 
 def call_page(
-    reader: Reader,
+    reader: StoreReader,
     run: Run,
     trace: Trace,
     span_id: str,
@@ -94,7 +94,7 @@ def _same(call: Judged, trace: Trace) -> bool:
     return call.transition.attempt_id == trace.attempt_id
 
 
-def _batch(reader: Reader, run: Run, group_id: str | None) -> Batch | None:
+def _batch(reader: StoreReader, run: Run, group_id: str | None) -> Batch | None:
     if group_id is None or not step_trains(group_id):
         return None
     try:
@@ -150,19 +150,17 @@ def _learned(run: Run, batch: Batch | None, calls: Sequence[Judged], group_id: s
     row, place = found
     seen = read(run.folder, step_of(group_id).number, row) if run.folder is not None else None
     if seen is None:
-        return _Learned(row=row, place=place, unread=_why_unread(run, row))
+        return _Learned(row=row, place=place, unread=_why_unread(row))
     columns = np.full((2, len(row.tokens)), np.nan)
     columns[:, row.mask] = seen
     return _Learned(row=row, place=place, gap=columns[0], entropy=columns[1])
 
 
-def _why_unread(run: Run, row: Row) -> str:
+def _why_unread(row: Row) -> str:
     """Say why nothing is known of how an update saw a row."""
-    if run.options.get("backend") == "verl":
-        return "the backend verl tells the means of a step, not the numbers of a token"
     if not row.has_gradient:
         return "all advantages of its row are 0, so the update did not read it"
-    return "the run's folder has no file of this step's tokens: it was made by an earlier version, or is not here"
+    return "the run's folder has nothing of this row's tokens: it was made by an earlier version, or is not here"
 
 
 def _choice(

@@ -23,7 +23,7 @@ from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of
 from lightning_trainer.rl.rows import Row, why_untrainable
 from lightning_trainer.view.answers import AccountPage, CallLink, CreditPage, Loss, RowPlace, TurnCell
-from lightning_trainer.view.reader import Reader
+from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.runs import Run
 from lightning_trainer.view.steps import OPEN, Step, group_ids, step_of
 from lightning_trainer.view.texts import said
@@ -34,7 +34,7 @@ _ENDS: Final = 12  # best and worst calls
 _SHORT: Final = 200
 
 
-def ended(reader: Reader, groups: Sequence[str]) -> list[Rollout]:
+def ended(reader: StoreReader, groups: Sequence[str]) -> list[Rollout]:
     """Return the rollouts of groups in which all have ended."""
     by_group: defaultdict[str, list[Rollout]] = defaultdict(list)
     for rollout in whole_list(reader, Rollout, Where(group_ids=list(groups))):
@@ -43,7 +43,7 @@ def ended(reader: Reader, groups: Sequence[str]) -> list[Rollout]:
 
 
 def batch_of(
-    reader: Reader, run: Run, groups: Sequence[str], *, config: TrainConfig | None = None, every_agent: bool = True
+    reader: StoreReader, run: Run, groups: Sequence[str], *, config: TrainConfig | None = None, every_agent: bool = True
 ) -> tuple[Batch, list[Outcome]] | None:
     """Make the batch of some groups again; None where the run's options are not known, or nothing has ended."""
     config = config or run.config
@@ -53,7 +53,7 @@ def batch_of(
     return judged(config, reader, rollouts, every_agent=every_agent)
 
 
-def judged_in(reader: Reader, run: Run, group_id: str | None) -> tuple[Judged, ...]:
+def judged_in(reader: StoreReader, run: Run, group_id: str | None) -> tuple[Judged, ...]:
     """Return the calls of a group with credit and advantage; none where they can't be known."""
     made = None
     if group_id is not None and step_trains(group_id):
@@ -69,7 +69,7 @@ def step_trains(group_id: str) -> bool:
     return step_of(group_id).mode == "train"
 
 
-def account_of(reader: Reader, run: Run, step: int) -> AccountPage:
+def account_of(reader: StoreReader, run: Run, step: int) -> AccountPage:
     """Return the account of a step, each loss with some of its calls.
 
     Raises:
@@ -109,7 +109,7 @@ def account_of(reader: Reader, run: Run, step: int) -> AccountPage:
     )
 
 
-def _as_trained(reader: Reader, run: Run, groups: Sequence[str]) -> tuple[Batch, list[Outcome]] | None:
+def _as_trained(reader: StoreReader, run: Run, groups: Sequence[str]) -> tuple[Batch, list[Outcome]] | None:
     """Make the batch of a step again; where groups without contrast were replaced, round after round as the run did."""
     config, rounds = run.config, [[each for each in groups if _round(each) == 0]]
     made = batch_of(reader, run, rounds[0], every_agent=False)
@@ -173,7 +173,7 @@ def _shown(transition: Transition) -> str:
     return read.text or ", ".join(f"{use.name}({use.arguments[:80]})" for use in read.calls)
 
 
-def credit_of(reader: Reader, run: Run, step: int | None, credit: str | None) -> CreditPage:
+def credit_of(reader: StoreReader, run: Run, step: int | None, credit: str | None) -> CreditPage:
     """Return credit by agent and turn, under the run's assigner or another.
 
     Raises:

@@ -38,7 +38,7 @@ from lightning_trainer.view.answers import (
     WorkerRow,
 )
 from lightning_trainer.view.names import names_in
-from lightning_trainer.view.reader import Reader
+from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.runs import Run
 from lightning_trainer.view.steps import Step, group_ids
 from lightning_trainer.view.texts import legible
@@ -51,7 +51,7 @@ _AROUND: Final = 60
 _HITS: Final = 50
 
 
-def rewards_page(reader: Reader, run: Run, step: Step) -> RewardsPage:
+def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
     """Return the rewards of a step by source, and of each attempt."""
     rollouts = whole_list(reader, Rollout, Where(group_ids=group_ids(reader, run, step)))
     rewards = whole_list(reader, Reward, Where(rollout_ids=[each.rollout_id for each in rollouts]))
@@ -143,7 +143,7 @@ def _tool_link(trace: Trace, node: Node) -> CallLink:
     )
 
 
-def fleet_page(reader: Reader) -> FleetPage:
+def fleet_page(reader: StoreReader) -> FleetPage:
     """Return who claims rollouts, what waits, and what has run the longest."""
     attempts, rollouts = schema.attempts.c, schema.rollouts.c
     by_worker = select(
@@ -183,7 +183,7 @@ def fleet_page(reader: Reader) -> FleetPage:
     )  # fmt: skip
 
 
-def loose_page(reader: Reader, *, before: int | None, limit: int = 50) -> LoosePage:
+def loose_page(reader: StoreReader, *, before: int | None, limit: int = 50) -> LoosePage:
     """Return traces that belong to no rollout, the newest first; one page looks through a bounded number of spans."""
     spans = schema.spans.c
     columns = (
@@ -220,7 +220,7 @@ def _loose(trace_id: str, rows: Sequence[Any]) -> LooseRow:
     )
 
 
-def search(reader: Reader, text: str, *, after: int, rollouts: Sequence[str] | None = None) -> SearchPage:
+def search(reader: StoreReader, text: str, *, after: int, rollouts: Sequence[str] | None = None) -> SearchPage:
     """Look for a text in names, errors and attributes of spans (which hold requests, answers, arguments and results).
 
     One page looks for a second at most; `next` goes on from there. The newest come last.
@@ -279,7 +279,7 @@ def _hit(row: Any, text: str) -> Hit:
     )
 
 
-def attempt_rows(reader: Reader, rollout_id: str) -> list[AttemptRecord]:
+def attempt_rows(reader: StoreReader, rollout_id: str) -> list[AttemptRecord]:
     """Return the attempts of a rollout in their order."""
     found = whole_list(reader, AttemptRecord, Where(rollout_ids=[rollout_id]))
     return sorted(found, key=lambda attempt: attempt.number)

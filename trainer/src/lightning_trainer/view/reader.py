@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, select
+from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
@@ -22,9 +22,13 @@ from lightning_spans.store.sql.read import read_page
 
 R = TypeVar("R")
 _BUSY_S: Final = 10.0
+_COUNT_UP: Final = (
+    *(each.c.seq for each in (schema.spans, schema.calls, schema.rewards, schema.rollouts)),
+    schema.attempts.c.fence,
+)
 
 
-class Reader(NullStore):
+class StoreReader(NullStore):
     """A store that is only read: what is given to it to keep is kept nowhere.
 
     Unlike the store itself it takes no writer's turn, so that a run whose store is looked at does not notice, and it
@@ -71,6 +75,14 @@ class Reader(NullStore):
                 yield connection
         except SQLAlchemyError as error:
             raise StoreError(f"the store can't be read: {getattr(error, 'orig', None) or error}") from error
+
+    def mark(self) -> tuple[int, ...]:
+        """Return what is another value once a record came, or an attempt began or ended. Only indexes are read."""
+        newest = [select(func.max(column)).scalar_subquery() for column in _COUNT_UP]
+        states = [(schema.rollouts, schema.QUEUED), (schema.attempts, schema.RUNNING)]
+        counts = [select(func.count()).select_from(table).where(state).scalar_subquery() for table, state in states]
+        with self.reading() as connection:
+            return tuple(number or 0 for number in connection.execute(select(*newest, *counts)).one())
 
     def close(self) -> None:
         """Let go of the connections."""

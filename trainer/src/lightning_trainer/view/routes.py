@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
 from lightning_spans.adapter.trace import Trace
-from lightning_spans.errors import RefusedError
+from lightning_spans.errors import RefusedError, StoreError
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import each_trace, traces_of
@@ -27,7 +27,7 @@ from lightning_trainer.view import answers, others
 from lightning_trainer.view.calls import call_page
 from lightning_trainer.view.learning import account_of, credit_of, judged_in
 from lightning_trainer.view.names import chosen_by, names_of
-from lightning_trainer.view.reader import Reader
+from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.runs import Run, Runs
 from lightning_trainer.view.steps import (
     Step,
@@ -57,7 +57,8 @@ _POLL_S: Final = 1.0
 
 _Run = Annotated[str, Query(description="name of the run", alias="run")]
 _Limit = Annotated[int, Query(ge=1, le=_GROUPS)]
-_After = Annotated[int, Query(ge=0)]
+_After = Annotated[int, Query(ge=0, le=2**63 - 1)]  # what a database holds
+_Before = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
 _Text = Annotated[str, Query(min_length=1, max_length=500)]
 
 
@@ -86,10 +87,10 @@ class Views:
         return found
 
     @contextmanager
-    def opened(self, name: str) -> Iterator[tuple[Run, Reader]]:
+    def opened(self, name: str) -> Iterator[tuple[Run, StoreReader]]:
         """Open a run's store, to read it for one answer."""
         run = self.named(name)
-        reader = Reader(run.store)
+        reader = StoreReader(run.store)
         try:
             yield run, reader
         finally:
@@ -248,14 +249,14 @@ def trace_page(views: _Views, name: _Run, trace: str) -> answers.RolloutPage:
         return _rollout(run, reader, None, _loose(reader, trace), attempts=[], members=[], row=None)
 
 
-def _loose(reader: Reader, trace_id: str) -> Trace:
+def _loose(reader: StoreReader, trace_id: str) -> Trace:
     spans, calls = reader.spans(trace_ids=[trace_id]), reader.calls(trace_ids=[trace_id])
     if not spans and not calls:
         raise RefusedError(f"there is no trace {trace_id!r} in this store")
     return Trace.build(spans, calls)
 
 
-def _trace_of(run: Run, reader: Reader, rollout: str, attempt: str | None) -> tuple[Rollout | None, Trace]:
+def _trace_of(run: Run, reader: StoreReader, rollout: str, attempt: str | None) -> tuple[Rollout | None, Trace]:
     """Return a rollout, and the trace of its attempt: the one asked for, else that which counts, else the last."""
     asked = next(iter(reader.rollouts(rollout_ids=[rollout])), None)
     if attempt is None and asked is not None:
@@ -272,7 +273,7 @@ def _trace_of(run: Run, reader: Reader, rollout: str, attempt: str | None) -> tu
 
 def _rollout(
     run: Run,
-    reader: Reader,
+    reader: StoreReader,
     asked: Rollout | None,
     trace: Trace,
     *,
@@ -375,7 +376,7 @@ def fleet(views: _Views, name: _Run) -> answers.FleetPage:
 
 
 @router.get("/loose")
-def loose(views: _Views, name: _Run, before: int | None = None) -> answers.LoosePage:
+def loose(views: _Views, name: _Run, before: _Before = None) -> answers.LoosePage:
     """Return traces that belong to no rollout, the newest first."""
     with views.opened(name) as (_, reader):
         return others.loose_page(reader, before=before)
@@ -397,7 +398,7 @@ async def events(request: Request, views: _Views, name: _Run) -> StreamingRespon
         seen: tuple[int, ...] | None = None
         quiet = 0
         while not views.stopping.is_set() and not await request.is_disconnected():
-            now = await asyncio.to_thread(lambda: run.changed)
+            now = await asyncio.to_thread(_mark_of, run, seen)
             quiet = 0 if now != seen else quiet + 1
             if now != seen:
                 yield b"event: changed\ndata: " + dumps({"first": seen is None}) + b"\n\n"
@@ -407,3 +408,11 @@ async def events(request: Request, views: _Views, name: _Run) -> StreamingRespon
             await asyncio.sleep(_POLL_S)
 
     return StreamingResponse(changes(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+def _mark_of(run: Run, before: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return the run's mark; the one before where its store does not answer, until it does again."""
+    try:
+        return run.changed
+    except StoreError:
+        return before

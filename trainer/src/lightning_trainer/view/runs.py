@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,7 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config import CONFIG_NAME, TrainConfig
 from lightning_trainer.report.metrics import LOG_NAME, Line, read
+from lightning_trainer.view.reader import StoreReader
 
 STORE_NAME: Final = "lightning.db"
 
@@ -63,12 +65,21 @@ class Run:
 
     @property
     def changed(self) -> tuple[int, ...]:
-        """A value that is another one whenever something was written: sizes and times of its files."""
+        """A value that is another one whenever something was written: sizes and times of files, or a store's mark.
+
+        Raises:
+            StoreError: the store is on a server that does not answer.
+        """
         paths = [self.folder / LOG_NAME] if self.folder is not None else []
-        if "://" not in self.store:
-            paths += [Path(self.store), Path(f"{self.store}-wal")]
+        file = self.store.removeprefix("sqlite:///")
+        mark: tuple[int, ...] = ()
+        if "://" in file:
+            with closing(StoreReader(self.store)) as reader:
+                mark = reader.mark()
+        else:
+            paths += [Path(file), Path(f"{file}-wal")]
         found = [path.stat() for path in paths if path.exists()]
-        return tuple(part for each in found for part in (each.st_size, each.st_mtime_ns))
+        return (*(part for each in found for part in (each.st_size, each.st_mtime_ns)), *mark)
 
 
 def run_of(folder: Path) -> Run | None:

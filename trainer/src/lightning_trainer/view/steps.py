@@ -20,7 +20,7 @@ from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
 from lightning_trainer.rl.scores import agents_totals, total
 from lightning_trainer.view.answers import GroupRow, RolloutRow, StepPage, StepRow
-from lightning_trainer.view.reader import Reader
+from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.runs import Run
 from lightning_trainer.view.texts import legible
 
@@ -48,7 +48,7 @@ def step_of(group_id: str) -> Step:
     return Step("other", 0)
 
 
-def group_ids(reader: Reader, run: Run, step: Step | None = None) -> list[str]:
+def group_ids(reader: StoreReader, run: Run, step: Step | None = None) -> list[str]:
     """Return the groups of a run, or of one step of it, in the order of their ids' numbers."""
     query = select(schema.rollouts.c.group_id).distinct()
     if run.prefix:
@@ -77,7 +77,7 @@ class _Sums:
     flat: int = 0
 
 
-def overview(reader: Reader, run: Run) -> list[StepRow]:
+def overview(reader: StoreReader, run: Run) -> list[StepRow]:
     """Count rollouts and rewards of every step, in the database: nothing is read but numbers."""
     steps: defaultdict[Step, _Sums] = defaultdict(_Sums)
     with reader.reading() as connection:
@@ -154,7 +154,7 @@ def has_loose(connection: Connection) -> bool:
     return bool(connection.scalar(select(func.count()).select_from(newest).where(newest.c.rollout_id.is_(None))))
 
 
-def groups_page(reader: Reader, run: Run, step: Step, *, after: int, limit: int) -> StepPage:
+def groups_page(reader: StoreReader, run: Run, step: Step, *, after: int, limit: int) -> StepPage:
     """Return some groups of a step with their rollouts and rewards."""
     ids = group_ids(reader, run, step)
     chosen = ids[after : after + limit]
@@ -168,7 +168,7 @@ def groups_page(reader: Reader, run: Run, step: Step, *, after: int, limit: int)
     )
 
 
-def outcomes_of(reader: Reader, run: Run, rollouts: Sequence[Rollout]) -> dict[str, Outcome]:
+def outcomes_of(reader: StoreReader, run: Run, rollouts: Sequence[Rollout]) -> dict[str, Outcome]:
     """Say what became of rollouts, by id, also of those that have not ended; without what automatic rules gave."""
 
     def scored(outcome: Outcome) -> Outcome:
@@ -177,7 +177,7 @@ def outcomes_of(reader: Reader, run: Run, rollouts: Sequence[Rollout]) -> dict[s
     return {each.rollout.rollout_id: scored(each) for each in outcomes(reader, rollouts)}
 
 
-def crash_reward(reader: Reader, run: Run, step: Step, outcomes: Iterable[Outcome]) -> float:
+def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[Outcome]) -> float:
     """Return what failures by the policy's doing count as in a step: see `rl.scores.reward_of_failures`."""
     failed = failed_of(run)
     if not isinstance(failed, str):
@@ -190,7 +190,7 @@ def crash_reward(reader: Reader, run: Run, step: Step, outcomes: Iterable[Outcom
     return min([0.0, *(float(low) for _, _, _, low, _ in rows)])
 
 
-def group_rows(reader: Reader, run: Run, step: Step, rollouts: Sequence[Rollout]) -> list[GroupRow]:
+def group_rows(reader: StoreReader, run: Run, step: Step, rollouts: Sequence[Rollout]) -> list[GroupRow]:
     """Put rollouts of a step together by group."""
     found = outcomes_of(reader, run, rollouts)
     crashed = crash_reward(reader, run, step, found.values())

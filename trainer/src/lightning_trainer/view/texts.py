@@ -14,6 +14,7 @@ from lightning_trainer.view.answers import Said, ToolUse
 
 LIMIT: Final = 4000  # characters of a message that a page shows before it is opened
 WHOLE: Final = 2_000_000
+_EXACT: Final = 2**53  # the last integer up to which JavaScript tells each from the next
 
 
 def request_of(node: Node) -> Mapping[str, Json]:
@@ -35,7 +36,13 @@ def messages(node: Node) -> list[Json]:
 
 
 def legible(value: Json) -> Json:
-    """Return a value in which half a letter, which no answer over HTTP can hold, is written as its escape."""
+    """Return a value as a browser can show it.
+
+    Half a letter, which no answer over HTTP can hold, is written as its escape, and an integer beyond 53 bits, such as
+    a seed, as text: JavaScript would round it.
+    """
+    if isinstance(value, int) and abs(value) > _EXACT:
+        return str(value)
     if isinstance(value, str):
         try:
             value.encode()

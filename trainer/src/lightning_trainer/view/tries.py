@@ -16,16 +16,17 @@ from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.json import loads
 from lightning_spans.store.sql import schema
 from lightning_trainer.view.answers import TriedGroup, TriedTask, TriesPage
-from lightning_trainer.view.reader import Reader
+from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.runs import Run
 from lightning_trainer.view.steps import rewards_by_group, step_of, task_text
 
+_ENDED: Final = ("succeeded", "failed")  # what was cut short, or is under way, says nothing of how a model does
 _MOST: Final = 20_000  # groups, the newest, among which the same tasks are looked for
 _TASK: Final = 300
 _LONGEST: Final = 4000  # characters of a task that stands in a command
 
 
-def tries_page(reader: Reader, run: Run, *, worse: bool, after: int, limit: int) -> TriesPage:
+def tries_page(reader: StoreReader, run: Run, *, worse: bool, after: int, limit: int) -> TriesPage:
     """Return tasks that were run at several times, those that changed the most first."""
     tasks = sorted(_tasks(reader, run), key=_change, reverse=not worse)
     following = after + limit
@@ -37,7 +38,7 @@ def tries_page(reader: Reader, run: Run, *, worse: bool, after: int, limit: int)
     )
 
 
-def tries_of(reader: Reader, run: Run, group: str) -> TriesPage:
+def tries_of(reader: StoreReader, run: Run, group: str) -> TriesPage:
     """Return when the task of a group was run, and the commands that run it with both models.
 
     Raises:
@@ -50,11 +51,12 @@ def tries_of(reader: Reader, run: Run, group: str) -> TriesPage:
     return TriesPage(tasks=found, total=len(found), next=None, commands=_commands(run, rollout))
 
 
-def _tasks(reader: Reader, run: Run, only: bytes | None = None) -> list[TriedTask]:
+def _tasks(reader: StoreReader, run: Run, only: bytes | None = None) -> list[TriedTask]:
     """Put groups together whose tasks are the same, in the order in which they were queued."""
     rollouts = schema.rollouts.c
     first = select(func.min(rollouts.seq).label("seq"), func.count().label("rollouts")).group_by(rollouts.group_id)
     first = first.where(rollouts.replay.is_(None))  # a fork is no try of its own: most of it is its record's
+    first = first.where(rollouts.status.in_(_ENDED))
     if run.prefix:
         first = first.where(rollouts.group_id.startswith(run.prefix, autoescape=True))
     newest = first.order_by(func.min(rollouts.seq).desc()).limit(_MOST).subquery()

@@ -73,7 +73,7 @@ function Sources({ run, page }: { run: string; page: RewardsPage }): JSX.Element
           </tbody>
         </table>
       </div>
-      {points.length > 0 && (
+      {points.length > 0 && page.sources.length > 1 && (
         <figure class="card">
           <figcaption>
             {rules.includes(source) ? `What ${source} gave against the outcome. Far right and low: the rule is pleased and the task is not solved.` : `${source} against the outcome of ${count(points.length, "attempt")}`}

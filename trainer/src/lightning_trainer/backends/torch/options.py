@@ -21,8 +21,8 @@ class TorchOptions:
         model: folder of the model to start from.
         name: name under which the policy is served; the folder's by default.
         dtype: number format of the weights that generate and go forward; ``auto`` takes the model's own, with float16
-            turned into bfloat16, but float32 on a processor that is slower at bfloat16, as all but those with AMX or
-            ARM's are. Master weights and moments are always float32.
+            turned into bfloat16, but float32 on a processor that is slower at bfloat16, as measured. Master weights and
+            moments are always float32.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, ...
         chat_template: Jinja text or file that replaces the tokenizer's template, or ``hermes`` for ours.
         seed: of everything that is drawn: samples without a seed of their own, and the start of LoRA adapters.

@@ -21,7 +21,6 @@ from lightning_trainer.backends.verl.serving import serving
 from lightning_trainer.config import TrainConfig
 from lightning_trainer.models.shape import read_shape
 from lightning_trainer.report.progress import Progress
-from lightning_trainer.runner.target import JUDGE
 
 
 class VerlBackend:
@@ -29,10 +28,6 @@ class VerlBackend:
 
     def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
         """Refuse what can't work, verl's own options among it, and find what to go on from: `Backend.start`."""
-        if config.judge or config.reward == JUDGE:
-            raise ConfigError(
-                'a judge gives rewards with backend = "torch" alone. Leave judge out, or change the backend.'
-            )
         _need_verl()
         _need_room_for_ray()
         config = placed(config, fetch=False)

@@ -1,4 +1,4 @@
-"""How the trainer's process tells the run's own server where the policy is: two routes, and the client's side of them.
+"""How the trainer's process tells the run's own server where the policy is, and asks its judge: routes and client.
 
 verl's trainer runs in a process that Ray starts somewhere; gateway, store and runner stay in the user's own process.
 """
@@ -14,9 +14,12 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from lightning_spans.errors import LightningError
+from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.store import Store
 from lightning_trainer.backends.verl.engine import VllmEngine
+from lightning_trainer.judging.judge import GroupJudge
 from lightning_trainer.report.metrics import Kind
+from lightning_trainer.rl.rollouts import outcomes
 
 _ANSWER_S = 60.0
 
@@ -37,7 +40,24 @@ class StepBody(BaseModel):
     values: dict[str, float]
 
 
-def add_routes(app: Any, engine: VllmEngine, on_step: Callable[[Kind, int, Mapping[str, float]], None]) -> None:
+class JudgeBody(BaseModel):
+    """The rollouts of a group that has ended."""
+
+    rollout_ids: list[str]
+
+
+class Verdict(BaseModel):
+    """Why rollouts were not judged, by their ids. Rewards of the others are in the store."""
+
+    unjudged: dict[str, str] = {}
+
+
+def add_routes(
+    app: Any,
+    engine: VllmEngine,
+    on_step: Callable[[Kind, int, Mapping[str, float]], None],
+    judging: Callable[[Sequence[str]], Mapping[str, str]],
+) -> None:
     """Give the app the routes that the trainer's process calls: like all that name no key, they need an admin's."""
 
     async def policy(body: PolicyBody) -> dict[str, int]:
@@ -53,10 +73,27 @@ def add_routes(app: Any, engine: VllmEngine, on_step: Callable[[Kind, int, Mappi
         on_step(body.kind, body.step, body.values)
         return {"step": body.step}
 
+    def judge(body: JudgeBody) -> Verdict:  # in a thread of its own: the server goes on meanwhile
+        return Verdict(unjudged=dict(judging(body.rollout_ids)))
+
     # FastAPI reads the signatures: under `from __future__ import annotations` it needs the types themselves.
-    for endpoint, body in ((policy, PolicyBody), (step, StepBody)):
-        endpoint.__annotations__ |= {"body": body, "return": dict[str, int]}
+    for endpoint, body, answer in (
+        (policy, PolicyBody, dict[str, int]), (step, StepBody, dict[str, int]), (judge, JudgeBody, Verdict)
+    ):  # fmt: skip
+        endpoint.__annotations__ |= {"body": body, "return": answer}
         app.add_api_route(f"/api/verl/{endpoint.__name__}", endpoint, methods=["POST"], include_in_schema=False)
+
+
+def judging_by(judge: GroupJudge | None, store: Store) -> Callable[[Sequence[str]], Mapping[str, str]]:
+    """Return what judges the rollouts of a group, which keeps rewards in the store, and says why some have none."""
+
+    def judging(rollout_ids: Sequence[str]) -> Mapping[str, str]:
+        if judge is None:
+            raise ConfigError("this run has no judge.")
+        judged = judge.verdicts(outcomes(store, store.rollouts(rollout_ids=rollout_ids)))
+        return {each.rollout.rollout_id: each.unjudged for each in judged if each.unjudged is not None}
+
+    return judging
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +125,25 @@ class RunServerClient:
         """Close the connections to replicas: the run is over."""
         self._post("policy", {"ended": True})
 
+    def judge(self, rollout_ids: Sequence[str], limit_s: float) -> Mapping[str, str]:
+        """Have the rollouts of a group judged; gives why some were not, by id. The others' rewards are in the store.
+
+        Args:
+            rollout_ids: have ended.
+            limit_s: most that the judge may take.
+        """
+        answer = self._post("judge", {"rollout_ids": list(rollout_ids)}, limit_s)
+        return Verdict.model_validate(answer).unjudged
+
     def step(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         """Tell numbers; what is no finite number is left out."""
         numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
         self._post("step", {"kind": kind, "step": step, "values": numbers})
 
-    def _post(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _post(self, name: str, body: Mapping[str, Any], limit_s: float = _ANSWER_S) -> dict[str, Any]:
         headers = {"authorization": f"Bearer {self.key}"}
         try:
-            response = httpx.post(f"{self.url}/api/verl/{name}", json=body, headers=headers, timeout=_ANSWER_S)
+            response = httpx.post(f"{self.url}/api/verl/{name}", json=body, headers=headers, timeout=limit_s)
             response.raise_for_status()
         except httpx.HTTPError as error:
             raise LightningError(f"the run's server at {self.url} does not answer: {error}. Was it stopped?") from error

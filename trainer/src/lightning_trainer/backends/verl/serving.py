@@ -24,7 +24,7 @@ RUNNER_KEY_NAME: Final = "runner.key"  # for runners on other machines; it can c
 @contextmanager
 def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
     """Serve the store and the gateway, with the routes for verl's process; gives what that process must know."""
-    from lightning_trainer.backends.verl.control import RunServerClient, add_routes
+    from lightning_trainer.backends.verl.control import RunServerClient, add_routes, judging_by
     from lightning_trainer.backends.verl.engine import VllmEngine
     from lightning_trainer.gateway.auth.keys import RUN_S, Keys
     from lightning_trainer.gateway.auth.register import write_private
@@ -45,7 +45,7 @@ def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
         port=config.port,
         host=_host(config),  # between the nodes of a Ray cluster nothing is encrypted, Ray's own traffic neither
         keys=keys,
-        extend=lambda app: add_routes(app, engine, reporter.told),
+        extend=lambda app: add_routes(app, engine, reporter.told, judging_by(run.judge, run.store)),
     ) as served:
         write_private(folder / KEY_NAME, keys.issue("admin", expires_s=RUN_S))
         write_private(folder / RUNNER_KEY_NAME, keys.issue("runner", expires_s=RUN_S))

@@ -17,13 +17,14 @@ from lightning_spans.store.api import API
 from lightning_spans.store.protocol import LARGEST_PAGE, LISTINGS, PAGE, Where
 
 _LEASE = Annotated[float, Field(gt=0, le=86_400)]
+_LARGEST: Final = 2**63 - 1  # whole number that a database holds
 _BOUNDS: Final[Mapping[tuple[str, str], Any]] = {
     ("claim", "worker"): Annotated[str, Field(min_length=1, max_length=200)],
     ("claim", "limit"): Annotated[int, Field(ge=1, le=10_000)],
     ("claim", "lease_s"): _LEASE,
     ("heartbeat", "lease_s"): _LEASE,
 }
-AFTER: Final[Any] = Annotated[int, Field(ge=0, description="where the page before ended: its `next`")]
+AFTER: Final[Any] = Annotated[int, Field(ge=0, le=_LARGEST, description="where the page before ended: its `next`")]
 LIMIT: Final[Any] = Annotated[int, Field(ge=1, le=LARGEST_PAGE, description="most records in the page")]
 
 
@@ -47,6 +48,7 @@ class ReplayBody(Body):
     replayed: int
     coupled: int
     sampled: int
+    own: int
     tools_given: int
     tools_run: int
     ended: str | None

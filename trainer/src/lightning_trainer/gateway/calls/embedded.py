@@ -10,7 +10,7 @@ from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.engine import Engine, abilities, tool_format
 from lightning_trainer.gateway.http.errors import bad_request
 from lightning_trainer.gateway.prompt.continuation import Continuations
-from lightning_trainer.gateway.request.chat_request import check_abilities, read_chat_request
+from lightning_trainer.gateway.request.chat_request import check_abilities, plainly, read_chat_request
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 
@@ -55,7 +55,8 @@ class EmbeddedEngine:
         """
         request = read_chat_request(pending.request)
         pending.policy_version = self.engine.version
-        check_abilities(request, abilities(self.engine))
+        plain = routing.plain and pending.grant.attempt_id is not None  # what is left out, no engine has to do
+        check_abilities(plainly(request)[0] if plain else request, abilities(self.engine))
         prompt = await self._answers.bounded_prompt(request, pending.grant.attempt_id, self.engine.max_model_len)
         await self._answers.draw(Ready(request, prompt, self.engine), pending, sender, record, routing)
 

@@ -26,7 +26,8 @@ from lightning_trainer.gateway.http.errors import Refusal, store_down
 from lightning_trainer.gateway.http.intake import Intake
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.ingest.writer import RecordWriter
-from lightning_trainer.gateway.replay.gate import ASKS, HEADER, ReplayGate, Step, send_own
+from lightning_trainer.gateway.replay.answer import HEADER
+from lightning_trainer.gateway.replay.gate import ASKS, ReplayGate, ReplayStep, send_own
 from lightning_trainer.gateway.replay.session import Own
 from lightning_trainer.gateway.request.pending import AGENT_HEADER, PendingCall, begin
 from lightning_trainer.gateway.settings import Routing
@@ -148,7 +149,7 @@ class Gateway:
             task.add_done_callback(self._open.discard)
         routing, kept = self._routing(), _CallRecord(self._writer, self._metrics)
         sender: ResponseSender | None = None
-        step: Step | None = None
+        step: ReplayStep | None = None
         try:
             if pending.grant.replay:
                 sampled = lambda: self._samples(pending, routing)  # noqa: E731 - asked once
@@ -159,7 +160,8 @@ class Gateway:
                     return
                 if await step.send_as_it_was(pending, send, kept.record, surface.path):
                     return
-            exchange = surface.begin(pending.request, pending.grant.attempt_id)
+            body = pending.request if step is None else step.body(pending.request)
+            exchange = surface.begin(body, pending.grant.attempt_id)
             pending.request, pending.keeps_id = exchange.asked, exchange.keeps_id
             pending.left_out |= exchange.left_out
             pending.soft_limit = exchange.demands_limit
@@ -167,7 +169,8 @@ class Gateway:
                 pending.agent = agent_of(routing.name_by, pending.request, pending.policy, sent) or pending.agent
             sender = ResponseSender(send, exchange, pending)
             if step is not None and not step.is_drawn:
-                await self._give(step, pending, sender, kept.record, routing)
+                given = self._give(step, pending, sender, kept.record, routing)
+                await (unless_gone(receive, given) if step.waits else given)
                 return
             policy = self._policy(pending, pending.grant, routing, None if step is None else step.model)
             kept.keeps = policy is not self._provider or self._record_untrained
@@ -188,7 +191,7 @@ class Gateway:
                 await send_bytes(send, surface.refusal(refusal), status=refusal.status, extra=refusal.headers)
 
     async def _give(
-        self, step: Step, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing
+        self, step: ReplayStep, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing
     ) -> None:
         """Answer from the record, and let the policy that goes on know what was said."""
         try:

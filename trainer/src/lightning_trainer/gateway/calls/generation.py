@@ -10,8 +10,8 @@ from lightning_trainer.continuation_reasons import UNREAD
 from lightning_trainer.gateway.calls.completion import CompletionBuilder, tool_call_deltas
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.engine import STEERED, Sampled
-from lightning_trainer.gateway.formats.probe import unread
 from lightning_trainer.gateway.formats.reader import AnswerReader, Dialect
+from lightning_trainer.gateway.formats.unread import unread
 from lightning_trainer.gateway.prompt.marked_text import MarkedText
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.gateway.request.chat_request import ChatRequest

@@ -34,9 +34,33 @@ def parameters_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function") or {}
-        properties = (function.get("parameters") or {}).get("properties")
-        found[str(function.get("name"))] = properties if isinstance(properties, Mapping) else {}
+        whole = function.get("parameters") or {}
+        properties = whole.get("properties")
+        shown = properties if isinstance(properties, Mapping) else {}
+        found[str(function.get("name"))] = {name: _resolved(schema, whole) for name, schema in shown.items()}
     return found
+
+
+_DEEPEST: Final = 8  # references of references
+_CHOICES: Final = ("anyOf", "oneOf", "allOf")
+
+
+def _resolved(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
+    """Return a schema in which what a reference points to stands in its place, as far as that says a value's type."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return schema
+    if isinstance(reference := schema.get("$ref"), str):
+        return _resolved(_pointed(reference, whole), whole, depth + 1)
+    listed = {name: schema[name] for name in _CHOICES if isinstance(schema.get(name), list)}
+    return {**schema, **{name: [_resolved(one, whole, depth + 1) for one in given] for name, given in listed.items()}}
+
+
+def _pointed(reference: str, whole: Mapping[str, Any]) -> Any:
+    """Return what a reference within the schema points to; nothing where there is no such place."""
+    found: Any = whole if reference.startswith("#/") else None
+    for part in reference[2:].split("/"):
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return {} if found is None else found
 
 
 def _no_number(text: str) -> None:
@@ -161,13 +185,16 @@ def _kinds(schema: Any) -> set[str]:
         return {named.lower()}
     if isinstance(named, list):
         return {str(name).lower() for name in named}
-    if isinstance(schema.get("enum"), list):
-        return {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
-    found: set[str] = set()
-    for name in ("anyOf", "oneOf"):
-        for inner in schema.get(name) or ():
-            kinds = _kinds(inner)
-            if not kinds:
-                return set()
-            found |= kinds
-    return found
+    values = (
+        schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
+    )
+    if values is not None:
+        return {"string"} if all(isinstance(value, str) for value in values) else set()
+    if isinstance(schema.get("allOf"), list):
+        return next((kinds for inner in schema["allOf"] if (kinds := _kinds(inner))), set())
+    return _kinds_of_choices([*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())])
+
+
+def _kinds_of_choices(choices: Sequence[Any]) -> set[str]:
+    every = [_kinds(one) for one in choices]
+    return set().union(*every) if all(every) else set()

@@ -25,6 +25,7 @@ NAME: Final = "lightning_probe_tool"
 _SAID: Final = "lightning_probe_said"
 _THOUGHT: Final = "lightning_probe_thought"
 _REPLY: Final = "lightning_probe_reply"
+_RESULT: Final = "lightning_probe_result"
 _ARGUMENTS: Final = {"a": 1, "b": "7"}
 _SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
 TOOL: Final[Mapping[str, Any]] = {
@@ -58,19 +59,40 @@ def takes_tools(template: Template) -> bool:
         return False
 
 
-def chosen(template: Template, controls: Sequence[str]) -> tuple[Format, Form] | None:
+def chosen(template: Template, source: str, controls: Sequence[str]) -> tuple[Format, Form] | None:
     """Return the format in which a template writes calls, and how it wants them; None: it writes none that is read.
 
     Args:
         template: renders messages and tools.
+        source: of the template.
         controls: texts of the tokenizer's control tokens.
     """
+    thinking = thinking_of(template, source, None)[0]
+    begun = _begun(template)
     for form in _FORMS:
         for text in _written(template, form):
-            found = _reading(text, controls)
+            found = _reading(text, begun, thinking, controls)
             if found is not None:
                 return found, form
     return None
+
+
+def _begun(template: Template) -> tuple[str, ...]:
+    """Return what a template writes before an answer: one that is to be drawn, and one that was given."""
+    try:
+        drawn = template([dict(_USER)], [TOOL], prompt=True).rpartition(_SAID)[2]
+    except Refusal:
+        drawn = ""
+    return drawn, _plainly(template)
+
+
+def results(template: Template, form: Form) -> str | None:
+    """Say why a tool's result never reaches the model; None: it does."""
+    shown = list(_tried(template, form, with_result=True))
+    if any(_RESULT in text for text in shown if isinstance(text, str)):
+        return None
+    refusals = [text.message for text in shown if isinstance(text, Refusal)]
+    return refusals[0] if len(refusals) == len(shown) else "the chat template does not show the results of tools"
 
 
 def writes_calls(template: Template) -> bool:
@@ -80,31 +102,33 @@ def writes_calls(template: Template) -> bool:
 
 def _written(template: Template, form: Form) -> Iterator[str]:
     """Return what a template writes of an answer with a call, with and without the tool's result."""
+    found = (*_tried(template, form, with_result=False), *_tried(template, form, with_result=True))
+    return (text for text in found if isinstance(text, str))
+
+
+def _tried(template: Template, form: Form, *, with_result: bool) -> Iterator[str | Refusal]:
+    """Return what a template writes after the question, or its refusal, for each id that a call may have."""
     arguments: Any = _ARGUMENTS if form.arguments == "data" else dumps(_ARGUMENTS).decode()
     for call_id in ("callprobe", f"functions.{NAME}:0"):  # Mistral's are nine letters; Kimi's name the tool
         call = {"id": call_id, "type": "function", "function": {"name": NAME, "arguments": arguments}}
         called = {"role": "assistant", "content": form.content, "tool_calls": [call]}
-        result = {"role": "tool", "name": NAME, "tool_call_id": call_id, "content": "ok"}
-        tries: tuple[tuple[list[dict[str, Any]], bool], ...] = (
-            ([_USER, called], False),
-            ([_USER, called, result], True),
-        )
-        for messages, prompt in tries:
-            try:
-                yield template([dict(message) for message in messages], [TOOL], prompt=prompt).rpartition(_SAID)[2]
-            except Refusal:
-                continue
+        result = {"role": "tool", "name": NAME, "tool_call_id": call_id, "content": _RESULT}
+        messages: list[dict[str, Any]] = [dict(_USER), called, *([result] if with_result else [])]
+        try:
+            yield template(messages, [TOOL], prompt=with_result).rpartition(_SAID)[2]
+        except Refusal as refusal:
+            yield refusal
 
 
-def _reading(text: str, controls: Sequence[str]) -> Format | None:
+def _reading(text: str, begun: Sequence[str], thinking: Thinking | None, controls: Sequence[str]) -> Format | None:
     tools = parameters_of([TOOL])
     for each in FORMATS:
-        cleaned = text
-        for control in controls:
-            if control not in each.controls and not any(control in mark for mark in each.marks):
-                cleaned = cleaned.replace(control, "")
+        others = [one for one in controls if one not in each.controls and not any(one in mark for mark in each.marks)]
+        cleaned, before = _without(text, others), [_without(one, others) for one in begun]
         spots = {place.start() for mark in each.marks for place in re.finditer(re.escape(mark), cleaned)}
         for spot in sorted(spots):
+            if not _answers_with(cleaned[:spot], before, (thinking, each.thinking, *_KNOWN)):
+                continue
             try:
                 calls, _ = each.read(cleaned[spot:].rstrip(), tools)
             except (ValueError, KeyError, TypeError, IndexError, RecursionError):
@@ -112,6 +136,27 @@ def _reading(text: str, controls: Sequence[str]) -> Format | None:
             if [(call.name, dict(call.arguments)) for call in calls] == [(NAME, _ARGUMENTS)]:
                 return each
     return None
+
+
+def _answers_with(lead: str, begun: Sequence[str], thinkings: Sequence[Thinking | None]) -> bool:
+    """Whether an answer begins with what follows: what stands before it belongs to the prompt, or is empty reasoning.
+
+    Something else there, such as a word or a tag, is part of how the model writes calls, which is then not read.
+    """
+    marks = [mark.strip() for each in thinkings if each is not None for mark in (each.open, each.close)]
+    return any(not _without(lead[common_start(lead, one) :], marks).strip() for one in begun)
+
+
+def common_start(one: str, other: str) -> int:
+    """Count the characters with which both texts begin."""
+    differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def _without(text: str, parts: Sequence[str]) -> str:
+    for part in parts:
+        text = text.replace(part, "")
+    return text
 
 
 _BETWEEN: Final = re.compile(rf"(<[^<>\s/]+>|\[[A-Z_]+\])\s*{_THOUGHT}\s*(</[^<>\s]+>|\[/[A-Z_]+\])")
@@ -130,40 +175,42 @@ def thinking_of(template: Template, source: str, calls: Format | None) -> tuple[
     """
     if calls is not None and calls.thinking is not None and calls.thinking.close in source:
         return calls.thinking, True
+    shown = [text for text in _thoughts(template) if _THOUGHT in text and _REPLY in text]
+    for text in shown:
+        tags = _BETWEEN.search(text)
+        if tags is not None:
+            return Thinking(tags[1], tags[2]), True
+    for text in shown:
+        marks = _marks_around(text, _plainly(template))
+        if marks is not None:
+            return marks, True
+    return next((each for each in _KNOWN if each.close in source), None), False
+
+
+def _thoughts(template: Template) -> Iterator[str]:
+    """Return what a template writes of an answer with reasoning, by each name that it may have."""
     names = ("reasoning_content", "reasoning", "thinking")
     answer = {"role": "assistant", "content": _REPLY, **dict.fromkeys(names, _THOUGHT)}
     for message in (answer, {"role": "assistant", "content": _REPLY, "reasoning_content": _THOUGHT}):
         try:
-            text = template([dict(_USER), message], [], prompt=False).rpartition(_SAID)[2]
+            yield template([dict(_USER), message], [], prompt=False).rpartition(_SAID)[2]
         except Refusal:
             continue
-        found = _BETWEEN.search(text)
-        if found is not None:
-            return Thinking(found[1], found[2]), True
-    return next((each for each in _KNOWN if each.close in source), None), False
 
 
-def unread(content: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Name the format that an answer without calls looks like a call of; None: it looks like none.
+def _plainly(template: Template) -> str:
+    """Return what a template writes before an answer without reasoning."""
+    answer = {"role": "assistant", "content": _REPLY}
+    try:
+        return template([dict(_USER), answer], [], prompt=False).rpartition(_SAID)[2].partition(_REPLY)[0]
+    except Refusal:
+        return ""
 
-    Args:
-        content: of an answer to a request with tools, of which no call was read.
-        tools: of the request.
-    """
-    text = (content or "").strip()
-    if not text:
-        return None
-    schemas = parameters_of(tools)
-    for each in FORMATS:
-        if not each.first_only and any(mark in text for mark in each.marks):
-            return each.name
-    for each in FORMATS:
-        if each.first_only or each.name == "mistral":
-            begun = text if each.first_only else f"[TOOL_CALLS]{text}"  # control tokens are left out of content
-            try:
-                calls, _ = each.read(begun, schemas)
-            except (ValueError, KeyError, TypeError, IndexError, RecursionError):
-                continue
-            if any(call.name in schemas for call in calls):
-                return each.name
-    return None
+
+def _marks_around(text: str, plain: str) -> Thinking | None:
+    """Return the marks that stand around reasoning, whatever they are; None where two can't be told."""
+    before, _, after = text.partition(_THOUGHT)
+    begin = before[common_start(before, plain) :].strip()
+    end = after.partition(_REPLY)[0].strip()
+    signs = all(mark and not mark.isalnum() for mark in (begin, end))
+    return Thinking(begin, end) if signs and begin != end else None

@@ -69,7 +69,7 @@ def glm(text: str, tools: Tools) -> Calls:
 _MINIMAX: Final = re.compile(r"<minimax:tool_call>(.*?)(?:</minimax:tool_call>|\Z)", re.DOTALL)
 _INVOKE: Final = re.compile(r"<invoke name=\"?([^\">]+)\"?>(.*?)</invoke>", re.DOTALL)
 _MINIMAX_PAIR: Final = re.compile(
-    r"<parameter name=\"?([^\">]+)\"?>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter|\Z))", re.DOTALL
+    r"<parameter name=\"?([^\">]+)\"?>(.*?)</parameter>(?=\s*(?:<parameter|\Z))", re.DOTALL
 )
 
 
@@ -89,7 +89,9 @@ def _said(pair: re.Match[str], schema: Any) -> Any:  # noqa: ARG001 - it is said
 
 
 def _typed(pair: re.Match[str], schema: Any) -> Any:
-    return typed(pair[2], schema)
+    raw = pair[2]
+    in_lines = len(raw) > 1 and raw.startswith("\n") and raw.endswith("\n")  # else line breaks are the value's own
+    return typed(raw[1:-1] if in_lines else raw, schema)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Metrics:
             registry=self.registry,
         )
         self._heard: OrderedDict[str, dict[str, int]] = OrderedDict()
-        self.registry.register(_Stalls())
+        self.registry.register(_StallMetrics())
         self._in_flight = Gauge("lightning_calls_in_flight", "model calls being answered", registry=self.registry)
 
     def request(self, path: str, status: int) -> None:
@@ -139,7 +139,7 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _SENDER_DIGITS
 
 
-class _Stalls(Collector):
+class _StallMetrics(Collector):
     """What `lightning_spans.record.stalls` has told of in this process, and what stalls now."""
 
     def collect(self) -> Iterable[Metric]:

@@ -1,7 +1,7 @@
 """How long a connection is waited for: clients that send or read slowly must not hold it for ever.
 
-uvicorn waits without end for a request's head, keeps whatever head a client sends, and waits without end for a client
-that does not read. Here each of these has a bound.
+uvicorn waits without end for a request's head, keeps whatever heads, trailers and further requests a client sends, and
+waits without end for a client that does not read. Here each of these has a bound.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S: Final = 15.0  # seconds for a request's line and headers, whole
-HEAD_BYTES: Final = 64 * 1024
+HEAD_BYTES: Final = 64 * 1024  # of a head, and of the trailers behind a body
+PIPELINED: Final = 16  # requests that may wait behind one that is not answered yet; clients of today send none
+LATE_BYTES: Final = 64 * 1024 * 1024  # of a body that is read and dropped, so that its sender gets to its answer
 UNREAD_S: Final = 120.0  # seconds that an answer may wait for its client to read on
 
 
@@ -26,7 +28,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Begin to wait for the first head."""
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
+        self._loose_bytes = self._late_bytes = 0
+        self._moved = False
         super().connection_made(transport)
         self._watch()
 
@@ -38,13 +41,35 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; close where they are too much of a head."""
-        idle = self._idle()
+        """Take bytes; close where they are too much of a head, whether an answer is under way or not."""
+        self._moved = False
         super().data_received(data)
-        self._head_bytes = self._head_bytes + len(data) if idle and self._idle() else 0
-        if self._head_bytes > HEAD_BYTES:
+        self._loose_bytes = 0 if self._moved else self._loose_bytes + len(data)
+        if self._loose_bytes > HEAD_BYTES or self._late_bytes > LATE_BYTES:
             self.transport.close()
         self._watch()
+
+    def on_headers_complete(self) -> None:
+        """A head is whole: begin with the request, unless too many wait before it."""
+        if len(self.pipeline) >= PIPELINED:
+            raise ValueError("too many requests at once on one connection")  # the parser takes nothing more
+        self._moved = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take bytes of a body; drop those behind an answer, but read them: else the answer would be lost, too."""
+        self._moved = True
+        self._late_bytes = self._late_bytes + len(body) if self._idle() else 0
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; without a word where it would stand in the middle of another answer."""
+        if self.transport.is_closing():
+            return
+        if self.pipeline or (not self._idle() and self.cycle.response_started):
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
 
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete

@@ -5,7 +5,7 @@ answer, token for token, and after it the new part. Text made into tokens again 
 sampled, and the calls of a conversation could not share a training row.
 
 A join is never guessed. The messages must mean what was sent and answered (`meaning`); the chat template must still
-render the earlier prompt as it did, and the answer as it was sampled, but for the way its tool calls are written down;
+render the earlier prompt as it did, and the answer as it was sampled, but for spaces and the spelling of calls;
 and the new part must come back from the tokenizer as the text it was. Where the template leaves the reasoning of
 earlier answers out, the prompt forks: what it still shows of them keeps its own tokens. Where one of these fails the
 prompt is made from the messages alone, and says why.
@@ -196,9 +196,7 @@ class Continuations:
         return self._chat.parse(turn.answer.removesuffix(end), tools, opened=turn.opened)
 
     def _after_written(self, rest: str, turn: _Turn, sampled: ParsedAnswer, tools: Sequence[Message]) -> str | None:
-        """Return what the template writes after an answer with tool calls, which it writes down in a way of its own."""
-        if not sampled.tool_calls:
-            return None
+        """Return what the template writes after an answer whose calls or spaces it writes in a way of its own."""
         end = self._chat.end_of(turn.ids)
         before, found, after = rest.partition(end or self._chat.usual_end)
         written = self._chat.parse(self._chat.plain.shown(before), tools, opened=turn.opened)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from lightning_trainer import continuation_reasons as reasons
-from lightning_trainer.gateway.formats.probe import TOOL
+from lightning_trainer.gateway.formats.probe import TOOL, common_start
 from lightning_trainer.gateway.formats.reader import ParsedAnswer
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.continuation import Continuations
@@ -89,7 +89,7 @@ def _tools(chat: ChatFormat) -> str:
     if chat.calls is None:
         how = "written in a form that is not read" if chat.writes_calls else "not written"
         return f"refused: calls are {how}"
-    return "read"
+    return "read" if chat.hidden_results is None else "refused: the chat template shows no results of tools"
 
 
 def _continuations(chat: ChatFormat) -> tuple[dict[str, str], dict[str, int]]:
@@ -109,35 +109,69 @@ def _continuations(chat: ChatFormat) -> tuple[dict[str, str], dict[str, int]]:
     rows: dict[str, int] = {}
     for kind, answer in kinds.items():
         found[kind], rows[kind] = _held(chat, answer)
-    call = _call(chat) if chat.takes_tools else None
-    if call is not None:
-        found["tool call"], rows["tool call"] = _held(chat, call, tools=(TOOL,))
-        if thinking is not None and not chat.opened(chat.render([_USER], (TOOL,))):
-            thought = f"{thinking.open}\nhm\n{thinking.close}\n\n{call.lstrip()}"
-            found["reasoning, tool call"], rows["reasoning, tool call"] = _held(chat, thought, tools=(TOOL,))
+    if _tools(chat) == "read":
+        for kind, tried in _call_kinds(chat).items():
+            found[kind], rows[kind] = tried
     return found, rows
 
 
-def _call(chat: ChatFormat) -> str | None:
-    """Return a call as the template writes it, without the end of the turn."""
-    if chat.calls is None or chat.header is None:
-        return None
-    name = TOOL["function"]["name"]
-    function = {"name": name, "arguments": '{"a": 1, "b": "7"}'}
-    called = {"role": "assistant", "content": "", "tool_calls": [{"id": f"functions.{name}:0", "function": function}]}
-    result = {"role": "tool", "tool_call_id": f"functions.{name}:0", "content": "19"}
+def _call_kinds(chat: ChatFormat) -> dict[str, tuple[str, int]]:
+    """Hold conversations whose answers call tools, by kind."""
+    call = _written(chat, (_CALL,))
+    if call is None:
+        return {"tool call": ("not tried: the chat template does not write calls", 0)}
+    tools, thinking = (TOOL,), chat.dialect.thinking
+    found = {"tool call": _held(chat, call, tools)}
+    found["two tool calls"] = _two_calls(chat)
+    if thinking is not None and not chat.opened(chat.render([_USER], tools)):
+        middle = "<|start|>assistant" if chat.calls is not None and chat.calls.anywhere else "\n\n"
+        thought = f"{thinking.open}\nhm\n{thinking.close}{middle}{call if middle.strip() else call.lstrip()}"
+        found["reasoning, tool call"] = _held(chat, thought, tools)
+    return found
+
+
+def _two_calls(chat: ChatFormat) -> tuple[str, int]:
+    two = _written(chat, (_CALL, {**_CALL, "id": _CALL_ID.replace("0", "1")}))
+    if two is None:
+        return "refused: the chat template takes one call at a time", 0
+    shown = chat.read(chat.encode(two), (TOOL,)).tool_calls
+    return _held(chat, two, (TOOL,)) if len(shown) == 2 else ("not shown: the chat template writes one of them", 0)
+
+
+_CALL_ID: Final = f"functions.{TOOL['function']['name']}:0"
+_CALL: Final[Message] = {
+    "id": _CALL_ID,
+    "function": {"name": TOOL["function"]["name"], "arguments": '{"a": 1, "b": "7"}'},
+}
+
+
+def _written(chat: ChatFormat, calls: Sequence[Message]) -> str | None:
+    """Return an answer with calls as the template writes it, the end of the turn included; None: it writes none."""
+    called = {"role": "assistant", "content": "", "tool_calls": list(calls)}
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "19"} for call in calls]
     try:
-        text = chat.plain.shown(chat.render([_USER, called, result], (TOOL,)))
+        begun, alone, whole = (
+            chat.plain.shown(text).rpartition(_USER["content"])[2]
+            for text in (
+                chat.render([_USER], (TOOL,)),
+                chat.render([_USER, called], (TOOL,), prompt=False),
+                chat.render([_USER, called, *results], (TOOL,)),
+            )
+        )
     except Refusal:
         return None
-    part = text.split(chat.header)[1] if chat.header in text else ""
-    spots = [place for mark in chat.calls.marks if (place := part.find(mark)) >= 0]
+    part = whole[common_start(begun, whole) :]
+    spots = [place for mark in (chat.calls.marks if chat.calls else ()) if (place := part.find(mark)) >= 0]
     written = part[min(spots) :] if spots else ""
-    ends = [place for control in chat.plain.controls - {*chat.calls.controls} if (place := written.find(control)) > 0]
-    if not ends:
-        return None
-    end = next(each for each in chat.plain.controls if written.startswith(each, min(ends)))
-    return written[: min(ends) + len(end)]
+    ends = [place for control in _ends(chat) if (place := written.find(control)) > 0]
+    if ends:
+        end = next(each for each in chat.plain.controls if written.startswith(each, min(ends)))
+        return written[: min(ends) + len(end)]
+    return written[: common_start(written, alone[alone.find(written[:20]) :])].rstrip() or None
+
+
+def _ends(chat: ChatFormat) -> frozenset[str]:
+    return frozenset(chat.plain.controls - {*(chat.calls.controls if chat.calls else ())})
 
 
 def _held(chat: ChatFormat, answer: str, tools: Sequence[Message] = ()) -> tuple[str, int]:

@@ -50,7 +50,7 @@ class ChatFormat:
 
     @functools.cached_property
     def _chosen(self) -> tuple[Format | None, probe.Form]:
-        found = probe.chosen(self._probed, tuple(self.plain.controls))
+        found = probe.chosen(self._probed, str(self._tokenizer.chat_template), tuple(self.plain.controls))
         form = found[1] if found else probe.Form()
         if self._tool_format is not None:
             return by_name(self._tool_format), form
@@ -121,6 +121,19 @@ class ChatFormat:
             )
         if self.calls is None:
             raise bad_request(self.unread_calls, "tool_format_unknown")
+        if self.hidden_results is not None:
+            raise bad_request(self.hidden_results, "tool_results_not_shown")
+
+    @functools.cached_property
+    def hidden_results(self) -> str | None:
+        """Why no result of a tool would reach the model, and what to do; None: they do."""
+        why = probe.results(self._probed, self._chosen[1]) if self.takes_tools else None
+        if why is None:
+            return None
+        return (
+            f"the model would never see what a tool returns: {why}. Start with --chat-template hermes, or with a"
+            f" template of your own, or with --tool-format {NONE} where no agent has tools."
+        )
 
     @property
     def unread_calls(self) -> str:
@@ -285,11 +298,14 @@ def check_calls(tokenizer: Any, tool_format: str | None) -> None:
     """Make sure before a run that tool calls of its model would be read.
 
     Raises:
-        ConfigError: the chat template shows tools to the model, and writes calls in a form that is not read.
+        ConfigError: the chat template shows tools to the model, and writes calls in a form that is not read, or does
+            not show their results.
     """
     chat = ChatFormat(tokenizer, tool_format)
     if tool_format is None and chat.takes_tools and chat.calls is None:
         raise ConfigError(chat.unread_calls)
+    if tool_format != NONE and chat.hidden_results is not None:
+        raise ConfigError(chat.hidden_results)
 
 
 _REASONING: Final = ("reasoning_content", "reasoning", "thinking")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,18 @@ from lightning_trainer.gateway.http.events import named_event
 from lightning_trainer.gateway.replay.record import RecordedCall
 from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice
 
+HEADER: Final = "x-lightning-replay"
 CUT: Final = "client cut the connection"
 _PIECES: Final = re.compile(r"\s*\S+\s*|\s+")  # of a text that is streamed: words
 _STATUS: Final = "http.response.status_code"
+_ONCE: Final = {"x-should-retry": "false"}  # what the client made of its tries is one call of the record
+# What the openai client raises where it has no answer, and what it is told in a replay to raise the same.
+_UNANSWERED: Final[Mapping[str, str]] = {"APITimeoutError": "timeout", "APIConnectionError": "connection"}
 _STREAMED: Final = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 Decode = Callable[[Sequence[int]], str]
 
 
-class Policy(Protocol):
+class LivePolicy(Protocol):
     """What answers when nothing is replayed."""
 
     def remember(self, pending: PendingCall) -> None:
@@ -62,23 +67,43 @@ def _pending(choice: Choice) -> PendingChoice:
     )
 
 
+@dataclass(eq=False)
+class ErrorAsSent(Refusal):
+    """An error that an agent's client had from its endpoint.
+
+    Attributes:
+        sent: the body as it came.
+    """
+
+    sent: str = ""
+
+    def body(self) -> bytes:
+        """Return that body."""
+        return self.sent.encode()
+
+
 def error_of(node: Node) -> Refusal | None:
     """Return the error that a recorded call was answered with; None where it was answered."""
-    call = node.call
+    call, told_of = node.call, node.span.attributes
+    status, sent = told_of.get(_STATUS), told_of.get(names.RESPONSE)
+    if node.span.status == "error" and isinstance(status, int) and isinstance(sent, str):
+        return ErrorAsSent(status, str(node.error), headers=_ONCE, sent=sent)
+    if (what := _UNANSWERED.get(str(told_of.get(names.ERROR_TYPE)))) is not None:
+        return Refusal(500, str(node.error), "server_error", headers={**_ONCE, HEADER: what})
     if call is not None and call.error is None and call.choices:
         return None  # that its client could not read it is repeated by the client
     if node.error is None:
         return None
     told = call.sampling.get("error") if call is not None else None
     told = told if isinstance(told, Mapping) else {}
-    status = told.get("status", node.span.attributes.get(_STATUS, 500))
+    status = told.get("status", told_of.get(_STATUS, 500))
     text = (call.error if call is not None else None) or node.error
     return Refusal(
         int(status) if str(status).isdigit() and 400 <= int(status) < 600 else 500,
         str(text),
         str(told.get("type") or "server_error"),
         told.get("code"),
-        {"x-should-retry": "false"},  # what the client made of its tries is one call of the record
+        _ONCE,
     )
 
 
@@ -92,7 +117,7 @@ class RecordedAnswer:
     """
 
     call: RecordedCall
-    policy: Policy | None = None
+    policy: LivePolicy | None = None
 
     async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record) -> None:
         """Give the recorded answer.
@@ -107,6 +132,10 @@ class RecordedAnswer:
             self.policy.remember(pending)
         completion = _completion(pending, node, self.call.body, None if self.policy is None else self.policy.decode)
         cut = node.call is not None and node.call.error == CUT
+        if self.call.is_left:
+            if streams and any(choice.message for choice in pending.choices):
+                await sender.chunks(list(_chunks(pending, completion, whole=False)))
+            await asyncio.Event().wait()  # its agent is cancelled again
         refusal = None if cut and streams and pending.choices else error_of(node)
         if refusal is not None:
             if streams and any(choice.message for choice in pending.choices):  # it broke off in the middle

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,8 @@ from lightning_trainer.gateway.http.asgi import send_bytes, send_json
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.http.intake import Intake
 from lightning_trainer.gateway.replay.answer import (
-    Policy,
+    HEADER,
+    LivePolicy,
     RecordedAnswer,
     error_of,
     is_verbatim,
@@ -26,18 +27,17 @@ from lightning_trainer.gateway.replay.answer import (
 )
 from lightning_trainer.gateway.replay.record import RecordedTool
 from lightning_trainer.gateway.replay.requests import read_request
-from lightning_trainer.gateway.replay.session import Decision, Drawn, FromRecord, ReplaySession, Request
+from lightning_trainer.gateway.replay.session import Decision, DrawnAnew, FromRecord, ReplayRequest, ReplaySession
 from lightning_trainer.gateway.replay.sessions import Sessions
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.surfaces.surface import Surface
 
-HEADER: Final = "x-lightning-replay"
 ASKS: Final = b"asks"  # of a request: who sends it can send it on to its own endpoint
 OWN: Final = "own"  # of an answer: it is to be sent there
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReplayStep:
     """A request of a replay, and what is done with it.
 
     Attributes:
@@ -47,18 +47,28 @@ class Step:
     """
 
     session: ReplaySession
-    request: Request
+    request: ReplayRequest
     decision: Decision
 
     @property
     def model(self) -> str | None:
         """The policy that answers in place of the agent's own; None: that one."""
-        return self.decision.model if isinstance(self.decision, Drawn) else None
+        return self.decision.model if isinstance(self.decision, DrawnAnew) else None
 
     @property
     def is_drawn(self) -> bool:
         """Whether a policy answers."""
-        return isinstance(self.decision, Drawn) and self.decision.say is None
+        return isinstance(self.decision, DrawnAnew) and self.decision.say is None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the answer never comes: in the record its agent was cancelled before it did."""
+        return isinstance(self.decision, FromRecord) and self.decision.call.is_left
+
+    def body(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the body of the request, of which only what the answer needs is read."""
+        says = isinstance(self.decision, DrawnAnew) and self.decision.say is not None
+        return {name: value for name, value in given.items() if not says or name != "previous_response_id"}
 
     def failed(self) -> None:
         """Note that a call failed on the way."""
@@ -73,13 +83,17 @@ class Step:
         decision = self.decision
         if not isinstance(decision, FromRecord):
             return False
+        if decision.call.is_left:
+            return False
         if decision.call.raw and (refusal := error_of(decision.call.node)) is not None:
             raise refusal
         if not is_verbatim(decision.call, path):
             return False
         return await send_verbatim(decision.call, pending, send, record, path)
 
-    async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record, policy: Policy | None) -> None:
+    async def answer(
+        self, pending: PendingCall, sender: ResponseSender, record: Record, policy: LivePolicy | None
+    ) -> None:
         """Answer from the record, or with the text that is put in its place.
 
         Raises:
@@ -87,7 +101,7 @@ class Step:
         """
         if isinstance(self.decision, FromRecord):
             await RecordedAnswer(self.decision.call, policy).answer(pending, sender, record)
-        elif isinstance(self.decision, Drawn) and self.decision.say is not None:
+        elif isinstance(self.decision, DrawnAnew) and self.decision.say is not None:
             await say(self.decision.say, pending, sender, record)
 
 
@@ -105,7 +119,9 @@ class ReplayGate:
         self._access = access
         self._intake = intake
 
-    async def step(self, surface: Surface, pending: PendingCall, *, asks: bool, sampled: Callable[[], bool]) -> Step:
+    async def step(
+        self, surface: Surface, pending: PendingCall, *, asks: bool, sampled: Callable[[], bool]
+    ) -> ReplayStep:
         """Decide on a model call, and mark its record.
 
         Args:
@@ -123,15 +139,15 @@ class ReplayGate:
         except Refusal:  # it can still be one of the program's own endpoint
             chat = None
         span = (pending.trace_id, pending.span_id) if pending.trace_id and pending.span_id else None
-        request = Request(pending.agent, chat, read_request(pending.request), span, sampled=not asks or sampled())
+        request = ReplayRequest(pending.agent, chat, read_request(pending.request), span, sampled=not asks or sampled())
         decision = session.call(request)
         if isinstance(decision, FromRecord):
             pending.marks = {REPLAYED: decision.call.call_id} | ({COUPLED: True} if decision.coupled else {})
         elif decision.fork is not None:
             pending.marks = {FORKED: decision.fork.call_id, "draw": session.replay.draw}
-        if isinstance(decision, Drawn):
+        if isinstance(decision, DrawnAnew):
             pending.seed = decision.seed
-        return Step(session, request, decision)
+        return ReplayStep(session, request, decision)
 
     async def tool(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer ``POST /v1/replay/tool``: the recorded result of a tool, or that it is to be run.

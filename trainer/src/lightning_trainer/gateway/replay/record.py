@@ -18,7 +18,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.gateway.prompt.equality import same_data
 from lightning_trainer.gateway.replay.requests import Asked, read_request
 
-RESPONSES: Final = "/responses"
+_RAW: Final = frozenset({"/responses", "/completions"})  # endpoints whose bodies are no chat completions
 _REPLAYABLE: Final = frozenset({"openai", "gateway"})  # whose calls pass the patch that asks a gateway
 
 
@@ -31,7 +31,7 @@ class RecordedCall:
         agents: by which names its agent was known; empty: nothing named it.
         node: where the answer is.
         asked: its request.
-        raw: whether that is the body as sent, of Responses, and not in the form of a chat completion.
+        raw: whether that is the body as sent, of Responses or a text completion, and not in the form of a chat's.
         call_id: of the gateway's record, else the id of the span.
     """
 
@@ -52,6 +52,11 @@ class RecordedCall:
         """When its agent had the answer; the span of a stream that nobody closes ends later."""
         span, call = self.node.span, self.node.call
         return span.end_ns if call is None or call.end_ns < span.start_ns else min(span.end_ns, call.end_ns)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its agent was cancelled while it waited for the answer."""
+        return self.node.span.attributes.get(names.ERROR_TYPE) == "CancelledError"
 
     @property
     def body(self) -> dict[str, Any] | None:
@@ -163,7 +168,7 @@ def _call(number: int, node: Node) -> RecordedCall:
         body = loads(text) if isinstance(text, str) else {}
     except ValueError:
         body = {}
-    raw = span.attributes.get(ENDPOINT) == RESPONSES
+    raw = span.attributes.get(ENDPOINT) in _RAW
     return RecordedCall(number, agents, node, read_request(body if isinstance(body, dict) else {}), raw, span.span_id)
 
 

@@ -27,12 +27,14 @@ _SHOWN: Final = 60  # characters of a text in a message
 # What differs from run to run by itself, the most particular first.
 _KINDS: Final[Sequence[tuple[str, re.Pattern[str]]]] = (
     ("an id", re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE)),
-    ("a time of day", re.compile(r"\b\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\b")),
+    ("a time of day", re.compile(r"(?<!\d)\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\b")),
+    ("a date and time", re.compile(r"\b\d{4}-\d{2}-\d{2}[T ]\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\b")),
     ("a date", re.compile(r"\b(\d{4}-\d{2}-\d{2}|\d{1,2}[./]\d{1,2}[./]\d{2,4})\b")),
     ("an address in memory", re.compile(r"\b0x[0-9a-f]{6,}\b", re.IGNORECASE)),
-    ("an id", re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{12,}\b", re.IGNORECASE)),
+    ("an id", re.compile(r"\b(?=[0-9a-f]*\d)(?=\d*[a-f])[0-9a-f]{8,}\b", re.IGNORECASE)),
     ("a number", re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e-?\d+)?(?![\w])", re.IGNORECASE)),
 )
+_WORD: Final = re.compile(r"\w+")
 _ORDINALS: Final = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 
 
@@ -162,6 +164,8 @@ def _texts_differ(old: str, new: str) -> str:
     while end < min(len(old), len(new)) - start and old[-1 - end] == new[-1 - end]:
         end += 1
     kind = next((name for name, pattern in _KINDS if _inside(pattern, old, new, start, end)), None)
+    if kind is None and sorted(_WORD.findall(old)) == sorted(_WORD.findall(new)):
+        kind = "the order of the same words"
     left = start
     while left > 0 and not old[left - 1].isspace() and start - left < 20:
         left -= 1

@@ -47,7 +47,7 @@ class FromRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnAnew:
     """Make the call anew.
 
     Attributes:
@@ -70,11 +70,11 @@ class Own:
     fork: RecordedCall | None = None
 
 
-Decision: TypeAlias = FromRecord | Drawn | Own
+Decision: TypeAlias = FromRecord | DrawnAnew | Own
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ReplayRequest:
     """A model call that came.
 
     Attributes:
@@ -136,7 +136,7 @@ class ReplaySession:
             return None
         return self.record.calls[self.replay.call]
 
-    def call(self, request: Request) -> Decision:
+    def call(self, request: ReplayRequest) -> Decision:
         """Say how a model call is answered.
 
         Raises:
@@ -150,7 +150,7 @@ class ReplaySession:
             self._decided[request.span] = decision
         return decision
 
-    def _decide(self, request: Request) -> Decision:
+    def _decide(self, request: ReplayRequest) -> Decision:
         found = self._match(request)
         goes_on = self.replay.call is None and self.replay.beyond == "sample"
         if found is None and goes_on and self.parted is None:
@@ -169,20 +169,23 @@ class ReplaySession:
             return self._anew(request, found)
         if self._is_tail(found) and not self.replay.coupled:
             return self._anew(request)
+        if found.is_left and (goes_on or self._is_left_late(found)):
+            self._used.add(found)
+            return self._drawn_by(request)
         why = unanswerable(found)
         if why is not None:
             raise self._end(f"{self._name(found)} can't be given again: {why}")
         self._used.add(found)
         return FromRecord(found, coupled=self._is_tail(found))
 
-    def _match(self, request: Request) -> RecordedCall | None:
+    def _match(self, request: ReplayRequest) -> RecordedCall | None:
         """Return the unused call of the record that this is: one before the fork, the forked one, or one after it."""
         same = [call for call in named(self.record.calls, request.agent) if self._is_same(call, request)]
         free = [call for call in same if call not in self._used]
         exact = [call for call in free if request.agent in call.agents or not call.agents] or free
         return min(exact, key=lambda call: (self._is_tail(call), call is self._fork, call.number), default=None)
 
-    def _is_same(self, call: RecordedCall, request: Request) -> bool:
+    def _is_same(self, call: RecordedCall, request: ReplayRequest) -> bool:
         asked = request.raw if call.raw else request.chat
         return asked is not None and asked.key == call.asked.key
 
@@ -190,16 +193,23 @@ class ReplaySession:
         """Whether a call may depend on the forked one."""
         return self._until_ns is not None and call is not self._fork and call.node.span.start_ns >= self._until_ns
 
-    def _anew(self, request: Request, fork: RecordedCall | None = None) -> Drawn | Own:
+    def _is_left_late(self, call: RecordedCall) -> bool:
+        """Whether a call was cancelled after the forked one had its answer: it may be waited for this time."""
+        return self._until_ns is not None and call.node.span.end_ns >= self._until_ns
+
+    def _anew(self, request: ReplayRequest, fork: RecordedCall | None = None) -> DrawnAnew | Own:
         self._parted = True
+        return self._drawn_by(request, fork)
+
+    def _drawn_by(self, request: ReplayRequest, fork: RecordedCall | None = None) -> DrawnAnew | Own:
         fresh = self.replay.call is None and selects(self.replay.fresh, request.agent)
         model = self.replay.model if fork is not None or fresh else None
         say = self.replay.say if fork is not None else None
         if say is None and model is None and not request.sampled:
             return Own(fork)
-        return Drawn(fork, self._seed(request, fork), model, say)
+        return DrawnAnew(fork, self._seed(request, fork), model, say)
 
-    def _seed(self, request: Request, fork: RecordedCall | None) -> int | None:
+    def _seed(self, request: ReplayRequest, fork: RecordedCall | None) -> int | None:
         """Return the seed of a draw.
 
         A call after the fork that stands in the place of a recorded one, by agent and order, has that one's seed where
@@ -223,10 +233,10 @@ class ReplaySession:
         number = self._drawn[agent, asked]
         return seed_of(self._run_seed, name, "fork", replay.call, replay.draw, agent, asked.hex(), number)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: ReplayRequest) -> None:
         """Forget a decision whose call failed on the way: another try is decided anew."""
         decision = self._decided.pop(request.span, None) if request.span is not None else None
-        if isinstance(decision, Drawn) and decision.fork is not None:
+        if isinstance(decision, DrawnAnew) and decision.fork is not None:
             self._used.discard(decision.fork)
 
     def tool(
@@ -330,7 +340,7 @@ class ReplaySession:
         self.ended = reason
         return _refusal(reason)
 
-    def _unlike(self, request: Request) -> str:
+    def _unlike(self, request: ReplayRequest) -> str:
         """Say how a request that is not in the record differs from the one that it stands for."""
         own = named(self.record.calls, request.agent)
         who = "a call without an agent" if request.agent is None else f"`{request.agent}`"
@@ -346,7 +356,7 @@ class ReplaySession:
         return f"{self._name(nearest)} is another: {difference(nearest.asked, self._form(nearest, request))}"
 
     @staticmethod
-    def _form(call: RecordedCall, request: Request) -> Asked:
+    def _form(call: RecordedCall, request: ReplayRequest) -> Asked:
         return request.raw if call.raw else request.best
 
     def _name(self, call: RecordedCall) -> str:

@@ -114,8 +114,9 @@ def summary(store: Store, attempt_id: str) -> Mapping[str, Any]:
     """Count what was answered from the record in a replay, from what the store has of it.
 
     Returns:
-        ``replayed``: model calls given up to the fork; ``coupled``: after it; ``sampled``: drawn; ``tools_given`` and
-        ``tools_run``; ``ended``: why the replay ended before its time, else None.
+        ``replayed``: model calls given up to the fork; ``coupled``: after it; ``sampled``: drawn; ``own``: left to the
+        program's own endpoint; ``tools_given`` and ``tools_run``; ``ended``: why the replay ended before its time, else
+        None.
 
     Raises:
         Refusal: there is no such attempt, or it is no replay.
@@ -124,7 +125,9 @@ def summary(store: Store, attempt_id: str) -> Mapping[str, Any]:
     if not found or found[0].rollout.replay is None:
         raise Refusal(404, f"there is no replay {attempt_id}", code="not_found")
     calls = store.calls(attempt_ids=[attempt_id])
-    tools = [span for span in store.spans(attempt_ids=[attempt_id]) if span.operation == spans.EXECUTE_TOOL]
+    its = store.spans(attempt_ids=[attempt_id])
+    tools = [span for span in its if span.operation == spans.EXECUTE_TOOL]
+    own = [span for span in its if span.operation == spans.CHAT and span.attributes.get(spans.FRAMEWORK) == "openai"]
     given = sum(span.attributes.get(spans.REPLAYED) is True for span in tools)
     coupled = sum(call.sampling.get(COUPLED) is True for call in calls)
     replayed = sum(REPLAYED in call.sampling for call in calls)
@@ -132,6 +135,7 @@ def summary(store: Store, attempt_id: str) -> Mapping[str, Any]:
         "replayed": replayed - coupled,
         "coupled": coupled,
         "sampled": sum(REPLAYED not in call.sampling and call.error is None for call in calls),
+        "own": sum(spans.REROUTED not in span.attributes for span in own),
         "tools_given": given,
         "tools_run": len(tools) - given,
         "ended": why_ended(found[0], calls),

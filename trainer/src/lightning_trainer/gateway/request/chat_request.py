@@ -11,6 +11,8 @@ from lightning_trainer.gateway.request.constraints import Constraint, constraint
 from lightning_trainer.gateway.request.fields import flag, listed, number, shown, whole, wrong
 
 MAX_CHOICES: Final = 128
+MAX_STOPS: Final = 64  # each is looked for after each token, on the event loop
+MAX_STOP_CHARACTERS: Final = 1000  # of each
 
 _IGNORED: Final = frozenset(
     {
@@ -234,6 +236,9 @@ def _stop(value: Any) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise wrong("stop", value, "a text or a list of texts, none of them empty")
+    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARACTERS for text in texts):
+        most = f"at most {MAX_STOPS} texts of at most {MAX_STOP_CHARACTERS} characters"
+        raise wrong("stop", f"{len(texts)} texts of {sum(map(len, texts))} characters", most)
     return tuple(texts)
 
 

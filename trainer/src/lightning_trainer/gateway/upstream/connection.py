@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from lightning_spans.record.stalls import Wait, waiting
+from lightning_spans.record.unrecorded import asked_by_training
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.upstream.dialects import Dialect, as_chat, dialect_of
 from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of, refusal_of
@@ -59,7 +60,7 @@ class Connection:
         try:
             method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
             asking = self._client().request(method, url, data=data, allow_redirects=False)
-            with waiting("upstream", self._waits_for):
+            with waiting("upstream", self._waits_for), asked_by_training():
                 async with asyncio.timeout(self._silence_s):
                     response = await asking
             async with response:

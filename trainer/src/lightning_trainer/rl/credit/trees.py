@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_spans.schema.replays import REPLAYED
+from lightning_spans.schema.transitions import Transition
 from lightning_trainer.rl.advantages import EPSILON, FloatArray, transition_advantages
 from lightning_trainer.rl.credit.played import Played
 from lightning_trainer.rl.credit.values import Credited
@@ -34,11 +35,11 @@ def tree_advantages(attempts: Sequence[Played], *, normalise: bool = True, eps: 
     known = {attempt.attempt_id for attempt in attempts}
     leaves = [n for n, a in enumerate(attempts) if a.fork is None or a.fork.record in known]
     advantage = dict(zip(leaves, _of_leaves([attempts[n] for n in leaves], normalise, eps), strict=True))
-    below: dict[str, list[tuple[int, float]]] = {}  # by record: where its forks left it, and what these came to
+    below: dict[str, list[tuple[Played, float]]] = {}  # by record: its forks, and what these came to
     for n in leaves:
         fork = attempts[n].fork
         if fork is not None and fork.call is not None:
-            below.setdefault(fork.record, []).append((fork.call, float(advantage[n])))
+            below.setdefault(fork.record, []).append((attempts[n], float(advantage[n])))
     found = []
     for n, attempt in enumerate(attempts):
         own = float(advantage.get(n, math.nan))
@@ -46,12 +47,20 @@ def tree_advantages(attempts: Sequence[Played], *, normalise: bool = True, eps: 
         found.append(
             Credited(
                 [
-                    math.nan if REPLAYED in t.sampling else own + sum(its for call, its in others if call > t.turn)
+                    math.nan if REPLAYED in t.sampling else own + sum(its for leaf, its in others if _is_given(t, leaf))
                     for t in attempt.transitions
                 ]
             )
         )
     return found
+
+
+def _is_given(call: Transition, leaf: Played) -> bool:
+    """Whether a leaf has a call of its record: one before the forked call, or one that ran beside it."""
+    if leaf.fork is not None and leaf.fork.call is not None and call.turn < leaf.fork.call:
+        return True
+    given = {t.response_id for t in leaf.transitions if REPLAYED in t.sampling}
+    return call.response_id is not None and call.response_id in given
 
 
 def _of_leaves(leaves: Sequence[Played], normalise: bool, eps: float) -> FloatArray:

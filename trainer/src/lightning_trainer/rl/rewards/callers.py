@@ -12,7 +12,7 @@ from lightning_spans.schema.json import loads
 from lightning_spans.schema.spans import REQUEST, TOOL_CALL_ID, Json
 
 
-class Caller(NamedTuple):
+class ToolCaller(NamedTuple):
     """A model call, and the index of its answer that called; None where that is not known."""
 
     node: Node
@@ -36,24 +36,24 @@ def request_of(node: Node) -> Mapping[str, Json]:
     return body if isinstance(body, Mapping) else {}
 
 
-def callers(trace: Trace) -> dict[Node, Caller]:
+def callers(trace: Trace) -> dict[Node, ToolCaller]:
     """Return for each tool that ran the model call that called it; a tool that none called is left out.
 
     By the id of the tool call where both have it, else the last call of the same agent (by its path, where namesakes
     are told apart by that), or of any where the tool has no agent, that had ended when the tool began.
     """
     by_id = {
-        call.call_id: Caller(node, choice)
+        call.call_id: ToolCaller(node, choice)
         for node in trace.chats
         for choice, call in tools_called(node)
         if call.call_id is not None
     }
-    found: dict[Node, Caller] = {}
+    found: dict[Node, ToolCaller] = {}
     for tool in trace.tools:
         call_id = tool.span.attributes.get(TOOL_CALL_ID)
         caller = by_id.get(call_id) if isinstance(call_id, str) else None
         if caller is None and (before := _before(trace, tool)) is not None:
-            caller = Caller(before)
+            caller = ToolCaller(before)
         if caller is not None:
             found[tool] = caller
     return found

@@ -17,7 +17,7 @@ from lightning_spans.hooks import hookimpl
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.rl.rewards.callers import Caller, callers
+from lightning_trainer.rl.rewards.callers import ToolCaller, callers
 from lightning_trainer.rl.rewards.potential import shaping
 from lightning_trainer.rl.rewards.rules import RULES, Finding, Rule
 
@@ -28,7 +28,7 @@ NO_STATE: Final = ("latency", "cost", "answer_format")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class JudgeRule:
     """A rule as configured.
 
     Attributes:
@@ -50,7 +50,7 @@ class Chosen:
     gamma: float | None = None
 
 
-def read_rules(table: Mapping[str, Any], *, credit: str | None = None, gamma: float | None = None) -> list[Chosen]:
+def read_rules(table: Mapping[str, Any], *, credit: str | None = None, gamma: float | None = None) -> list[JudgeRule]:
     """Read the table `rewards` of a configuration.
 
     Args:
@@ -77,7 +77,7 @@ def weights_of(table: Mapping[str, Any]) -> dict[str, float]:
 class Judge:
     """Answers the hook `lightning_rewards` with what the rules find."""
 
-    def __init__(self, rules: Sequence[Chosen]) -> None:
+    def __init__(self, rules: Sequence[JudgeRule]) -> None:
         self._rules = tuple(rules)
 
     @hookimpl
@@ -90,7 +90,7 @@ class Judge:
 
 
 @contextmanager
-def installed(rules: Sequence[Chosen]) -> Iterator[None]:
+def installed(rules: Sequence[JudgeRule]) -> Iterator[None]:
     """Judge all attempts that are adapted inside the block."""
     if not rules:
         yield
@@ -102,7 +102,7 @@ def installed(rules: Sequence[Chosen]) -> Iterator[None]:
         hooks.unregister(PLUGIN)
 
 
-def judge(chosen: Chosen, trace: Trace, rollout_id: str, attempt_id: str) -> list[Reward]:
+def judge(chosen: JudgeRule, trace: Trace, rollout_id: str, attempt_id: str) -> list[Reward]:
     """Return the rewards of one rule for one attempt: one for each model call that it says something about.
 
     What it says of a tool is of the call that asked for it, of its answer that did where there are several; of a tool
@@ -141,7 +141,7 @@ _Place: TypeAlias = tuple[str | None, int | None]
 _Found: TypeAlias = dict[str | None, dict[_Place, list[float]]]
 
 
-def _by_agent(chosen: Chosen, trace: Trace) -> _Found:
+def _by_agent(chosen: JudgeRule, trace: Trace) -> _Found:
     asked, found = callers(trace), _Found()
     for finding in chosen.rule(trace, **chosen.options):
         if not math.isfinite(finding.value):
@@ -152,11 +152,11 @@ def _by_agent(chosen: Chosen, trace: Trace) -> _Found:
     return found
 
 
-def _place_of(finding: Finding, asked: Mapping[Node, Caller]) -> tuple[str | None, str | None, _Place]:
+def _place_of(finding: Finding, asked: Mapping[Node, ToolCaller]) -> tuple[str | None, str | None, _Place]:
     """Return whose a finding is, where that one stands, and of which of its calls."""
     if finding.node is None:
         return None, None, (None, None)
-    node, choice = asked.get(finding.node, Caller(finding.node, finding.choice))
+    node, choice = asked.get(finding.node, ToolCaller(finding.node, finding.choice))
     several = len(node.answer.choices) > 1
     return node.span.agent, node.path, (node.span.span_id, choice if several else None)
 
@@ -166,7 +166,9 @@ def _count(values: Sequence[float], places: Mapping[_Place, Sequence[float]], *,
     return sum(map(len, places.values())) if average else len(values)
 
 
-def _differences(found: _Found, trace: Trace, chosen: Chosen) -> dict[tuple[str | None, str | None, int | None], float]:
+def _differences(
+    found: _Found, trace: Trace, chosen: JudgeRule
+) -> dict[tuple[str | None, str | None, int | None], float]:
     """Take the mean of what was found of an agent so far as the potential of the state in which it calls next.
 
     So far, and not in all: what a state is worth must not depend on what is done in it.
@@ -189,7 +191,7 @@ def _differences(found: _Found, trace: Trace, chosen: Chosen) -> dict[tuple[str 
     return shaped
 
 
-def _read(name: str, value: Any, credit: str | None, gamma: float | None) -> Chosen:
+def _read(name: str, value: Any, credit: str | None, gamma: float | None) -> JudgeRule:
     weight = _weight(name, value)
     table = value if isinstance(value, Mapping) else {}
     own = ("weight", "agents", "potential", "average")
@@ -199,7 +201,7 @@ def _read(name: str, value: Any, credit: str | None, gamma: float | None) -> Cho
     agents: Any = table.get("agents")
     rule = _rule(name)
     _check_options(name, rule, options)
-    return Chosen(
+    return JudgeRule(
         name=name,
         rule=rule,
         weight=weight,
@@ -227,7 +229,7 @@ def _rule(name: str) -> Rule:
         raise ConfigError(f"rewards: unknown rule {name!r}. Use one of: {known}, or module:function for your own.")
     from lightning_trainer.runner.target import load_function
 
-    rule: Rule = load_function(name, option="rewards", parameters=("trace",))
+    rule: Rule = load_function(name, option="rewards", parameters=("trace",), yields=True)
     return rule
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from lightning_spans import hooks
 from lightning_spans.adapter.trace import Trace
-from lightning_trainer.rl.rewards.judge import Chosen, Judge
+from lightning_trainer.rl.rewards.judge import Judge, JudgeRule
 
 
-def with_automatic(traces: Iterable[Trace], rules: Sequence[Chosen]) -> list[Trace]:
+def with_automatic(traces: Iterable[Trace], rules: Sequence[JudgeRule]) -> list[Trace]:
     """Return the same traces with the rewards of these rules; a reward that a run has kept is not given twice."""
     return [_judged(trace, Judge(rules)) for trace in traces] if rules else list(traces)
 

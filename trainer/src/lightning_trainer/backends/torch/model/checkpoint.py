@@ -157,7 +157,10 @@ def restore(
         for adapter, policy in policies.items():
             policy.set_state(load_file((folder if adapter is None else folder / adapter) / TENSORS))
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: {TENSORS} does not fit this model or is damaged: {error}") from error
+        raise ConfigError(
+            f"{folder}: {TENSORS} does not fit this model or is damaged: {error}. Resume from an earlier checkpoint of"
+            " the run, or begin anew with the weights in it as --model."
+        ) from error
     try:
         kind, numbers, gauss = state["random"]
         engine.random.setstate((kind, tuple(numbers), gauss))

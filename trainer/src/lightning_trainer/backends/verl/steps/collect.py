@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,11 +32,12 @@ from lightning_trainer.backends.verl.steps.gathered import Gathered
 from lightning_trainer.backends.verl.steps.groups import Groups
 from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, trajectories
 from lightning_trainer.config import TrainConfig
+from lightning_trainer.judging.options import read_judge
 from lightning_trainer.report import step_metrics
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch import Batch, Traces
 from lightning_trainer.rl.rewards.judge import PLUGIN, Judge, read_rules
-from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import Score, reward_of_failures, score, total
 
@@ -58,7 +60,15 @@ class RolloutCollector:
         if rules:
             hooks.register(Judge(rules), PLUGIN)  # this process is the trainer's, and ends with it
         self._store = open_store(control.url, key=control.key)
-        self._groups = Groups(self._store)
+        self._control = control
+        # The rubric may be a file, which the run's own process has read: it is the one that asks the judge.
+        table = {name: value for name, value in self._run.judge.items() if name != "rubric"}
+        self._options = read_judge(self._run.reward, table)
+        self._groups = Groups(
+            self._store,
+            judging=self._judge if self._options else None,
+            at_once=self._options.concurrency if self._options else 1,
+        )
         self._name = uuid.uuid4().hex[:8]  # of this start: rollouts of a run that was killed are not taken again
         self._gathered = Gathered(self._run.failed)
         self._agents: set[str] = set()
@@ -94,7 +104,7 @@ class RolloutCollector:
         """Run held-out tasks, sampled as in training, and wait for all of them.
 
         Raises:
-            LightningError: rollouts are not collected any more.
+            LightningError: rollouts are not collected any more, or the judge gave no verdict on any.
         """
         ended: list[Outcome] = []
         done = threading.Semaphore(0)
@@ -109,11 +119,20 @@ class RolloutCollector:
         for _ in tasks:
             while not done.acquire(timeout=1.0):
                 self.check()
+        if ended and all(outcome.unjudged is not None for outcome in ended):
+            raise LightningError(f"held out after {step} steps: {ended[-1].unjudged}")
         return score(ended, self._run.failed)
 
     def taken(self) -> dict[str, float]:
         """Return the numbers of the training rollouts that ended since the last time, by their names in logs."""
         return self._gathered.take()
+
+    def _judge(self, ended: list[Outcome]) -> list[Outcome]:
+        """Have a group judged where the judge is, in the run's own process, and read what it came to."""
+        limit_s = self._options.longest_s if self._options else 0.0
+        unjudged = self._control.judge([outcome.rollout.rollout_id for outcome in ended], limit_s)
+        again = outcomes(self._store, [outcome.rollout for outcome in ended])
+        return [replace(outcome, unjudged=unjudged.get(outcome.rollout.rollout_id)) for outcome in again]
 
     def _group_of(self, index: int) -> str:
         """Name the group of a place in the run's order; verl may come round to it again when groups were dropped."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from lightning_spans.errors import LightningError, RewardError
@@ -20,6 +21,7 @@ _POLL_EACH_S: Final = 0.001  # for each rollout: reading their states takes the 
 _RUNNING: Final = frozenset({"queued", "running"})
 
 OnEnd = Callable[[list[Outcome]], None]
+Judging = Callable[[list[Outcome]], list[Outcome]]
 
 
 class Groups:
@@ -28,13 +30,20 @@ class Groups:
     Args:
         store: where rollouts are queued.
         poll_s: seconds between looks.
+        judging: gives outcomes rewards before they are handed on, in other threads; None: they have theirs.
+        at_once: groups that are judged at once.
     """
 
-    def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:
+    def __init__(
+        self, store: Store, *, poll_s: float = POLL_S, judging: Judging | None = None, at_once: int = 1
+    ) -> None:
         self._store = store
         self._poll_s = poll_s
         self._lock = threading.Lock()
         self._pending: dict[str, tuple[Sequence[Rollout], OnEnd]] = {}
+        self._judging = judging
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="lightning-judging")
+        self._judged: list[tuple[Future[list[Outcome]], OnEnd]] = []
         self._failure: BaseException | None = None
         self._came = threading.Event()
         threading.Thread(target=self._run, name="lightning-groups", daemon=True).start()
@@ -73,10 +82,11 @@ class Groups:
         seen: object = None
         since = time.monotonic()
         while True:
+            self._hand_on()
             with self._lock:
                 pending = dict(self._pending)
             if not pending:
-                self._came.wait()
+                self._came.wait(self._poll_s if self._judged else None)
                 self._came.clear()
                 seen, since = None, time.monotonic()
                 continue
@@ -100,9 +110,19 @@ class Groups:
                     f"{(attempt.error or '').removeprefix(REWARD_ERROR)}\n"
                     f"It came from the task {str(dict(attempt.rollout.task))[:300]}."
                 )
-        on_end(ended)
+        if self._judging is None:
+            on_end(ended)
+        else:
+            self._judged.append((self._threads.submit(self._judging, ended), on_end))
         with self._lock:
             del self._pending[group_id]
+
+    def _hand_on(self) -> None:
+        """Hand on what was judged since the last look."""
+        done = [each for each in self._judged if each[0].done()]
+        self._judged = [each for each in self._judged if each not in done]
+        for future, on_end in done:
+            on_end(future.result())
 
     @staticmethod
     def _refuse_stall(rollouts: Sequence[Rollout], since: float) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import ray
 import transfer_queue as tq
+from numpy.typing import NDArray
 from omegaconf import open_dict
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync, register_trainer
@@ -22,6 +24,8 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from lightning_trainer.backends.verl.control import RunServerClient
 from lightning_trainer.backends.verl.cpu.workers import CriticWorker
 from lightning_trainer.backends.verl.steps.agreement import Agreement, WeightsError, agreement
+from lightning_trainer.report import learned_tokens
+from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.report.step_metrics import of_ages
 from lightning_trainer.rl.rows import UNKNOWN_VERSION
 
@@ -42,6 +46,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._transfer_s = float(config.lightning.transfer_s)
         self._agreement: Agreement | None = None
         self._ages: dict[str, float] = {}
+        self._folder = Path(config.lightning.config).parent
 
     def fit(self, agent_loop_manager: Any) -> None:
         """Train; the replay buffer hears when rollouts are not collected any more."""
@@ -90,6 +95,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._agreement = compare(batch, self.global_steps - 1)
         self._agreement.check()
         self._ages = of_ages(ages(batch.tags, self.global_steps - 1))
+        learned_tokens.write(self._folder, self.global_steps - 1, seen(batch))
         return batch
 
     def _compute_metrics(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -141,17 +147,34 @@ def compare(batch: Any, version: int) -> Agreement:
         batch: verl's batch, after the trainer has computed its own.
         version: number of the trainer's weights.
     """
-    fresh = [
-        key
-        for key, tag in zip(batch.keys, batch.tags, strict=True)
-        if tag["min_global_steps"] == version and not tag.get("is_padding", False)
-    ]
+    fresh = [key for key, tag in _rows(batch) if tag["min_global_steps"] == version]
     if not fresh:
         return agreement(np.empty(0), np.empty(0))
     fields = ["rollout_log_probs", "old_log_probs", "response_mask"]
     data = tq.kv_batch_get(keys=fresh, partition_id=batch.partition_id, select_fields=fields)
     engine, trainer, mask = (flat(data[name]) for name in fields)
     return agreement(engine[mask > 0], trainer[mask > 0])
+
+
+def seen(batch: Any) -> dict[bytes, SeenTokens]:
+    """Return what the trainer saw of the trained tokens of each row, by the row's name.
+
+    Args:
+        batch: verl's batch, after the trainer has computed its own log-probabilities, and before it learns.
+    """
+    rows = list(_rows(batch))
+    fields = ["rollout_log_probs", "old_log_probs", "entropy", "response_mask"]
+    data = tq.kv_batch_get(keys=[key for key, _ in rows], partition_id=batch.partition_id, select_fields=fields)
+    columns = [[_values(row) for row in _each(data[name])] for name in fields]
+    return {
+        bytes.fromhex(tag["row"]): SeenTokens((trainer - engine)[mask > 0], entropy[mask > 0])
+        for (_, tag), engine, trainer, entropy, mask in zip(rows, *columns, strict=True)
+    }
+
+
+def _rows(batch: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Give the rows of a batch, by key and tag, without those that fill it."""
+    return ((k, tag) for k, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False))
 
 
 def ages(tags: Iterable[Mapping[str, Any]], version: int) -> list[int]:
@@ -167,8 +190,17 @@ def ages(tags: Iterable[Mapping[str, Any]], version: int) -> list[int]:
 
 def flat(column: Any) -> Any:
     """Return the values of a column, row after row, as one numpy array."""
-    rows = column.unbind() if column.is_nested else list(column)
-    return np.concatenate([row.detach().float().cpu().numpy().reshape(-1) for row in rows])
+    return np.concatenate([_values(row) for row in _each(column)])
+
+
+def _each(column: Any) -> Sequence[Any]:
+    rows: Sequence[Any] = column.unbind() if column.is_nested else list(column)
+    return rows
+
+
+def _values(row: Any) -> NDArray[np.float32]:
+    values: NDArray[np.float32] = row.detach().float().cpu().numpy().reshape(-1)
+    return values
 
 
 def within(limit_s: float, action: Callable[[], T]) -> T:

@@ -10,6 +10,7 @@ import torch
 
 from lightning_trainer.backends.verl.steps.dataset import SOURCE
 from lightning_trainer.backends.verl.steps.encoding import encode, prompt_length, rewards_to_come, spans_of
+from lightning_trainer.report.learned_tokens import row_name
 from lightning_trainer.rl.rows import Row
 
 
@@ -20,7 +21,7 @@ class Trajectory:
     Attributes:
         key: ``{uid}_{rollout}_{row}``, from which verl tells the prompt and the rollout.
         fields: tensors and values.
-        tag: what verl's replay buffer looks at.
+        tag: what verl's replay buffer looks at, and the row's name.
     """
 
     key: str
@@ -93,5 +94,6 @@ def _trajectory(prompt: VerlPrompt, key: str, row: Row, reward: float) -> Trajec
         "global_steps": prompt.step,
         "min_global_steps": row.policy_version,
         "max_global_steps": row.policy_version,
+        "row": row_name(row).hex(),
     }
     return Trajectory(key, fields, tag)

@@ -1,0 +1,94 @@
+"""Answers that look like a call and are none: a model that writes another form than is read would fail in silence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from lightning_trainer.gateway.formats.calls import Tools, json_at, parameters_of
+from lightning_trainer.gateway.formats.table import FORMATS
+
+OTHER: Final = "other"  # a form that is in no table
+_MOST_OBJECTS: Final = 20  # of an answer that are looked at
+_NAMES: Final = ("name", "tool", "tool_name", "function", "function_name", "action")
+_ARGUMENTS: Final = ("arguments", "parameters", "args", "params", "input", "action_input", "tool_input")
+
+
+def unread(content: str | None, tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Name the format that an answer without calls looks like a call of; None: it looks like none.
+
+    Args:
+        content: of an answer to a request with tools, of which no call was read.
+        tools: of the request.
+
+    Returns:
+        A format's name, or ``other`` where a tool is named beside arguments in some other way.
+    """
+    text = (content or "").strip()
+    if not text:
+        return None
+    for each in FORMATS:
+        if not each.first_only and any(mark in text for mark in each.marks):
+            return each.name
+    schemas = parameters_of(tools)
+    return _of_the_start(text, schemas) or (OTHER if _names_a_tool(text, schemas) else None)
+
+
+def _of_the_start(text: str, schemas: Tools) -> str | None:
+    """Name the format of an answer that is a call whose marks are missing, or that would have none."""
+    for each in FORMATS:
+        if each.first_only or each.name == "mistral":
+            begun = text if each.first_only else f"[TOOL_CALLS]{text}"  # control tokens are left out of content
+            try:
+                calls, _ = each.read(begun, schemas)
+            except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+                continue
+            if any(call.name in schemas for call in calls):
+                return each.name
+    return None
+
+
+def _names_a_tool(text: str, schemas: Tools) -> bool:
+    """Whether an answer names one of the tools beside arguments, or where a call has its name."""
+    return any(_called(text, name) for name in schemas if name in text) or any(
+        _is_call(found, schemas) for found in _objects(text)
+    )
+
+
+def _called(text: str, name: str) -> bool:
+    """Whether a tool's name is followed by an object or by named arguments, or stands as a tag's attribute."""
+    own = rf"(?<![\w-])(?:functions?\.?)?{re.escape(name)}"
+    ways = (
+        rf"{own}(?::\d+)?\s*(?:<[^<>\n]*>|```)?\s*(?:json)?\s*\{{",  # functions.NAME:0 {"a": 1}
+        rf"{own}(?:\.call)?\(\s*\w+\s*=",  # NAME(a=1)
+        rf"<[\w:.|-]+(?:\s+\w+)?\s*=\s*[\"']?{re.escape(name)}[\"']?[\s/>]",  # <function=NAME>, <invoke name="NAME">
+        rf"{own}\s*<arg_key>",
+        rf"(?m)^\s*Action\s*:\s*{re.escape(name)}\s*$",
+    )
+    return any(re.search(way, text) for way in ways)
+
+
+def _objects(text: str) -> Iterator[Any]:
+    """Return the JSON objects in a text, the outer ones only."""
+    at = text.find("{")
+    for _ in range(_MOST_OBJECTS):
+        if at < 0:
+            return
+        try:
+            value, end = json_at(text, at)
+        except (ValueError, RecursionError):
+            value, end = None, at + 1
+        yield value
+        at = text.find("{", end)
+
+
+def _is_call(value: Any, schemas: Tools) -> bool:
+    """Whether an object names a tool and has arguments, by the words that models use for both."""
+    if not isinstance(value, dict):
+        return False
+    inner = value.get("function")
+    if isinstance(inner, dict):
+        return _is_call(inner, schemas)
+    named = any(isinstance(value.get(word), str) and value[word] in schemas for word in _NAMES)
+    return named and any(word in value for word in _ARGUMENTS)
