@@ -30,8 +30,10 @@ from lightning_spans import Attempt, hooks
 from lightning_spans.errors import ReplayEndedError
 from lightning_spans.schema import spans as names
 from lightning_spans.testing import PluginConformance
+from lightning_spans.testing.plugins import threads
 from lightning_spans.testing.plugins.harmless import finishes
 from lightning_spans.testing.plugins.program import record
+from lightning_spans.testing.plugins.threads import at_once
 
 PROMISES = [name for name in dir(PluginConformance) if name.startswith("test_")]
 
@@ -401,3 +403,51 @@ def test_what_hangs_is_told_from_what_ends(monkeypatch):
     assert finishes(lambda: None)
     with pytest.raises(ZeroDivisionError):
         finishes(lambda: 1 / 0)
+
+
+def test_what_fails_in_a_thread_fails_the_test():
+    done = threading.Event()
+    with pytest.raises(BaseExceptionGroup) as error:
+        at_once([lambda: 1 / 0, done.set])
+    assert error.group_contains(ZeroDivisionError)
+    assert done.is_set()  # the others ran
+
+
+def test_what_stands_in_a_thread_is_told_with_its_place():
+    gate = threading.Event()
+
+    def stands_here():
+        gate.wait(60)
+
+    with pytest.raises(AssertionError, match=r"program 1 did not end(.|\n)*stands_here"):
+        at_once([lambda: None, stands_here], stands_s=0.1, within_s=0.1)
+    gate.set()
+
+
+def test_where_a_program_stood_is_told_when_it_fails_in_the_end(monkeypatch):
+    looked = threading.Event()
+
+    def gives_up_here():
+        looked.wait(60)
+        raise TimeoutError
+
+    monkeypatch.setattr(threads, "stacks", lambda real=threads.stacks: (real(), looked.set())[0])
+    with pytest.raises(BaseExceptionGroup) as error:
+        at_once([gives_up_here], stands_s=0.05)
+    assert "gives_up_here" in "".join(error.value.__notes__)
+
+
+def test_a_program_that_fails_in_one_attempt_breaks_the_promise_of_threads(toy, monkeypatch):
+    asked, lock = [], threading.Lock()
+
+    def fails_once(self, url, real=Toy.several_agents):
+        found = real(self, url)  # all its requests are there: only the error itself can tell
+        with lock:
+            asked.append(url)
+            if len(asked) == 1:
+                raise TimeoutError("the model did not answer")
+        return found
+
+    monkeypatch.setattr(Toy, "several_agents", fails_once)
+    with pytest.raises(BaseExceptionGroup, match="in their threads"):
+        toy("test_attempts_never_mix_across_threads")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,8 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import REQUEST, RESPONSE
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.cli import cli
-from lightning_trainer.export import choose
-from lightning_trainer.export.candidates import Candidate
+from lightning_trainer.export import choose, files
+from lightning_trainer.export.candidates import LineCandidate
 from lightning_trainer.export.export import Exported, export
 from lightning_trainer.export.wanted import Wanted
 
@@ -102,6 +106,46 @@ def test_traces_of_production_are_conversations_without_a_reward(made: Made, tmp
     [line], _ = run(made, tmp_path / "out.jsonl", origin="live")
     assert line["messages"] == [{"role": "system", "content": "Be brief."}, user("hi"), says("hello")]
     assert (line["reward"], line["origin"], line["answers"]) == (None, "live", [2])
+
+
+def test_a_call_with_other_tools_begins_a_line_with_its_own(made: Made, tmp_path: Path) -> None:
+    first = Said([user("2+3?")], calls_tool("a", x=2, y=3), tools=[ADD])
+    later = [user("2+3?"), calls_tool("a", x=2, y=3), {"role": "tool", "tool_call_id": "a", "content": "5"}]
+    made.attempt({}, [first, Said(later, says("five"))], 1.0)
+    lines, _ = run(made, tmp_path / "out.jsonl")
+    assert [(line["tools"] and json.loads(line["tools"]), line["answers"]) for line in lines] == [
+        ([ADD], [1]),
+        (None, [3]),
+    ]
+
+
+def test_an_answer_whose_thoughts_the_program_dropped_keeps_them(made: Made, tmp_path: Path) -> None:
+    thought = {**says("4"), "reasoning_content": "2 and 2"}
+    made.attempt({}, [Said([user("2+2?")], thought), Said([user("2+2?"), says("4"), user("sure?")], says("yes"))], 1.0)
+    lines, _ = run(made, tmp_path / "out.jsonl")
+    assert [(line["messages"][-1], line["answers"]) for line in lines] == [(thought, [1]), (says("yes"), [3])]
+
+
+def test_thoughts_that_the_tokens_hold_stand_in_the_messages(made: Made, tmp_path: Path) -> None:
+    thought = {**says("4"), "reasoning_content": "2 and 2"}
+    later = [user("2+2?"), says("4"), user("sure?")]
+    calls = [Said([user("2+2?")], thought, prompt=(1,), response=(2,))]
+    made.attempt({}, [*calls, Said(later, says("yes"), prompt=(1, 2, 3), response=(4,))], 1.0)
+    [line], _ = run(made, tmp_path / "out.jsonl")
+    assert (line["messages"][1], line["answers"]) == (thought, [1, 3])
+
+
+def test_answers_that_differ_in_their_thoughts_are_two(made: Made, tmp_path: Path) -> None:
+    for thought in ("well", "hm"):
+        made.attempt({}, [Said([user("2+2?")], {**says("4"), "reasoning_content": thought})], 1.0)
+    lines, _ = run(made, tmp_path / "out.jsonl")
+    assert [line["messages"][-1]["reasoning_content"] for line in lines] == ["well", "hm"]
+
+
+def test_thoughts_are_read_by_vllms_newer_name(made: Made, tmp_path: Path) -> None:
+    made.attempt({}, [Said([user("2+2?")], {**says("4"), "reasoning": "2 and 2"})], 1.0)
+    [line], _ = run(made, tmp_path / "out.jsonl")
+    assert line["messages"][-1] == {**says("4"), "reasoning_content": "2 and 2"}
 
 
 # What is left out, and why.
@@ -187,6 +231,57 @@ def test_a_file_that_is_there_stays_until_the_new_one_is_whole(made: Made, tmp_p
     assert not list(tmp_path.glob(".*part"))
 
 
+def test_an_origin_that_nothing_has_is_named_with_those_that_are_there(made: Made, tmp_path: Path) -> None:
+    two_turns(made)
+    with pytest.raises(DataError, match=r"of the origin 'live'\. It has: training"):
+        run(made, tmp_path / "out.jsonl", origin="live")
+
+
+def test_a_full_disk_leaves_both_files_as_they_were(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(6):
+        made.attempt({"q": n}, [Said([user(f"q{n}")], says("x"))], 1.0, group=f"g{n}")
+    run(made, tmp_path / "a.jsonl", held_out=0.5)
+    before = {path: path.read_bytes() for path in tmp_path.glob("a*")}
+    for n in range(6, 24):
+        made.attempt({"q": n}, [Said([user(f"q{n}")], says("x"))], 1.0, group=f"g{n}")
+    synced = iter((None, OSError(28, "No space left on device")))
+
+    def fsync(_: int) -> None:
+        if (error := next(synced, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        run(made, tmp_path / "a.jsonl", held_out=0.5)
+    assert {path: path.read_bytes() for path in tmp_path.glob("*a*.jsonl*")} == before
+    run(made, tmp_path / "a.jsonl", held_out=0.5)
+    assert all(path.read_bytes() != text for path, text in before.items()), "with room both would have changed"
+
+
+def test_what_a_killed_export_left_is_swept(made: Made, tmp_path: Path) -> None:
+    two_turns(made)
+    gone = subprocess.Popen([sys.executable, "-c", ""])  # its number is nobody's after it was waited for
+    gone.wait()
+    left, others = tmp_path / f".out.jsonl.{gone.pid}.part", tmp_path / f".other.jsonl.{gone.pid}.part"
+    for path in (left, others):
+        path.write_text("{")
+    with closing(files.Draft(tmp_path / "out.jsonl")) as writing:
+        renamed = tmp_path / f".out.jsonl.{gone.pid + 1}.part"
+        (tmp_path / f".out.jsonl.{os.getpid()}.part").rename(renamed)
+        run(made, tmp_path / "out.jsonl")
+        assert (left.exists(), others.exists(), renamed.exists(), writing.lines) == (False, True, True, 0)
+
+
+def test_held_out_lines_of_before_are_not_left_beside_an_export_that_may_hold_them(made: Made, tmp_path: Path) -> None:
+    for n in range(6):
+        made.attempt({"q": n}, [Said([user(f"q{n}")], says("x"))], 1.0, group=f"g{n}")
+    run(made, tmp_path / "a.jsonl", held_out=0.5)
+    with pytest.raises(ConfigError, match=r"a\.held-out\.jsonl"):
+        run(made, tmp_path / "a.jsonl")
+
+
 # Held out by task.
 
 
@@ -216,10 +311,32 @@ def test_a_validated_task_is_held_out(made: Made, tmp_path: Path) -> None:
     assert {line["messages"][0]["content"] for line in read(tmp_path / "a.held-out.jsonl")} == {"q3"}
 
 
+@pytest.mark.parametrize("kept", [{"min_reward": 0.5}, {"agents": ("writer",)}, {"best": 1}, {}])
+def test_a_validated_task_is_held_out_whatever_becomes_of_the_validation(
+    made: Made, tmp_path: Path, kept: dict[str, Any]
+) -> None:
+    for n in range(6):
+        made.attempt({"q": n}, [Said([user(f"q{n}")], says("x"))], 1.0, group=f"g{n}")
+    made.attempt({"q": 3}, [Said([user("other")], says("y"), agent="critic")], 0.0, group="v", mode="val")
+    made.attempt({"q": 4}, [Said([user("other")], says("y"))], group="w", mode="val", status="failed")
+    run(made, tmp_path / "a.jsonl", held_out=0.0001, **kept)
+    held_out = {line["messages"][0]["content"] for line in read(tmp_path / "a.held-out.jsonl")}
+    assert held_out - {"other"} == {"q3", "q4"}
+
+
+def test_a_field_that_no_task_has_splits_nothing(made: Made, tmp_path: Path) -> None:
+    made.attempt({"db": "a", "q": 1}, [Said([user("q")], says("x"))], 1.0)
+    with pytest.raises(ConfigError, match=r"no task has the field bd\. Fields of the tasks: db, q"):
+        run(made, tmp_path / "a.jsonl", held_out=0.3, task_fields=("bd",))
+    with pytest.raises(ConfigError, match="split-by"):
+        run(made, tmp_path / "a.jsonl", task_fields=("db",))
+    assert not (tmp_path / "a.jsonl").exists()
+
+
 @given(st.lists(st.tuples(*[st.integers(0, 6)] * 3, st.booleans()), min_size=1, max_size=30), st.floats(0.05, 0.9))
 def test_parts_share_no_group_no_task_no_prompt(drawn: list[tuple[int, int, int, bool]], share: float) -> None:
     candidates = [
-        Candidate(
+        LineCandidate(
             place=place, calls=1, agent="a", reward=None, group=f"g{group}", attempt=str(place), task=f"t{task}",
             opening=None, validation=validation, prompt=f"p{prompt}", content=str(place),
         )

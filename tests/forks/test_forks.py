@@ -24,6 +24,7 @@ from lightning_spans.testing.plugins.script import Reply
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.cli import cli
 from lightning_trainer.forks import ForkResult, plan, recorded, result
+from lightning_trainer.gateway.replay.sessions import summary
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
@@ -35,7 +36,7 @@ pytest.importorskip("openai")
 
 PROGRAM = '''
 import asyncio, datetime, os
-import openai
+import httpx, openai
 import lightning_openai
 from lightning_spans import agent, tool
 
@@ -70,6 +71,50 @@ async def notes(task):
     draft = await say("writer", "write " + task["q"])
     kept = note(draft)
     return len(await say("judge", f"judge {draft} of {kept['letters']}" + os.environ.get("CHANGED", ""))) / 99
+
+
+def without_an_answer(error):
+    """A client of an endpoint that can't be reached, or never answers."""
+
+    async def handle(request):
+        if error is None:
+            await asyncio.Event().wait()
+        raise error("gone", request=request)
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(handle))
+    return openai.AsyncOpenAI(base_url="http://nowhere.invalid/v1", api_key="mine", max_retries=0, http_client=http)
+
+
+async def errors(task):
+    told = []
+    timed_out, unreachable = map(without_an_answer, (httpx.ReadTimeout, httpx.ConnectError))
+    for name, at, more in (
+        ("writer", client, {"temperature": 1000}),
+        ("stranger", client, {}),
+        ("stranger", timed_out, {}),
+        ("stranger", unreachable, {}),
+    ):
+        try:
+            with agent(name):
+                await at.chat.completions.create(model="own", messages=[{"role": "user", "content": "refuse"}], **more)
+        except openai.APIError as error:
+            told.append(f"{type(error).__name__}: {error}, {error.code}, {error.body}")
+    return len(await say("judge", "judge " + "; ".join(told))) / 99
+
+
+async def race(task):
+    """Two are asked at once, and the one that is not needed any more is cancelled."""
+    with agent("stranger"):
+        own, asked = without_an_answer(None), [{"role": "user", "content": "?"}]
+        slow = asyncio.ensure_future(own.chat.completions.create(model="own", messages=asked))
+    quick = await say("reader", await say("writer", "write " + task["q"]))
+    left = slow.cancel()
+    return len(await say("judge", f"{quick} {left}")) / 99
+
+
+async def continued(task):
+    first = await client.completions.create(model="own", prompt="Once upon a time")
+    return len(await say("judge", first.choices[0].text)) / 99
 
 
 async def clock(task):
@@ -108,7 +153,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], An
 
     @contextlib.contextmanager
     def opened(function: str) -> Iterator[World]:
-        own = ScriptedServer(lambda *_: Reply(f"own {next(numbers)}"))
+        own = ScriptedServer(
+            lambda body, _: Reply("too long", status=400) if "refuse" in str(body) else Reply(f"own {next(numbers)}")
+        )
         monkeypatch.setenv("OWN_URL", own.url)
         engine = FakeEngine(lambda prompt: f"drawn {next(numbers)} " + hashlib.md5(prompt.encode()).hexdigest())
         store = open_store(str(tmp_path / "store.db"))
@@ -157,6 +204,43 @@ def test_a_time_of_day_in_a_prompt_ends_the_fork_with_its_reason(world: Any) -> 
         (rollout,) = here.store.rollouts(group_ids=["fork:r-1"])
         assert rollout.status == "failed"
         assert len(here.store.attempts(rollout_ids=[rollout.rollout_id])) == 1  # it is not tried again
+
+
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        pytest.param("errors", 5, id="refusals, time-outs and lost connections"),
+        pytest.param("race", 4, id="a call that its agent left"),
+        pytest.param("continued", 2, id="text completions of an own endpoint"),
+    ],
+)
+def test_a_program_replays_to_its_last_call(world: Any, function: str, calls: int) -> None:
+    with world(function) as here:
+        first = here.rollout("r")
+        (old,) = traces_of(here.store, rollout_ids=["r"])
+        assert len(old.chats) == calls
+        found = here.fork("whole", "r")
+        assert found.ended == ()
+        (again,) = found.continuations
+        assert (again.error, again.reward) == (None, sum(reward.value for reward in first.rewards))
+        (new,) = traces_of(here.store, attempt_ids=[again.attempt_id])
+        kinds = [[node.span.attributes.get("error.type") for node in trace.chats] for trace in (old, new)]
+        assert kinds[0] == kinds[1]
+
+
+def test_a_call_that_its_agent_left_after_the_forked_one_is_made_anew(world: Any) -> None:
+    with world("race") as here:
+        here.rollout("r")
+        (old,) = traces_of(here.store, rollout_ids=["r"])
+        (reader,) = (number for number, node in enumerate(old.chats) if node.span.agent == "reader")
+        found = here.fork("fork", "r", call=reader)
+        assert found.ended == ()
+        (continuation,) = found.continuations
+        (new,) = traces_of(here.store, attempt_ids=[continuation.attempt_id])
+        (slow,) = (node for node in new.chats if node.span.agent == "stranger")
+        assert summary(here.store, continuation.attempt_id)["own"] == 1
+        assert slow.call is None  # no gateway held it: it went to its own endpoint
+        assert slow.span.attributes["error.type"] == "CancelledError"
 
 
 def test_a_tool_that_writes_to_a_file_does_not_write_twice(world: Any, tmp_path: Path) -> None:

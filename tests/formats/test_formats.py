@@ -47,6 +47,7 @@ TOOLS = [
     }
     for name in ("add", "look_up")
 ]
+DEFINED = {"Color": {"type": "string", "enum": ["red", "7"]}, "Loop": {"$ref": "#/$defs/Loop"}}
 USER = {"role": "user", "content": "What is 12+7?"}
 SIMPLE = [("add", {"count": 2, "note": "7"})]
 SEVERAL = [
@@ -272,13 +273,20 @@ def test_a_mark_that_is_a_control_token_is_no_mark_where_letters_spell_it():
         ({"type": "object"}, '{"a": "b"}', {"a": "b"}),
         ({}, "7", 7),
         ({}, "plain", "plain"),
+        ({"const": "7"}, "7", "7"),
+        ({"$ref": "#/$defs/Color"}, "7", "7"),
+        ({"allOf": [{"$ref": "#/$defs/Color"}]}, "7", "7"),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]}, "7", "7"),
+        ({"anyOf": [{"$ref": "#/$defs/Color"}, {"type": "null"}]}, "null", None),
+        ({"$ref": "#/$defs/Loop"}, "7", 7),
+        ({"$ref": "#/$defs/nowhere"}, "7", 7),
     ],
 )
 @pytest.mark.parametrize("name", ["Qwen3.5", "GLM-4.5", "MiniMax M2"])
 def test_plain_text_is_typed_by_the_tools_schema(name, schema, raw, value):
     tool = {
         "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}},
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}, "$defs": DEFINED}},
     }
     text = {
         "Qwen3.5": f"<tool_call>\n<function=f>\n<parameter=x>\n{raw}\n</parameter>\n</function>\n</tool_call>",
@@ -287,6 +295,15 @@ def test_plain_text_is_typed_by_the_tools_schema(name, schema, raw, value):
         "</minimax:tool_call>",
     }[name]
     (call,) = parse(Dialect(chat_of(name).calls), text, [tool]).tool_calls
+    assert json.loads(call["function"]["arguments"]) == {"x": value}
+
+
+@pytest.mark.parametrize("value", ["\nabc", "abc\n", "a\n\nb", " a ", "\n"])
+def test_line_breaks_of_a_value_that_stands_inline_are_its_own(value):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "string"}}}}}
+    written = f'<invoke name="f">\n<parameter name="x">{value}</parameter>\n</invoke>'
+    text = f"<minimax:tool_call>\n{written}\n</minimax:tool_call>"
+    (call,) = parse(Dialect(by_name("minimax")), text, [tool]).tool_calls
     assert json.loads(call["function"]["arguments"]) == {"x": value}
 
 

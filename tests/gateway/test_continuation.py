@@ -488,7 +488,7 @@ class World:
         assert held or prompt.how == reasons.FORKED, "joined to what it does not continue"
         assert _bare(_unthought(text)) == _bare(_unthought(rendered)), "the text has drifted"
         if not any("tool_calls" in message for message in messages):
-            assert _unthought(text) == _unthought(rendered)
+            assert _untrimmed(_unthought(text)) == _untrimmed(_unthought(rendered))
 
 
 def _unthought(text: str) -> str:
@@ -513,7 +513,12 @@ def _bare(text: str) -> str:
         except ValueError:  # the template's own example of a call
             return found[1]
 
-    return re.sub(r"\s*<tool_call>(.*?)</tool_call>\s*", spelt, text, flags=re.DOTALL)
+    return re.sub(r"\s*<tool_call>(.*?)</tool_call>\s*", spelt, _untrimmed(text), flags=re.DOTALL)
+
+
+def _untrimmed(text: str) -> str:
+    """A text without the spaces before the end of a turn: what was sampled keeps them where a template trims."""
+    return re.sub(r"\s+(?=<\|im_end\|>|<\|eot_id\|>|<｜end▁of▁sentence｜>)", "", text)  # noqa: RUF001 - DeepSeek's
 
 
 def names() -> list[str]:

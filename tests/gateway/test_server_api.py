@@ -379,3 +379,27 @@ def _claim(runner):
 def _finish(runner, attempt, *, rewards=()):
     body = {"fence": attempt["fence"], "status": "succeeded", "rewards": list(rewards)}
     return runner.post(f"/api/attempts/{attempt['attempt_id']}/finish", json=body)
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64, 10**30])
+def test_numbers_beyond_what_a_database_holds_are_refused(server, number):
+    """As a place in a list: 400 in the shape of every error, no failure of the server's."""
+    headers = {"authorization": f"Bearer {server.keys.issue('admin')}"}
+    with httpx.Client(base_url=server.url, headers=headers) as client:
+        replies = [client.get(f"/api/spans?after={number}")]
+        replies.append(client.post("/api/query", content=f'{{"what": "spans", "after": {number}}}'))
+        for reply in replies:
+            assert (reply.status_code, "error" in reply.json()) == (400, True), reply.text
+
+
+class FailingStore:
+    def page(self, *_, **__):
+        raise ZeroDivisionError("of our own")
+
+
+def test_a_fault_of_ours_has_the_shape_of_every_error(server, monkeypatch):
+    monkeypatch.setattr(server.app.state, "store", FailingStore())
+    reply = httpx.get(f"{server.url}/api/spans", headers={"authorization": f"Bearer {server.keys.issue('admin')}"})
+    assert reply.status_code == 500
+    assert reply.json()["error"]["type"] == "server_error"
+    assert "of our own" not in reply.text

@@ -560,3 +560,16 @@ def test_training_draws_plainly_and_records_what_was_asked(server, attempt, clie
     (call,) = server.calls(attempt)
     assert (call.sampling["top_p_asked"], call.sampling["top_k_asked"]) == (0.9, 5)
     assert (call.request["top_p"], call.request["top_k"]) == (0.9, 5)
+
+
+def test_what_training_leaves_out_needs_no_engine_that_can_do_it(server, attempt, client):
+    """A program that asks for a penalty trains on verl, whose engine takes none at some temperatures."""
+    server.app.state.routing = Routing(plain=True)
+    client.chat.completions.create(model="policy", messages=USER, presence_penalty=0.5, extra_body={"min_p": 0.1})
+    (call,) = server.calls(attempt)
+    assert (call.sampling["presence_penalty_asked"], call.sampling["min_p_asked"]) == (0.5, 0.1)
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):  # a program may rely on that: it is done or refused
+        client.chat.completions.create(model="policy", messages=USER, logit_bias={"65": 1})
+    server.app.state.routing = Routing()
+    with pytest.raises(openai.BadRequestError, match="presence_penalty"):
+        client.chat.completions.create(model="policy", messages=USER, presence_penalty=0.5)

@@ -18,6 +18,7 @@ from lightning_spans.adapter.adapt import adapt
 from lightning_spans.adapter.join import GATEWAY, NO_SPAN, NOT_SEEN, SPARE
 from lightning_spans.adapter.join_by_name import UNNAMED
 from lightning_spans.adapter.trace import count_joins
+from lightning_spans.record.unrecorded import asked_by_training
 from lightning_spans.schema.spans import FRAMEWORK
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.gateway.http.serving import ServerThread
@@ -57,7 +58,8 @@ def proxy_without(header: bytes, url: str):
                 break
         kept = [(k, v) for k, v in scope["headers"] if k not in {header, b"host"}]
         async with httpx.AsyncClient() as http:
-            answer = await http.request(scope["method"], url + scope["path"], headers=kept, content=body)
+            with asked_by_training():  # not by the program: a proxy is a process of its own
+                answer = await http.request(scope["method"], url + scope["path"], headers=kept, content=body)
         lines = [(b"content-type", answer.headers["content-type"].encode())]
         await send({"type": "http.response.start", "status": answer.status_code, "headers": lines})
         await send({"type": "http.response.body", "body": answer.content})

@@ -187,6 +187,17 @@ def test_a_text_stands_in_the_place_of_an_answer(server, record):
         assert server.store.calls()[-1].choices[0].token_ids is None
 
 
+def test_a_text_stands_in_the_place_of_a_response_to_a_conversation_of_another_endpoint(server, record):
+    message = {"type": "message", "id": "m", "role": "assistant", "status": "completed"}
+    message["content"] = [{"type": "output_text", "text": "theirs", "annotations": []}]
+    answer = {"id": "resp_theirs", "object": "response", "created_at": 1, "status": "completed", "model": "gpt"}
+    answer |= {"output": [message], "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    asked = {"model": "gpt", "input": "And?", "previous_response_id": "resp_before"}
+    server.store.add_spans([a_chat(record, "/responses", asked, answer)])
+    with again(server, record, call=0, say="mine") as fork:
+        assert fork.responses.create(**asked).output_text == "mine"
+
+
 def test_the_first_difference_ends_a_replay_for_good(server, record):
     with client(server, record) as live:
         ask(live)
@@ -353,6 +364,11 @@ def test_after_the_fork_a_tool_that_is_not_recorded_runs_unless_it_is_refused(se
             "message 1 (user) differs: a time of day, now '12:03:09' and was '12:03:04'",
         ),
         ("on 2026-01-02 all", "on 2026-02-03 all", "a date"),
+        ("at 2026-01-02T03:04:05.1 now", "at 2026-01-02T03:04:06.2 now", "a time of day"),
+        ("at 2026-01-02 23:59:59 now", "at 2026-01-03 00:00:01 now", "a date and time"),
+        ("p is 0.1952059302602206", "p is 0.9516579435372651", "a number"),
+        ("run 3f2a9c1b", "run 77be01d4", "an id"),
+        ("one of red, blue, green", "one of green, red, blue", "the order of the same words"),
         ("at 0x7f0012345678", "at 0x7f00abcdef99", "an address in memory"),
         ("id 123e4567-e89b-12d3-a456-426614174000", "id 923e4567-e89b-12d3-a456-426614174009", "an id"),
         ("two cats", "two dogs", "it is 'dogs' and was 'cats'"),

@@ -313,6 +313,17 @@ def test_a_team_delegates_by_a_tool_under_which_its_member_works(way, found_of):
 
 
 @each_way
+def test_a_delegation_to_a_member_that_is_not_there_is_an_error_and_hands_over_to_nobody(way, found_of):
+    nobody = 'call delegate_task_to_member {"member_id": "nobody", "task": "hello"}'
+    found = found_of(lambda url: WAYS[way](the_team(url), nobody) and None)
+    (delegation,) = found.tools
+    assert (delegation.agent, delegation.status) == ("boss", "error")
+    assert "nobody not found" in delegation.status_message
+    assert names.TOOL_RETURNED in delegation.attributes  # a replay returns it
+    assert names.HANDOFF not in delegation.attributes
+
+
+@each_way
 def test_a_team_that_delegates_to_all_is_one_tree(way, found_of):
     all_of_them = {next(name for name in vars(Team) if name.startswith("delegate_") and "all" in name): True}
 

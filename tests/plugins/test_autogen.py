@@ -431,6 +431,27 @@ def test_code_that_an_agent_runs_is_a_tool_call(code, status, seen):
     assert span.attributes[names.TOOL_RESULT].endswith("letters")
 
 
+@pytest.mark.parametrize("code", ["1 + 1", "1 + 1 + 1 + 1"])
+def test_code_that_an_agent_runs_is_not_run_again_in_a_replay(code, tmp_path):
+    made = []
+
+    class Counting(Calculator):
+        async def execute_code_blocks(self, code_blocks, cancellation_token):
+            made.append(code_blocks)
+            return await super().execute_code_blocks(code_blocks, cancellation_token)
+
+    async def work(url):
+        coder = CodeExecutorAgent("coder", Counting())
+        message = TextMessage(content=f"```python\n{code}\n```", source="user")
+        said = await coder.on_messages([message], CancellationToken())
+        return said.chat_message.content
+
+    (first, second), spans = run_twice(lambda url: run(work(url)), tmp_path, "autogen")
+    assert first == second
+    assert len(made) == 1
+    assert [span.attributes[names.REPLAYED] for span in spans if span.operation == names.EXECUTE_TOOL] == [True]
+
+
 def test_code_that_a_tool_runs_is_that_tools_call(server, seen):
     async def work():
         tools = [PythonCodeExecutionTool(Calculator())]

@@ -327,6 +327,18 @@ def test_a_manager_delegates_to_its_coworkers(kickoff, server, seen):
     check_clean(seen, server)
 
 
+def test_a_question_to_a_coworker_who_is_not_there_is_an_error_and_hands_over_to_nobody(server, seen):
+    boss = make("boss", server.url, allow_delegation=True)
+    asked = json.dumps({"coworker": "nobody", "question": "hello there", "context": "none"})
+    given = task(f"call ask_question_to_coworker {asked}")
+    crew(given, agents=[make("writer", server.url)], manager_agent=boss, process=Process.hierarchical).kickoff()
+    (tool_span,) = seen.tools
+    assert (tool_span.agent, tool_span.status) == ("boss", "error")
+    assert names.TOOL_RETURNED in tool_span.attributes  # a replay returns it
+    assert names.HANDOFF not in tool_span.attributes
+    check_clean(seen, server)
+
+
 def test_the_manager_that_crewai_makes_is_named(server, seen):
     options = {"process": Process.hierarchical, "manager_llm": model(server.url)}
     crew(task("hello"), agents=[make("writer", server.url)], **options).kickoff()

@@ -33,7 +33,7 @@ from langgraph.types import Command, Send, interrupt
 from opentelemetry import context as otel_context
 
 from lightning_langchain import agent, attach, libraries
-from lightning_langchain.agents import Run
+from lightning_langchain.agents import ChainRun
 from lightning_openai import patch
 from lightning_spans import Attempt, emit_reward, open_store, use_attempt
 from lightning_spans.record.context import current_agent, settled
@@ -725,7 +725,7 @@ def test_equal_calls_of_one_answer_keep_their_ids_in_whatever_order_they_begin(s
 def test_runs_of_one_task_hold_none_before_them(spans_of):
     def alive():
         gc.collect()
-        return sum(type(known) is Run for known in gc.get_objects())
+        return sum(type(known) is ChainRun for known in gc.get_objects())
 
     async def program(url):
         before = alive()
@@ -1080,12 +1080,12 @@ def test_detach_ends_a_span_that_a_request_has_named(tmp_path, monkeypatch):
 
 
 def test_runs_that_nobody_ended_are_let_go_with_their_root():
-    from lightning_langchain.agents import Runs
+    from lightning_langchain.agents import ChainRuns
 
     class NoRecorder:
         pass
 
-    runs = Runs(NoRecorder(), "langchain")
+    runs = ChainRuns(NoRecorder(), "langchain")
     root = runs.begin_run(1, None, "chain", "root", {})
     runs.begin_run(2, 1, "chain", "child", {})
     runs.end_run(1)
@@ -1094,9 +1094,9 @@ def test_runs_that_nobody_ended_are_let_go_with_their_root():
 
 
 def test_contexts_that_outlive_their_run_are_settled():
-    from lightning_langchain.agents import Runs
+    from lightning_langchain.agents import ChainRuns
 
-    runs = Runs(None, "langchain")
+    runs = ChainRuns(None, "langchain")
     first = runs.begin_run(1, None, "chat", "first", {})
     first.enter(otel_context.get_current())
     second = runs.begin_run(2, None, "chat", "second", {})

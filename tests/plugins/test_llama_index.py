@@ -260,6 +260,32 @@ def test_agents_that_hand_over_are_one_after_the_other_in_one_run(streaming, fou
     assert turns[0].end_ns <= turns[1].start_ns
 
 
+@pytest.mark.parametrize("to", ["nobody", "critic"])
+def test_a_handoff_to_an_agent_that_is_not_there_or_not_allowed_is_an_error_and_hands_over_to_nobody(to, found_of):
+    def script(body, seen):
+        if body["messages"][-1]["role"] == "user":
+            return Reply(tool_calls=[ScriptedToolCall("handoff", json.dumps({"to_agent": to, "reason": "words"}))])
+        return Reply("done")
+
+    def program(url):
+        with ScriptedServer(script) as server:
+            boss = make("boss", server.url, description="decides", can_handoff_to=["writer"])
+            others = [make(name, server.url, description="writes") for name in ("writer", "critic")]
+            team = AgentWorkflow(agents=[boss, *others], root_agent="boss")
+
+            async def work():
+                return str(await team.run("hello"))
+
+            return run(work())
+
+    found = found_of(program)
+    assert [chat.agent for chat in found.chats] == ["boss", "boss"]
+    (tool,) = found.tools
+    assert (tool.name, tool.status) == ("handoff", "error")
+    assert f"Agent {to} " in tool.status_message
+    assert names.HANDOFF not in tool.attributes
+
+
 def test_only_one_of_a_team_is_rerouted(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk")
     with ScriptedServer(hands_off) as origin, ScriptedServer() as policy:

@@ -774,6 +774,20 @@ def test_results_that_the_trace_may_not_hold_come_back_all_the_same(tmp_path):
     assert made == 2
 
 
+def test_what_invokes_a_tool_is_one_object_in_its_span_and_outside_of_it(server, seen):
+    found = []
+
+    @agents.function_tool
+    def look() -> str:
+        found.append(look.on_invoke_tool)
+        return "seen"
+
+    found.append(look.on_invoke_tool)
+    run(ask("caller", server.url, "call look {}", tools=[look]))
+    assert len(found) == 2
+    assert found[0] is found[1] is look.on_invoke_tool
+
+
 def test_tools_are_what_they_were_when_nothing_is_attached(tmp_path):
     before = note.on_invoke_tool
     replayed(lambda url: run(ask("caller", url, 'call note {"text": "a"}', tools=[note])), tmp_path)

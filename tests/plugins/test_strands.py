@@ -314,6 +314,22 @@ def test_a_swarm_is_one_trace_and_hands_over_by_a_tool(found_of):
     assert (root.operation, root.name) == (names.INVOKE_WORKFLOW, "Swarm")
 
 
+def test_a_handoff_to_an_agent_that_is_not_there_is_an_error_and_hands_over_to_nobody(found_of):
+    def script(body, seen):
+        if body["messages"][-1]["role"] == "user":
+            arguments = '{"agent_name": "nobody", "message": "write"}'
+            return Reply(tool_calls=[ScriptedToolCall("handoff_to_agent", arguments)])
+        return Reply("done")
+
+    def program(url):
+        with ScriptedServer(script) as server:
+            return str(Swarm([make("boss", server.url), make("writer", server.url)])("hello").status)
+
+    (tool,) = found_of(program).tools
+    assert (tool.name, tool.status) == ("handoff_to_agent", "error")
+    assert names.HANDOFF not in tool.attributes
+
+
 def test_a_tool_that_does_not_exist_is_an_error(found_of):
     found = found_of(lambda url: ask(make("caller", url, add), 'call multiply {"a": 2}'))
     (tool,) = found.tools

@@ -115,7 +115,7 @@ def test_bfcl_single_turn_pays_for_an_allowed_call_and_not_for_silence(ask, monk
 
 
 def test_tau2_pays_for_replayed_actions_and_not_for_silence(ask, monkeypatch, tmp_path):
-    pytest.importorskip("tau2")
+    pytest.importorskip("tau2.registry")  # the example's folder has the package's name
     program = example("tau2", monkeypatch)
     monkeypatch.chdir(tmp_path)
     rows = [{"domain": "mock", "id": key} for key, task in program.tasks("mock").items() if program.alone(task)]

@@ -8,12 +8,15 @@ import os
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from lightning_spans.schema.spans import EXECUTE_TOOL
+from lightning_spans.store import open_store
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
 from lightning_spans.testing.plugins.server import ScriptedServer
 
@@ -124,6 +127,10 @@ def test_team_that_writes_sql_mends_a_query_that_sqlite_refuses(data: Path) -> N
     reward, asked = _program("spider", f"agent.run({task!r})", script, data)
     assert (reward, len(asked)) == (1.0, 2)
     assert "count(id)" not in json.dumps([request.body for request in asked])  # the right query is in no prompt
+    with closing(open_store(str(data / "traces.db"))) as store:
+        tools = [span for span in store.spans() if span.operation == EXECUTE_TOOL]
+    assert [(tool.name, tool.agent, tool.status) for tool in tools] == [("sqlite", "writer", "error")]
+    assert "no such table: items" in tools[0].status_message  # what a policy that is its own teacher is told
     earned, _ = _program("spider", f"agent.run_by_agent({task!r})", script, data)
     assert earned == {"writer": 0.0, "rewriter": 1.0}
 

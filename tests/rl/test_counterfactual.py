@@ -9,6 +9,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,17 @@ def test_leaves_of_a_tree_are_worth_what_training_each_by_itself_would_come_to()
     assert math.isnan(found[2][0])
     assert found[2][1] == pytest.approx(of["l"])
     assert found[3] == pytest.approx([of["o"]])
+
+
+def test_a_call_that_ran_beside_the_forked_one_is_shared_with_its_leaf() -> None:
+    beside = replace(call("r", 1, "b"), response_id="said at once")
+    record = played("r", 3.0, call("r", 0), beside, call("r", 2))
+    given = replace(call("f", 1, "b", **{REPLAYED: "x"}), response_id="said at once")
+    fork = played("f", 1.0, call("f", 0, **{FORKED: "x"}), given, call("f", 2), fork=Fork("r", 0))
+    found = tree_advantages([record, fork], normalise=False)
+    own, others = 2 * (3.0 - 2.0), 2 * (1.0 - 2.0)  # in the tree, and in the group, which is that tree
+    assert found[0] == pytest.approx([own, own + others, own])
+    assert found[1] == pytest.approx([others, math.nan, others], nan_ok=True)
 
 
 CANDIDATES = [

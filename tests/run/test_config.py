@@ -102,6 +102,13 @@ def test_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:
         merge(file, NEEDED)
 
 
+@pytest.mark.parametrize("heading", ["train", "lightning", "tool.lightning"])
+def test_options_in_a_table_are_told_to_stand_at_the_top(tmp_path: Path, heading: str) -> None:
+    (tmp_path / "train.toml").write_text(f"[{heading}]\nsteps = 3\n")
+    with pytest.raises(ConfigError, match=r"train\.toml: options stand at the top .* Take \[\w+\] out"):
+        merge(tmp_path / "train.toml", NEEDED)
+
+
 def test_file_that_is_missing_or_no_toml_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         merge(tmp_path / "none.toml", NEEDED)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime as dt
 import sys
 from collections import Counter
 from pathlib import Path
@@ -45,6 +46,10 @@ def test_csv_values_may_hold_line_breaks(tmp_path: Path) -> None:
         ("t.csv", "a,b\n1,2\n3\n", "line 3: not 2 values"),
         ("t.csv", "a,b\n1,2,3\n", "line 2: not 2 values"),
         ("t.csv", 'a\n"x\n', "line 2: not CSV"),
+        ("t.csv", "a,b,a\n1,2,3\n", "two columns are called 'a'. Rename one"),
+        ("t.csv", "a;b\n1;2\n", "one column, 'a;b'. Separate values by commas"),
+        ("t.json", '{"a": 1}\n{"a": 2}\n', "line 2: not JSON: .* name the file .jsonl"),
+        ("t.jsonl", '[{"a": 1}, {"a": 2}]\n', "A list of tasks is a .json file"),
         ("t.jsonl", "", "is empty"),
         ("t.jsonl", "\n \n", "is empty"),
         ("t.json", "", "is empty"),
@@ -101,6 +106,15 @@ def test_a_parquet_file_and_a_data_sets_folder_are_tasks(tmp_path: Path) -> None
     (tmp_path / "broken.parquet").write_text("no")
     with pytest.raises(DataError, match="can't be read"):
         load_tasks(tmp_path / "broken.parquet")
+
+
+@pytest.mark.parametrize("value", [dt.datetime(2026, 1, 1), float("nan"), b"x"])
+def test_parquet_values_that_no_task_can_keep_are_errors_with_their_row(tmp_path: Path, value: object) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"q": ["one", "two"], "x": [None, value]}), tmp_path / "tasks.parquet")
+    with pytest.raises(DataError, match="row 2: this task can't be stored"):
+        load_tasks(tmp_path / "tasks.parquet")
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

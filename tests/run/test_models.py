@@ -125,6 +125,8 @@ def test_a_misspelt_name_is_told_the_nearest(tmp_path: Path, monkeypatch, tiny_m
     with pytest.raises(ConfigError, match=r"did you mean 'runs/tuned'.*runs/tunned@main"):
         models.look("runs/tunned")
     assert models.look("runs/tunned@main").kind == "hub"
+    with pytest.raises(ConfigError, match=rf"/nothing-like-it does not exist\. {models.WAYS[:4]}"):
+        models.look(tmp_path / "runs" / "nothing-like-it")  # the folders before it are alike, and tell nothing
 
 
 def test_a_hub_id_can_name_a_revision(monkeypatch, tiny_model: Path) -> None:

@@ -51,6 +51,21 @@ def test_a_project_is_made_whole_and_never_over_another(tmp_path: Path) -> None:
     assert "lightning_openai.attach()" in (tmp_path / "mine" / "agent.py").read_text()
 
 
+def test_what_a_project_lacks_here_is_said_with_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"lightning-crewai": False, "crewai": True}
+    monkeypatch.setattr("lightning_trainer.run.starter._installed", there.__getitem__)
+    made = CliRunner().invoke(cli, ["init", str(tmp_path / "mine"), "--framework", "crewai"])
+    assert "Not installed here: lightning-crewai. In a clone" in made.output
+    install = 'uv pip install --torch-backend=auto ./core ./plugins/openai ./plugins/crewai "./trainer[torch]" crewai'
+    assert install in made.output
+    assert install in (tmp_path / "mine" / "README.md").read_text()
+    there["lightning-crewai"] = True
+    made = CliRunner().invoke(cli, ["init", str(tmp_path / "again"), "--framework", "crewai"])
+    assert "Not installed" not in made.output
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_projects_agent_is_seen_by_its_name_and_its_answer_gets_a_reward(framework: str, tmp_path: Path) -> None:
     pytest.importorskip(MODULES[framework].partition(".")[0], reason=f"{framework} is not installed here")

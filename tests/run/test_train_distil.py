@@ -26,7 +26,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.rl.algorithms.distil import FARTHEST, distilled
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.teaching.endpoint import Endpoint, TeacherError
+from lightning_trainer.teaching.endpoint import EndpointTeacher, TeacherError
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_teacher_behind_a_server_says_what_the_folder_says(folder: Path, tiny_
     rows = [row([5, 9, 30, 31, 2], 3), row([40, 41, 42], 2)]
     of = likely(teacher)
     with serving(teacher) as url:
-        server = Endpoint(f"big={url}")
+        server = EndpointTeacher(f"big={url}")
         found = server.logprobs(rows)
         server.close()
         train(distil(tiny_model, f"big={url}", steps=1))
@@ -173,7 +173,7 @@ def test_a_teacher_behind_a_server_says_what_the_folder_says(folder: Path, tiny_
     told = [lines(folder / out)[0]["teacher_kl"] for out in ("out", "again")]
     assert told[0] == pytest.approx(told[1], abs=1e-3)
     with serving(teacher, broken=True) as url:
-        server = Endpoint(f"big={url}")
+        server = EndpointTeacher(f"big={url}")
         with pytest.raises(TeacherError, match="knows prompt_logprobs"):
             server.logprobs(rows)
         server.close()

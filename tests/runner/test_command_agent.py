@@ -14,7 +14,7 @@ from fakes import FakeEngine, served
 
 from lightning_spans.errors import ConfigError, RewardError
 from lightning_spans.schema.attempts import Attempt
-from lightning_trainer.runner.command import Ended, run_command
+from lightning_trainer.runner.command import ProcessEnd, run_command
 from lightning_trainer.runner.command_agent import DIFF, command_agent, reward_of
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.workfolder import WorkFolderError
@@ -96,7 +96,7 @@ async def test_a_number_on_the_last_line_is_the_reward(attempt, project):
     ],
 )
 def test_the_end_of_a_reward_command_means(status, output, reward):
-    assert reward_of(Ended(status, output, "")) == reward
+    assert reward_of(ProcessEnd(status, output, "")) == reward
 
 
 async def test_tests_that_the_agent_changed_are_put_back(attempt, project):

@@ -83,6 +83,31 @@ def test_thing_that_is_no_function_is_an_error(folder: Path) -> None:
         load("user_number:run")
 
 
+@pytest.mark.parametrize("how", ["user_file.py:run", "./user_file.py:run", "sub/user_file.py:run", "sub/user_file:run"])
+def test_path_of_a_file_is_told_from_its_module(folder: Path, how: str) -> None:
+    (folder / "user_file.py").write_text("def run(task): return 1\n")
+    with pytest.raises(ConfigError, match=r"is the path of a file. Name its module, user_file:run") as caught:
+        load(how)
+    assert ("start in sub" in str(caught.value)) == how.startswith("sub")
+
+
+def test_missing_plugin_says_what_to_install(folder: Path) -> None:
+    (folder / "user_plugin.py").write_text("import lightning_no_such\n")
+    with pytest.raises(ConfigError, match=r"our plugin lightning-no-such: .* uv pip install .*plugins/no-such"):
+        load("user_plugin:run")
+
+
+@pytest.mark.parametrize("definition", ["class run:\n    def __init__(self, task): ...", "def run(task): yield 1",
+                                        "async def run(task): yield 1"])  # fmt: skip
+def test_what_can_give_no_reward_is_refused_before_anything_runs(folder: Path, definition: str) -> None:
+    name = f"user_shape_{abs(hash(definition))}"
+    (folder / f"{name}.py").write_text(definition)
+    with pytest.raises(ConfigError, match=r"is a class|yields"):
+        load(f"{name}:run")
+    if "class" not in definition:
+        assert load_function(f"{name}:run", option="rewards", parameters=("trace",), yields=True)
+
+
 @pytest.mark.parametrize("definition", ["def run(): pass", "def run(task, model): pass", "def run(*, task): pass"])
 def test_wrong_signature_shows_how_it_is_called(folder: Path, definition: str) -> None:
     name = f"user_signature_{abs(hash(definition))}"

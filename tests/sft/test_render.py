@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer
 
-from lightning_trainer.sft.data import Conversation, conversation
+from lightning_trainer.sft.data import Example, conversation
 from lightning_trainer.sft.render import Rendered, Renderer, UnrenderableError
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
@@ -28,7 +28,7 @@ def parts(rendered: Rendered) -> list[tuple[str, bool]]:
     return [(tokenizer.decode(ids), learned) for ids, learned in found]
 
 
-def line(*messages: dict[str, Any], **more: Any) -> Conversation:
+def line(*messages: dict[str, Any], **more: Any) -> Example:
     return conversation({"messages": list(messages), **more}, "here")
 
 
@@ -100,7 +100,7 @@ def test_a_template_without_an_end_of_turn_gets_one() -> None:
 # Recorded tokens.
 
 
-def recorded(ids: list[int], learned: slice, *messages: dict[str, Any]) -> Conversation:
+def recorded(ids: list[int], learned: slice, *messages: dict[str, Any]) -> Example:
     labels = [-100] * len(ids)
     labels[learned] = ids[learned]
     return conversation({"messages": list(messages), "input_ids": ids, "labels": labels}, "here")

@@ -110,17 +110,17 @@ def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
         "backend_options": {"threads": 1}, "concurrency": 1,
     }  # fmt: skip
     whole = rejection_sampling(RoundsConfig(**options, out=folder / "whole")).to_json()
-    taken = room._Loop._round
+    taken = room._RoundLoop._round
 
     def first_alone(loop: Any, number: int) -> Any:
         if number == 2:
             raise AgentFailedError("the machine is gone")
         return taken(loop, number)
 
-    monkeypatch.setattr(room._Loop, "_round", first_alone)
+    monkeypatch.setattr(room._RoundLoop, "_round", first_alone)
     with pytest.raises(AgentFailedError, match="the machine is gone"):
         rejection_sampling(RoundsConfig(**options, out=folder / "cut"))
-    monkeypatch.setattr(room._Loop, "_round", taken)
+    monkeypatch.setattr(room._RoundLoop, "_round", taken)
     wrong = CliRunner().invoke(cli, ["sft", "--resume", "cut", "--seed", "3"])
     assert "leave out seed" in wrong.output
     result = CliRunner().invoke(cli, ["sft", "--resume", "cut"])

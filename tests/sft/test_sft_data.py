@@ -73,6 +73,38 @@ def test_parquet_is_read_without_what_other_lines_fill_in(tmp_path: Path) -> Non
         read_file(tmp_path / "bad.parquet")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"system": "Be kind.", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+        {"system": "Be kind.", "messages": [USER, DONE]},
+        {"system": "Be kind.", "prompt": "hi", "completion": "hello"},
+        {"system": "Be kind.", "instruction": "hi", "output": "hello"},
+    ],
+)
+def test_a_system_prompt_beside_the_turns_is_told(line: dict[str, Any]) -> None:
+    found = conversation(line, "here")
+    assert (found.messages, found.answers) == (({"role": "system", "content": "Be kind."}, USER, DONE), (2,))
+
+
+def test_turns_before_an_instruction_are_told() -> None:
+    found = conversation({"instruction": "more", "output": "ok", "history": [["hi", "hello"]]}, "here")
+    assert [message["content"] for message in found.messages] == ["hi", "hello", "more", "ok"]
+    assert found.answers == (3,)  # what was said before is context, and no answer of this line
+
+
+def test_an_answer_of_weight_0_is_not_learned() -> None:
+    found = conversation({"messages": [USER, {**DONE, "weight": 0}, USER, {**DONE, "weight": 1}]}, "here")
+    assert found.answers == (3,)
+
+
+def test_a_folder_of_a_data_set_names_its_files(tmp_path: Path) -> None:
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    (tmp_path / "set" / "data" / "train-00000-of-00001.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"It holds data/train-00000-of-00001\.parquet"):
+        read_file(tmp_path / "set")
+
+
 def test_data_without_agents_is_of_the_one_that_is_named() -> None:
     data = [conversation({"messages": [USER, DONE]}, "here")]
     assert named(data, ("writer",))(data[0]) == "writer"

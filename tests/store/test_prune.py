@@ -47,8 +47,15 @@ def test_old_traces_of_an_origin_go_and_the_others_stay(path: Path, store: Store
     assert sorted(span.name for span in store.spans()) == ["live 1", "training 1"]
 
 
+def test_a_store_that_is_not_there_is_told_before_anything_is_asked(path: Path) -> None:
+    done = prune(path, "--origin", "live")
+    assert (done.exit_code, "Delete" in done.output) == (2, False)
+
+
 def test_it_asks_before_it_deletes(path: Path, store: Store) -> None:
-    assert prune(path, "--older-than", "1h", answer="n\n").exit_code == 1
+    assert prune(path, "--older-than", "1h", answer="n\n").exit_code == 2
+    nobody = prune(path, "--older-than", "1h")
+    assert (nobody.exit_code, "add --yes" in nobody.output) == (2, True)
     assert len(store.spans()) == 4
     assert prune(path, "--trace", store.spans()[0].trace_id, answer="y\n").exit_code == 0
     assert len(store.spans()) == 3

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 pytest.importorskip("verl.protocol")
 
-from readings import differs, lines, weights
+from readings import differs, lines, tokens_seen, weights
 
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.report.progress import Silent
@@ -28,6 +31,11 @@ def test_a_program_learns_is_saved_and_goes_on_exactly(options):
     assert whole.before is not None
     assert whole.after is not None
     assert whole.before.rollouts == 12
+    for row, seen in tokens_seen(whole.folder):
+        assert seen is not None, "each row's tokens are there to look at"
+        assert len(seen.gap) == row.mask.sum()
+        assert abs(seen.gap).max() < 1e-2
+        assert (seen.entropy > 0).all()
 
     first, last = (whole.folder / "checkpoints" / f"global_step_{step}" for step in (2, 3))
     learned = weights(last)
@@ -42,6 +50,45 @@ def test_a_program_learns_is_saved_and_goes_on_exactly(options):
     assert redone[2]["reward"] == steps[2]["reward"]
     assert redone[2]["grad_norm"] == pytest.approx(steps[2]["grad_norm"], rel=1e-3)
     assert differs(learned, weights(last)) < 1e-5
+
+
+class ScriptedJudge(BaseHTTPRequestHandler):
+    """Likes the attempt that it is told first best, and gives every third group nonsense."""
+
+    asked = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        type(self).asked += 1
+        count = body["messages"][-1]["content"].count("<attempt number=")
+        scores = [{"attempt": place + 1, "explanation": "", "score": 1 - place / count} for place in range(count)]
+        said = "I can't say." if type(self).asked % 3 == 0 else json.dumps({"scores": scores})
+        answer = json.dumps({"choices": [{"message": {"role": "assistant", "content": said}}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.full
+def test_a_judge_gives_the_rewards_and_its_failures_are_no_zeros(options):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ScriptedJudge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    judge = {"endpoint": f"http://127.0.0.1:{server.server_port}/v1", "model": "scripted", "retries": 0}
+    options |= {"reward": "judge", "judge": judge, "steps": 2, "val": options["data"], "val_samples": 2}
+    result = train(TrainConfig(**options))
+    server.shutdown()
+    steps = lines(result.folder)
+    assert len(steps) == 2
+    assert all(step["reward_source/judge"] > 0 and step["grad_norm"] > 0 for step in steps)
+    assert "reward_source/run" not in steps[0], "what the program returned is no reward"
+    assert sum(step["failed"] for step in steps) > 0, "the groups that were given nonsense"
+    assert result.after is not None
+    assert result.after.reward > 0
+    assert (result.folder / "judge.jsonl").read_text().count("\n") > 4, "verdicts are kept where the run is"
 
 
 @pytest.mark.full
@@ -64,6 +111,7 @@ def test_collecting_while_learning_is_bounded_and_corrected(options):
     assert any(step["verl/training/off_policy/trajectory_staleness/max"] == 1 for step in steps)
     assert all("verl/rollout_corr/rollout_is_mean" in step for step in steps)
     assert all(step["logprob_correlation"] > 0.99 for step in steps)
+    assert any(seen is not None for _, seen in tokens_seen(result.folder)), "found though learned a step later"
 
 
 class Noting(Silent):

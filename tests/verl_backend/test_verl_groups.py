@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -57,6 +59,34 @@ def test_a_group_is_handed_on_when_all_of_it_has_ended_and_not_before(store):
     assert [outcome.rewards[0].value for outcome in seen[0]] == [1.0, 1.0]
     end(store, first[1])
     until(lambda: len(seen) == 2)
+
+
+def test_groups_are_judged_at_once_and_handed_on_with_what_the_judge_said(store):
+    both, seen = threading.Barrier(2, timeout=5), []
+
+    def judging(ended: list[Outcome]) -> list[Outcome]:
+        both.wait()  # neither waits for the other
+        return [replace(outcome, unjudged="nonsense") for outcome in ended]
+
+    watching = Groups(store, poll_s=0.01, judging=judging, at_once=2)
+    for rollouts in (group("a", size=1), group("b", size=1)):
+        watching.add(rollouts, seen.append)
+        end(store, rollouts[0])
+    until(lambda: len(seen) == 2)
+    assert [outcome.unjudged for outcomes in seen for outcome in outcomes] == ["nonsense", "nonsense"]
+
+
+def test_a_judge_that_can_not_be_asked_ends_the_run_with_the_reason(store):
+    def judging(ended: list[Outcome]) -> list[Outcome]:
+        raise LightningError("the run's server does not answer")
+
+    watching = Groups(store, poll_s=0.01, judging=judging)
+    [rollout] = group("a", size=1)
+    watching.add([rollout], lambda _: None)
+    end(store, rollout)
+    until(lambda: failing(watching))
+    with pytest.raises(LightningError, match="does not answer"):
+        watching.check()
 
 
 def test_a_rollout_that_failed_is_an_outcome_too(store):

@@ -267,7 +267,8 @@ def make_run(
         outcomes = _play(world, f"{name}:t{step}", "train", tasks, size, step=step, skill=skill)
         batch, _ = judged(config, store, [outcome.rollout for outcome in outcomes], every_agent=False)
         store.add_rewards(batch.automatic)
-        learned_tokens.write(folder, step, {row: _seen(row) for row in batch.rows if row.has_gradient})
+        named = {learned_tokens.row_name(row): _seen(row) for row in batch.rows if row.has_gradient}
+        learned_tokens.write(folder, step, named)
         given = [reward for outcome in outcomes for reward in outcome.rewards]
         log.add("train", step, {
             **score(outcomes, config.failed).metrics(), **batch.account.metrics(),

@@ -255,6 +255,12 @@ def test_the_other_screens_of_a_step_open(look: Looking, picture: Any, screen: s
         look.page.wait_for_selector("text=as this assigner would have done")
 
 
+@pytest.mark.parametrize("screen", ["step", "account", "credit", "rewards", "tools"])
+def test_an_address_that_names_no_step_shows_the_last(look: Looking, screen: str) -> None:
+    look.open("run", "calculator", screen, *([] if screen in ("account", "credit") else ["train"]), "lots")
+    look.until("/step [0-9]/i.test(document.querySelector('h1').textContent)")
+
+
 def test_the_screens_beside_them_open(look: Looking) -> None:
     look.open("run", "calculator", "fleet")
     look.page.wait_for_selector("text=runner/one")

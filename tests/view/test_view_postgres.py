@@ -11,8 +11,9 @@ from made import make_run
 from postgres import server
 
 from lightning_spans.errors import StoreError
+from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
-from lightning_trainer.view.reader import Reader
+from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.runs import Runs
 
 
@@ -60,7 +61,7 @@ def test_search_finds_the_same(both: tuple[Asked, Asked, str], text: str) -> Non
 
 
 def test_a_store_alone_is_named_by_its_url(both: tuple[Asked, Asked, str]) -> None:
-    reader = Reader(Runs(store=both[2]).all()[0].store)
+    reader = StoreReader(Runs(store=both[2]).all()[0].store)
     assert len(reader.rollouts(group_ids=["r-0a1b2c3d:t1-0"])) == 4
     reader.close()
 
@@ -68,10 +69,25 @@ def test_a_store_alone_is_named_by_its_url(both: tuple[Asked, Asked, str]) -> No
 def test_the_viewer_can_not_write_there(both: tuple[Asked, Asked, str]) -> None:
     from sqlalchemy import text
 
-    reader = Reader(both[2])
+    reader = StoreReader(both[2])
     with pytest.raises(StoreError, match="read-only transaction"), reader.reading() as connection:
         connection.execute(text("DELETE FROM rollouts"))
     reader.close()
     store = open_store(both[2])
     assert store.rollouts()
     store.close()
+
+
+def test_what_is_written_to_a_store_without_a_folder_is_told(both: tuple[Asked, Asked, str]) -> None:
+    run = Runs(store=both[2]).all()[0]
+    seen = [run.changed, run.changed]
+    assert seen[0] == seen[1]
+    store = open_store(both[2])
+    store.enqueue([Rollout(rollout_id="live-1", group_id="live", task={"q": "new"})])
+    seen.append(run.changed)
+    [attempt] = store.claim("runner/one")
+    seen.append(run.changed)
+    store.finish(attempt.attempt_id, attempt.fence, status="succeeded")
+    seen.append(run.changed)
+    store.close()
+    assert len(set(seen)) == 4

@@ -1,0 +1,206 @@
+"""Model calls of plain code that sends them with httpx, or with a client made of it: recorded, named, rerouted."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+
+import pytest
+
+pytest.importorskip("openai")
+
+from fake_sink import ListSink
+
+from lightning_openai import patch
+from lightning_openai.anthropic_stream import message_of_events
+from lightning_openai.other_clients import OtherCall
+from lightning_spans import Attempt, agent, use_attempt
+from lightning_spans.chat.response import read_answer
+from lightning_spans.record import unrecorded
+from lightning_spans.record.recorder import SpanRecorder
+from lightning_spans.record.tracers import make_tracer
+from lightning_spans.schema import spans as names
+from lightning_spans.testing.plugins.script import Reply
+from lightning_spans.testing.plugins.server import ScriptedServer
+
+BODY = {"model": "far", "messages": [{"role": "user", "content": "hello"}]}
+SECRETS = {"authorization": "Bearer mine", "x-api-key": "mine", "cookie": "a=mine", "x-own": "mine"}
+EVENTS = [
+    {"type": "message_start", "message": {"type": "message", "id": "msg_1", "model": "far", "content": []}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "hm"}},
+    {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "go"}},
+    {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "od"}},
+    {"type": "content_block_start", "index": 2, "content_block": {"type": "tool_use", "id": "t", "name": "add"}},
+    {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '{"a":'}},
+    {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": " 1}"}},
+    {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 7}},
+    {"type": "message_stop"},
+]  # fmt: skip
+
+
+@pytest.fixture
+def sink():
+    return ListSink()
+
+
+@pytest.fixture
+def recorder(sink):
+    recorder = SpanRecorder(make_tracer("embedded", sink))
+    undo = patch.bind(recorder)
+    unrecorded.forget()
+    yield recorder
+    unrecorded.forget()
+    undo()
+
+
+@pytest.fixture(params=["httpx", "httpx2"])
+def library(request):
+    return pytest.importorskip(request.param)
+
+
+def chats(recorder, sink):
+    recorder.tracer.flush(10)
+    return [span for span in sink.spans if span.operation == names.CHAT]
+
+
+def ask(library, url, *, at_once=True, path="/chat/completions", **more):
+    async def post():
+        async with library.AsyncClient(headers=SECRETS) as client:
+            return (await client.post(f"{url}{path}?key=mine", json={**BODY, **more})).json()
+
+    if not at_once:
+        return asyncio.run(post())
+    with library.Client(headers=SECRETS, auth=("me", "mine")) as client:
+        return client.post(f"{url}{path}?key=mine", json={**BODY, **more}).json()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_call_of_plain_httpx_is_one_span_with_its_agent_named_in_the_request(library, at_once, recorder, sink):
+    with ScriptedServer() as server, agent("writer"):
+        answer = ask(library, server.url, at_once=at_once)
+    (span,), (request,) = chats(recorder, sink), server.requests
+    assert (span.agent, span.status, span.attributes[names.FRAMEWORK]) == ("writer", "ok", library.__name__)
+    assert span.attributes[names.RESPONSE_ID] == answer["id"]
+    assert json.loads(span.attributes[names.REQUEST]) == BODY
+    assert request.headers["traceparent"] == f"00-{span.trace_id}-{span.span_id}-01"
+    assert request.headers["x-own"] == "mine"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_call_of_an_agent_in_training_goes_to_the_policy_and_nothing_of_the_users_with_it(
+    library, at_once, recorder, sink
+):
+    with ScriptedServer() as policy, ScriptedServer() as far:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",), model="tuned")
+        with use_attempt(attempt):
+            with agent("writer"):
+                ask(library, far.url, at_once=at_once)
+            with agent("checker"):
+                ask(library, far.url, at_once=at_once)
+    (tuned,), (left,) = policy.requests, far.requests
+    assert tuned.body == {**BODY, "model": "tuned"}
+    assert (tuned.path, tuned.headers["authorization"]) == ("/v1/chat/completions", "Bearer k")
+    assert tuned.headers["x-lightning-agent"] == "writer"
+    assert "mine" not in json.dumps([tuned.headers, tuned.path])
+    assert left.body == BODY
+    first, second = chats(recorder, sink)
+    assert tuned.headers["traceparent"] == f"00-{first.trace_id}-{first.span_id}-01"
+    assert [span.attributes.get(names.REROUTED) for span in (first, second)] == [True, None]
+
+
+def test_a_stream_is_recorded_as_the_program_reads_it(library, recorder, sink):
+    def read(url, most):
+        with library.Client() as client, client.stream("POST", url, json={**BODY, "stream": True}) as response:
+            for number, _ in enumerate(response.iter_lines()):
+                if number == most:
+                    return
+
+    with ScriptedServer() as server:
+        read(f"{server.url}/chat/completions", None)
+        read(f"{server.url}/chat/completions", 0)
+    whole, left = chats(recorder, sink)
+    assert names.ABANDONED not in whole.attributes
+    assert read_answer(whole.attributes[names.RESPONSE]).choices[0].message["content"] is not None
+    assert left.attributes[names.ABANDONED]
+    assert left.status == "ok"
+
+
+def test_a_call_that_is_refused_or_finds_nobody_is_an_error(library, recorder, sink):
+    with ScriptedServer(lambda body, seen: Reply("too much", status=429)) as server:
+        ask(library, server.url)
+    with pytest.raises(library.ConnectError):
+        ask(library, server.url)
+    refused, lost = chats(recorder, sink)
+    assert (refused.status, refused.attributes["http.response.status_code"]) == ("error", 429)
+    assert (lost.status, lost.attributes[names.ERROR_TYPE]) == ("error", "ConnectError")
+
+
+def test_a_request_that_another_span_is_made_of_is_none_of_its_own(library, recorder, sink):
+    with ScriptedServer() as server:
+        OtherCall(recorder, "lightning_x", "x", lambda: BODY).called(
+            lambda: ask(library, server.url), lambda body: body
+        )
+        importlib.import_module("openai").OpenAI(base_url=server.url, api_key="k").chat.completions.create(**BODY)
+    assert len(chats(recorder, sink)) == 2
+
+
+def test_what_is_no_model_call_or_can_not_be_read_is_sent_as_it_is_and_the_latter_counted(library, recorder, sink):
+    sent = []
+
+    def answer(request):
+        sent.append(dict(request.headers))
+        return library.Response(200, json={})
+
+    with library.Client(transport=library.MockTransport(answer)) as client:
+        client.post("http://far/survey/responses", json=BODY)
+        client.post("http://far/v1/embeddings", json=BODY)
+        client.post("http://far/v1/chat/completions", content=iter([b"{}"]))
+        client.post("http://far/v1/models/x:generateContent", json=BODY)
+    assert chats(recorder, sink) == []
+    assert len(sent) == 4
+    assert all("traceparent" not in headers for headers in sent)
+    assert unrecorded.take() == {"far/v1/chat/completions": 1, "far/v1/models/x:generateContent": 1}
+
+
+def test_a_message_of_anthropics_is_read_streamed_or_not(library, recorder, sink):
+    whole = message_of_events(EVENTS)
+
+    def answer(request):
+        if json.loads(request.content).get("stream"):
+            text = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in EVENTS)
+            return library.Response(200, text=text, headers={"content-type": "text/event-stream"})
+        return library.Response(200, json=whole)
+
+    client = library.Client(transport=library.MockTransport(answer))
+    with agent("writer"):
+        for stream in (False, True):
+            client.post("http://far/v1/messages", json={**BODY, "max_tokens": 9, "stream": stream})
+    for span in chats(recorder, sink):
+        told = span.attributes
+        assert (span.agent, told[names.PROVIDER], told[names.ENDPOINT]) == ("writer", "anthropic", "/messages")
+        assert (told[names.RESPONSE_ID], told[names.FINISH_REASONS]) == ("msg_1", ["tool_calls"])
+        (choice,) = read_answer(told[names.RESPONSE]).choices
+        assert choice.message == {
+            "role": "assistant",
+            "content": "good",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "t", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}],
+        }
+
+
+def test_detach_ends_the_span_of_a_stream_that_is_still_read(library, sink):
+    recorder = SpanRecorder(make_tracer("embedded", sink))
+    undo = patch.bind(recorder)
+    asked = {**BODY, "stream": True}
+    with (
+        ScriptedServer() as server,
+        library.Client() as client,
+        client.stream("POST", f"{server.url}/chat/completions", json=asked) as response,
+    ):
+        next(response.iter_lines())
+        undo()
+        (span,) = chats(recorder, sink)
+        assert span.attributes[names.ABANDONED]
