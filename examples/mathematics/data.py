@@ -1,7 +1,8 @@
 """Write `train.jsonl`, `val.jsonl`, `val_gsm8k.jsonl` and `sft.jsonl` from GSM8K and SVAMP, read in place.
 
-`python data.py`. SVAMP is one set of 1,000: 700 are trained on, 300 held out. Of GSM8K its own training and test files
-are used; its calculator annotations, ``<<48/2=24>>``, are the tool calls, as in Calc-X (Kadlcik et al., 2023).
+`python data.py`. SVAMP is one set of 1,000: 400 are for SFT, 300 for RL, 300 held out. Of GSM8K its own training and
+test files are used, of the former the problems of at most two steps; its calculator annotations, ``<<48/2=24>>``, are
+the tool calls, as in Calc-X (Kadlcik et al., 2023). No problem of RL has a lesson: what it finds is its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 from agent import SOLVE, TOOL, compute, shown
 
 STEP = re.compile(r"<<([^=<>]+)=([^<>]+)>>")
-GSM8K_TASKS = 500  # of its training file, those of at most two steps: the others are out of reach for 135M
+MOST_STEPS = 2  # of GSM8K's problems to train on: the others are out of reach for 135M
+SVAMP_PARTS = (0.4, 0.3)  # lessons and tasks; the rest is held out
+GSM8K_TASKS = 0.25
 
 
 def folder() -> Path:
@@ -95,16 +98,17 @@ def main() -> None:
     draw = random.Random(0)
     short = svamp()
     draw.shuffle(short)
-    learned, held = short[:700], short[700:]
-    long = gsm8k("gsm8k_train.jsonl")
+    lessons_end, tasks_end = (round(len(short) * share) for share in (SVAMP_PARTS[0], sum(SVAMP_PARTS)))
+    long = [row for row in gsm8k("gsm8k_train.jsonl") if 1 <= len(row["steps"]) <= MOST_STEPS]
     draw.shuffle(long)
-    lessons = [*_lessons(learned), *_lessons(learned), *_lessons(long)]  # SVAMP twice, being a tenth of the other
+    gsm8k_end = round(len(long) * GSM8K_TASKS)
+    lessons = list(_lessons([*short[:lessons_end], *long[gsm8k_end:]]))
     draw.shuffle(lessons)
-    tasks = [*learned, *[row for row in long if 1 <= len(row["steps"]) <= 2][:GSM8K_TASKS]]
+    tasks = [*short[lessons_end:tasks_end], *long[:gsm8k_end]]
     draw.shuffle(tasks)
     test = gsm8k("gsm8k_test.jsonl")
     draw.shuffle(test)
-    files = {"train": _tasks(tasks), "val": _tasks(held), "val_gsm8k": _tasks(test[:300]), "sft": lessons}
+    files = {"train": _tasks(tasks), "val": _tasks(short[tasks_end:]), "val_gsm8k": _tasks(test[:300]), "sft": lessons}
     for name, rows in files.items():
         (given.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{name}.jsonl: {len(rows)}")

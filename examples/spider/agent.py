@@ -10,6 +10,7 @@ import os
 from typing import TypedDict
 
 import lightning_langchain
+import lightning_spans
 
 lightning_langchain.attach()
 
@@ -47,13 +48,23 @@ def only_query(text: str) -> str:
     return text.strip().split("\n\n")[0].strip().rstrip(";")
 
 
+@lightning_spans.tool
+def sqlite(database: str, query: str) -> str:
+    """Return how many rows a query finds, and the first.
+
+    Raises:
+        QueryError: SQLite refused it.
+    """
+    rows = execute(database, query)
+    return f"{len(rows)} rows, first {rows[0]!r}"[:120] if rows else "no rows"
+
+
 def look(database: str, query: str) -> tuple[str, bool]:
     """Run a query; what SQLite said of it, and whether it failed."""
     try:
-        rows = execute(database, query)
+        return sqlite(database, query), False
     except QueryError as error:
         return f"error: {error}"[:120], True
-    return (f"{len(rows)} rows, first {rows[0]!r}"[:120] if rows else "no rows"), False
 
 
 def writer(state: State) -> State:
