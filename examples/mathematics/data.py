@@ -1,7 +1,7 @@
 """Write `train.jsonl`, `val.jsonl`, `val_gsm8k.jsonl` and `sft.jsonl` from GSM8K and SVAMP, read in place.
 
 `python data.py`. SVAMP is one set of 1,000: 400 are for SFT, 300 for RL, 300 held out. Of GSM8K its own training and
-test files are used, of the former the problems of at most two steps; its calculator annotations, ``<<48/2=24>>``, are
+test files are used, of the former the problems of one step; its calculator annotations, ``<<48/2=24>>``, are
 the tool calls, as in Calc-X (Kadlcik et al., 2023). No problem of RL has a lesson: what it finds is its own.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 from agent import SOLVE, TOOL, compute, shown
 
 STEP = re.compile(r"<<([^=<>]+)=([^<>]+)>>")
-MOST_STEPS = 2  # of GSM8K's problems to train on: the others are out of reach for 135M
+MOST_STEPS = 1  # of GSM8K's problems to learn from: the others are out of reach for 135M
 SVAMP_PARTS = (0.4, 0.3)  # lessons and tasks; the rest is held out
 GSM8K_TASKS = 0.25
 
