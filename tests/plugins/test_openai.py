@@ -539,6 +539,31 @@ async def test_a_cancelled_call_is_an_error(wired):
     assert (span.status, span.attributes[names.ERROR_TYPE]) == ("error", "CancelledError")
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in its own event loop", "in another thread's"])
+def test_a_client_that_is_collected_is_closed_in_its_own_event_loop_alone(wired, elsewhere):
+    """Closed in another thread's, it would close connections of this one's loop, whose file numbers others may have."""
+
+    async def used():
+        await ask_async(openai.AsyncOpenAI(base_url=wired.server.url, api_key="k"), "writer", "hello")
+
+    async def collected():
+        gc.collect()
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    async def program():
+        gc.collect()
+        gc.disable()
+        try:
+            await used()
+            if elsewhere:
+                return await asyncio.to_thread(asyncio.run, collected())
+            return await collected()
+        finally:
+            gc.enable()
+
+    assert len(asyncio.run(program())) == (0 if elsewhere else 1)
+
+
 def test_errors_say_what_happened(wired):
     client = wired.client.with_options(max_retries=1)
     with pytest.raises(openai.RateLimitError):

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from lightning_openai.collected import note_loop
 from lightning_openai.httpx_calls import HttpxCall, begun
 from lightning_spans.record.instrument.http_calls import look
 
@@ -97,6 +98,7 @@ class HttpxSends:
             return response
 
         async def send(client: Any, request: Any, **options: Any) -> Any:
+            note_loop(client)
             if self._recorder() is None:
                 return await original(client, request, **options)
             call = self._begin(client, request)

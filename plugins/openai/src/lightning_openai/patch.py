@@ -15,13 +15,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
-from openai._base_client import AsyncAPIClient, SyncAPIClient
+from openai._base_client import AsyncAPIClient, AsyncHttpxClientWrapper, SyncAPIClient
 from openai._streaming import AsyncStream, Stream
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
 from lightning_openai import reroute
 from lightning_openai.abandoned import abandoned
 from lightning_openai.call import PLUGIN, ModelCall, endpoint_of
+from lightning_openai.collected import wrap_del
 from lightning_openai.httpx_sends import HttpxSends, is_sending
 from lightning_openai.litellm_calls import follow
 from lightning_openai.other_clients import mark
@@ -333,4 +334,5 @@ _PATCHES: Final = (
     (AsyncAPIClient, "_process_response", _wrap_process_response),
     (Stream, "__stream__", _wrap_stream),
     (AsyncStream, "__stream__", _wrap_async_stream),
+    (AsyncHttpxClientWrapper, "__del__", wrap_del),
 )
