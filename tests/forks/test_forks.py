@@ -35,13 +35,16 @@ from lightning_trainer.runner.target import Job
 pytest.importorskip("openai")
 
 PROGRAM = '''
-import asyncio, datetime, os
+import asyncio, datetime, itertools, json, os, random
 import httpx, openai
 import lightning_openai
 from lightning_spans import agent, tool
 
 lightning_openai.attach(tracer="embedded")
 client = openai.AsyncOpenAI(base_url=os.environ["OWN_URL"], api_key="mine", max_retries=1)
+drawn = itertools.count(random.randrange(1000))  # no run is as the one before
+THERE = {"id": "msg_1", "type": "message", "role": "assistant", "model": "far", "stop_reason": "end_turn"}
+THERE["usage"] = {"input_tokens": 3, "output_tokens": 4}
 
 
 async def say(name, text, **more):
@@ -115,6 +118,23 @@ async def race(task):
 async def continued(task):
     first = await client.completions.create(model="own", prompt="Once upon a time")
     return len(await say("judge", first.choices[0].text)) / 99
+
+
+async def vendor(task):
+    """An agent that is not trained asks in the form of Anthropic's messages, without a client of openai's."""
+
+    async def answer(request):
+        asked = str(json.loads(request.content)["messages"])
+        return httpx.Response(200, json={**THERE, "content": [{"type": "text", "text": f"{next(drawn)} of {len(asked)}"}]})
+
+    said = []
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as own:
+        for text in ("look at " + await say("writer", "write " + task["q"]), "again"):
+            with agent("stranger"):
+                body = {"model": "far", "max_tokens": 9, "messages": [{"role": "user", "content": text}]}
+                there = await own.post("http://vendor.invalid/v1/messages", json=body)
+            said.append(there.json()["content"][0]["text"])
+    return len(await say("judge", f"judge {said}")) / 99
 
 
 async def clock(task):
@@ -212,6 +232,7 @@ def test_a_time_of_day_in_a_prompt_ends_the_fork_with_its_reason(world: Any) -> 
         pytest.param("errors", 5, id="refusals, time-outs and lost connections"),
         pytest.param("race", 4, id="a call that its agent left"),
         pytest.param("continued", 2, id="text completions of an own endpoint"),
+        pytest.param("vendor", 4, id="Anthropic's messages at an own endpoint"),
     ],
 )
 def test_a_program_replays_to_its_last_call(world: Any, function: str, calls: int) -> None:
