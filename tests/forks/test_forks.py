@@ -125,7 +125,8 @@ async def vendor(task):
 
     async def answer(request):
         asked = str(json.loads(request.content)["messages"])
-        return httpx.Response(200, json={**THERE, "content": [{"type": "text", "text": f"{next(drawn)} of {len(asked)}"}]})
+        content = [{"type": "text", "text": f"{next(drawn)} of {len(asked)}"}]
+        return httpx.Response(200, json={**THERE, "content": content})
 
     said = []
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as own:
