@@ -166,7 +166,7 @@ def test_a_key_file_is_taken_from_the_command_line_whichever_way_it_is_given():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_process_with_keys_keeps_its_memory_to_itself():
-    code = "from lightning_trainer.cli.processes import keep_to_ourselves as k; import os; k();"
+    code = "from lightning_trainer.runner.undumpable import keep_to_ourselves as k; import os; k();"
     code += "print(os.stat('/proc/self/environ').st_uid, __import__('ctypes').CDLL(None).prctl(3, 0, 0, 0, 0))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "0"]  # the file is root's, and the process can't be traced

@@ -124,6 +124,9 @@ def cli(debug: bool) -> None:  # noqa: ARG001 - click passes flags by name; pars
 
 def main() -> None:
     """Run the command line."""
+    from lightning_trainer.runner.undumpable import keep_to_ourselves
+
+    keep_to_ourselves()  # before any key is read
     if sys.argv[1:2] == ["runner"]:
         from lightning_trainer.cli.processes import hide_key
 

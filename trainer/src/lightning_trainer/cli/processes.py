@@ -1,4 +1,4 @@
-"""Keys of a process, out of sight of others of the same user: in its memory, its environment, its command line."""
+"""A runner's key, out of sight of others: neither in its environment nor in its command line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-_DUMPABLE: Final = 4  # PR_SET_DUMPABLE of <sys/prctl.h>
 _PASSED: Final = "LIGHTNING_KEY_FD"
-
-
-def keep_to_ourselves() -> None:
-    """Keep other processes of this user out of our memory and environment; does nothing where there is no prctl.
-
-    They could read both in /proc, an agent's among them. Root still can, and so can whoever may trace processes.
-    """
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_DUMPABLE, 0, 0, 0, 0)
 
 
 def hide_key(arguments: Sequence[str]) -> None:

@@ -100,7 +100,7 @@ def command(
     using up a try.
     """
     from lightning_spans.errors import ConfigError
-    from lightning_trainer.cli.processes import handed_over, keep_to_ourselves
+    from lightning_trainer.cli.processes import handed_over
     from lightning_trainer.config import cores
     from lightning_trainer.runner.environment import allowed
     from lightning_trainer.runner.limits import WorkerLimits, parse_bytes
@@ -109,7 +109,6 @@ def command(
 
     if (target is None) == (program is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and not both.")
-    keep_to_ourselves()
     handed = handed_over()
     if (path := handed.get("key_file")) is not None:
         key_file = Path(path)

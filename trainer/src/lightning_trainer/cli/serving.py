@@ -144,12 +144,9 @@ def serve_until_stopped(
     Raises:
         ConfigError: the port is in use, the address is not of this machine, or encryption is wanted and not given.
     """
-    from lightning_trainer.cli.processes import keep_to_ourselves
-
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.set())
-    keep_to_ourselves()
     app.state.key_status = files.status
     server = _server(app, place)
     url = server.start()

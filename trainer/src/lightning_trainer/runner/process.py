@@ -88,6 +88,7 @@ class WorkerProcess:
                 "lightning_trainer.runner.worker",
                 str(theirs.fileno()),
                 str(told),
+                mark,
                 pass_fds=(theirs.fileno(), told),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,

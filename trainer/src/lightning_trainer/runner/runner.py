@@ -28,6 +28,7 @@ from lightning_trainer.runner.fleet import Fleet
 from lightning_trainer.runner.limits import NO_LIMITS, WorkerLimits
 from lightning_trainer.runner.process import WorkerProcess
 from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.undumpable import keep_to_ourselves
 from lightning_trainer.runner.workers import Start
 
 logger = logging.getLogger("lightning_trainer")
@@ -105,6 +106,7 @@ class Runner:
         Raises:
             LightningError: the agent can't be imported or called.
         """
+        keep_to_ourselves()  # whoever starts a runner holds keys that its agents must not see
         self._thread.start()
         self._ready.wait()
         if self._failure is not None:

@@ -95,10 +95,11 @@ def end_of_worker(name: str) -> None:
     """End at once what is left of a worker, whoever its parent is now.
 
     Args:
-        name: the worker's `WORKER`.
+        name: the worker's `WORKER`, which is the last word of its command line too: what it forked keeps its
+            environment to itself.
     """
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and _has(process, WORKER, name):
+        if process.pid != os.getpid() and (_has(process, WORKER, name) or _last_word(process) == name):
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
@@ -112,6 +113,13 @@ def _has(process: psutil.Process, variable: str, value: str) -> bool:
         return bool(process.environ().get(variable) == value)
     except (psutil.Error, OSError):  # another user's, or ended meanwhile
         return False
+
+
+def _last_word(process: psutil.Process) -> str | None:
+    try:
+        return next(iter(reversed(process.cmdline())), None)
+    except (psutil.Error, OSError):
+        return None
 
 
 def _name(process: psutil.Process) -> str:

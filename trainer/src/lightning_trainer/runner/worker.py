@@ -1,4 +1,4 @@
-"""A worker process: `python -m lightning_trainer.runner.worker FD PIPE`. Runs the agent, many attempts on one loop.
+"""A worker process: `python -m lightning_trainer.runner.worker FD PIPE MARK`. Runs the agent, many attempts at once.
 
 The runner speaks to it through the socket FD, so that whatever the agent prints goes to the log and never between the
 messages, and PIPE carries its signs of life. The process knows the contexts of its attempts and no other key.
@@ -36,6 +36,7 @@ from lightning_trainer.runner.limits import WorkerLimits
 from lightning_trainer.runner.protocol import Message, attempt_from_json, encode, receive, receive_blocking
 from lightning_trainer.runner.subprocesses import Subprocesses
 from lightning_trainer.runner.target import Job, load_function
+from lightning_trainer.runner.undumpable import keep_to_ourselves
 from lightning_trainer.runner.watchdog import LoopWatch, leaked_threads
 
 FLUSH_S = 30.0
@@ -190,6 +191,7 @@ async def _serve(sock: socket.socket, pipe: int, agent: Agent, score: Score | No
 
 def main(fd: int, pipe: int) -> None:
     """Serve the runner at the other end of this socket, then end the process."""
+    keep_to_ourselves()  # before the keys of attempts come
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)  # what the agent starts must not hold the runner's line open
     os.set_inheritable(pipe, False)  # noqa: FBT003 - the system call's only form
