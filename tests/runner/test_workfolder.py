@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 
 import pytest
 
@@ -37,6 +38,16 @@ def repository(tmp_path):
     git(folder, "add", ".")
     git(folder, "-c", "user.name=n", "-c", "user.email=e@x", "commit", "--quiet", "-m", "first")
     return folder
+
+
+def test_removal_of_a_folder_that_has_gone_leaves_the_one_around_it_as_it_is(tmp_path, plain, monkeypatch):
+    around = tmp_path / "around"
+    around.mkdir(mode=0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(around))
+    folder = WorkFolder(Source(plain, None), MOST)
+    folder.remove()
+    folder.remove()
+    assert around.stat().st_mode & 0o777 == 0o755
 
 
 @pytest.fixture

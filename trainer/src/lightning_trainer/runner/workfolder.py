@@ -19,7 +19,7 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.runner.command import filled, texts
 
-_PREFIX: Final = "lightning-work-"
+LEFT_OVER: Final = "lightning-work-"  # how folders are named that are deleted when their process is no more
 _LONGEST_DIFF: Final = 200_000  # characters kept of a diff: its beginning
 
 
@@ -92,7 +92,7 @@ class WorkFolder:
 
     def __init__(self, source: Source, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        self._root = Path(tempfile.mkdtemp(prefix=f"{LEFT_OVER}{os.getpid()}-"))
         self.path = self._root / source.path.name
         self._git_dir = self._root / "changes.git"
         try:
@@ -173,7 +173,17 @@ class WorkFolder:
 
     def remove(self) -> None:
         """Delete it."""
-        shutil.rmtree(self._root, onerror=_anyway)
+        shutil.rmtree(self._root, onerror=self._anyway)
+
+    def _anyway(self, _: Any, path: str, __: Any) -> None:
+        """Delete what an agent made read-only; the folder around ours is not ours to open or close."""
+        if Path(path) == self._root:
+            return
+        try:
+            Path(path).parent.chmod(0o700)
+            Path(path).unlink()
+        except OSError:
+            return
 
     def _changes(self, *words: str) -> str:
         places = {"GIT_DIR": str(self._git_dir), "GIT_WORK_TREE": str(self.path)}
@@ -182,8 +192,8 @@ class WorkFolder:
 
 def remove_left_over(folder: Path | None = None) -> None:
     """Delete folders of processes that were killed and are no more."""
-    for path in (folder or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*-*"):
-        number = path.name.removeprefix(_PREFIX).partition("-")[0]
+    for path in (folder or Path(tempfile.gettempdir())).glob(f"{LEFT_OVER}*-*"):
+        number = path.name.removeprefix(LEFT_OVER).partition("-")[0]
         if number.isdigit() and not _alive(int(number)):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -243,12 +253,3 @@ def _sizes(folder: Path) -> Iterator[int]:
                 yield entry.stat(follow_symlinks=False).st_size
         except OSError:
             continue
-
-
-def _anyway(_: Any, path: str, __: Any) -> None:
-    """Delete what an agent made read-only."""
-    try:
-        Path(path).parent.chmod(0o700)
-        Path(path).unlink()
-    except OSError:
-        return
