@@ -58,6 +58,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="A process for each attempt, ended with all that it started.",
 )
+@click.option(
+    "--isolate-users",
+    "users",
+    metavar="FIRST-LAST",
+    help="A user id of its own for each attempt's process, out of these, which nobody has (Linux, as root).",
+)
 @click.option("--ray", "on_ray", is_flag=True, help="Workers are actors of a Ray cluster; one a core by default.")
 @click.option("--ray-address", metavar="ADDRESS", help="Of the cluster, else RAY_ADDRESS; local starts one here.")
 @click.option("--ray-cpus", default=1.0, show_default=True, type=click.FloatRange(0), help="Cores of each actor.")
@@ -84,6 +90,7 @@ def command(
     lease_s: float,
     passed: tuple[str, ...],
     isolate: bool,
+    users: str | None,
     on_ray: bool,
     ray_address: str | None,
     ray_cpus: float,
@@ -104,6 +111,7 @@ def command(
     from lightning_trainer.config import cores
     from lightning_trainer.runner.environment import allowed
     from lightning_trainer.runner.limits import WorkerLimits, parse_bytes
+    from lightning_trainer.runner.own_users import check_key_file, parse_users
     from lightning_trainer.runner.runner import Runner
     from lightning_trainer.runner.target import Job
 
@@ -116,6 +124,10 @@ def command(
     limits = WorkerLimits(memory_bytes=parse_bytes(worker_memory) if worker_memory else None, cores=worker_cores)
     job = Job(target=target, command=program, reward=reward, work=take_work(flags))
     start = None
+    if users is not None and key_file is not None:
+        check_key_file(key_file)
+    if on_ray and users is not None:
+        raise ConfigError("--isolate-users is about processes of this machine, and with --ray there are none.")
     if on_ray:
         workers, start = _ray(
             job, concurrency, limits=limits, workers=workers, address=ray_address, cpus=ray_cpus, env=ray_env
@@ -132,7 +144,8 @@ def command(
         lease_s=lease_s,
         limits=limits,
         environment=allowed(os.environ, names),
-        isolate=isolate,
+        isolate=isolate or users is not None,
+        users=None if users is None else parse_users(users),
         start=start,
     )
     with closing(_store(url, key, key_file)) as store:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 from lightning_spans import errors
 from lightning_spans.errors import ConfigError, LightningError
@@ -21,6 +21,7 @@ from lightning_spans.record.stalls import waiting
 from lightning_trainer.runner.command import status_text
 from lightning_trainer.runner.environment import without_keys
 from lightning_trainer.runner.limits import NO_LIMITS, WorkerLimits
+from lightning_trainer.runner.own_users import OwnUsers
 from lightning_trainer.runner.protocol import Message, encode, receive
 from lightning_trainer.runner.subprocesses import WORKER, end_of_worker
 from lightning_trainer.runner.target import Job
@@ -39,9 +40,12 @@ class WorkerProcess:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         log: Path,
+        *,
         mark: str,
+        undo: contextlib.AsyncExitStack,
     ) -> None:
         self._process = process
+        self._undo = undo
         self._mark = mark
         self._reader = reader
         self._writer = writer
@@ -60,6 +64,7 @@ class WorkerProcess:
         number: int = 0,
         limits: WorkerLimits = NO_LIMITS,
         environment: Mapping[str, str] | None = None,
+        users: OwnUsers | None = None,
     ) -> WorkerProcess:
         """Start a process and wait until it has imported the agent.
 
@@ -70,6 +75,7 @@ class WorkerProcess:
             number: of the worker, which says which cores it gets where they are limited.
             limits: what it may use.
             environment: what the agent gets; None: ours without our keys.
+            users: gives it a user of its own; None: it runs as ours.
 
         Raises:
             LightningError: the agent can't be imported or called, in the words of the process.
@@ -77,35 +83,25 @@ class WorkerProcess:
             OSError: the system has no room for a process.
         """
         mark = secrets.token_hex(8)
-        ours, theirs = socket.socketpair()
-        signs, told = os.pipe()
-        with theirs, _open_log(log) as output, os.fdopen(told, "wb"), contextlib.ExitStack() as undo:
-            undo.callback(ours.close)
-            undo.callback(os.close, signs)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "lightning_trainer.runner.worker",
-                str(theirs.fileno()),
-                str(told),
-                mark,
-                pass_fds=(theirs.fileno(), told),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=_environment(log, without_keys(os.environ) if environment is None else environment, mark),
-                start_new_session=True,  # Ctrl-C at the terminal is for the runner, which then ends its workers
-            )
-            undo.pop_all()
-        reader, writer = await asyncio.open_connection(sock=ours)
-        worker = cls(process, reader, writer, log, mark)
+        kept = _environment(log, without_keys(os.environ) if environment is None else environment, mark)
+        async with contextlib.AsyncExitStack() as undo:
+            own: dict[str, Any] = {}
+            if users is not None:
+                user = await users.take()
+                undo.push_async_callback(users.give_back, user)
+                kept = user.environment(kept)
+                own = {"user": user.number, "group": user.number, "extra_groups": (), "umask": 0o077}
+            process, line, signs = await _started(log, kept, mark, own)
+            reader, writer = await asyncio.open_connection(sock=line)
+            worker = cls(process, reader, writer, log, mark=mark, undo=undo.pop_all())
         worker._signs = asyncio.create_task(worker._watch(signs))
+        settings = {"job": asdict(job), "concurrency": concurrency, "limits": asdict(limits), "n": number}
         try:
-            await worker._begin({"job": asdict(job), "concurrency": concurrency, "limits": asdict(limits), "n": number})
+            await worker._begin({**settings, "own_user": users is not None})
         except BaseException:
             worker.kill()
             await process.wait()
-            worker._close()
+            await worker._close()
             raise
         return worker
 
@@ -174,7 +170,7 @@ class WorkerProcess:
             self.kill()
             status = await self._process.wait()
         self.kill()  # what it started may live on
-        self._close()
+        await self._close()
         return Death(status_text(status))
 
     async def stop(self) -> None:
@@ -184,18 +180,52 @@ class WorkerProcess:
             await asyncio.wait_for(self._process.wait(), STOP_S)
         self.kill()
         await self._process.wait()
-        self._close()
+        await self._close()
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
         self._writer.close()
         if self._signs is not None:
             self._signs.cancel()
+        await self._undo.aclose()
 
     def kill(self) -> None:
         """End the process and what it started, at once."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         end_of_worker(self._mark)
+
+
+async def _started(
+    log: Path, environment: Mapping[str, str], mark: str, own: Mapping[str, Any]
+) -> tuple[asyncio.subprocess.Process, socket.socket, int]:
+    """Start the process; gives it with our ends of its line and of the pipe of its signs of life.
+
+    Raises:
+        ConfigError: its log can't be written.
+        OSError: the system has no room for a process.
+    """
+    ours, theirs = socket.socketpair()
+    signs, told = os.pipe()
+    with theirs, _open_log(log) as output, os.fdopen(told, "wb"), contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        undo.callback(os.close, signs)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "lightning_trainer.runner.worker",
+            str(theirs.fileno()),
+            str(told),
+            mark,
+            pass_fds=(theirs.fileno(), told),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,  # Ctrl-C at the terminal is for the runner, which then ends its workers
+            **own,
+        )
+        undo.pop_all()
+    return process, ours, signs
 
 
 def _open_log(path: Path) -> IO[bytes]:

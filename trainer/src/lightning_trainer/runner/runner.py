@@ -26,6 +26,7 @@ from lightning_spans.store import Store
 from lightning_trainer.runner.crashes import Ended
 from lightning_trainer.runner.fleet import Fleet
 from lightning_trainer.runner.limits import NO_LIMITS, WorkerLimits
+from lightning_trainer.runner.own_users import OwnUsers
 from lightning_trainer.runner.process import WorkerProcess
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.undumpable import keep_to_ourselves
@@ -52,10 +53,11 @@ class Runner:
         limits: what each worker process may use.
         environment: what the agents get; None: ours without our keys.
         isolate: a worker process for each attempt, ended with all it started.
+        users: user ids, of which each attempt's process gets one of its own; None: all run as ours. With `isolate`.
         start: starts a worker elsewhere than in a process of this machine.
 
     Raises:
-        ConfigError: this system can't keep the limits.
+        ConfigError: this system can't keep the limits, or can't give users of their own.
     """
 
     def __init__(
@@ -70,16 +72,18 @@ class Runner:
         limits: WorkerLimits = NO_LIMITS,
         environment: Mapping[str, str] | None = None,
         isolate: bool = False,
+        users: range | None = None,
         start: Start | None = None,
     ) -> None:
         limits.check()
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
         self._lease_s = lease_s
+        self._users = own = None if users is None else OwnUsers(users, workers)
 
         async def process(number: int) -> WorkerProcess:
             log = logs / f"worker-{number}.log"
             return await WorkerProcess.start(
-                job, concurrency, log, number=number, limits=limits, environment=environment
+                job, concurrency, log, number=number, limits=limits, environment=environment, users=own
             )
 
         self._fleet = Fleet(
@@ -204,6 +208,8 @@ class Runner:
             await self._drain()
         finally:
             await self._fleet.stop()
+            if self._users is not None:
+                await self._users.close()
             await self._settle(self._lease_s)
             beating.cancel()
             await asyncio.gather(beating, *self._tasks, return_exceptions=True)

@@ -36,7 +36,7 @@ from lightning_trainer.runner.limits import WorkerLimits
 from lightning_trainer.runner.protocol import Message, attempt_from_json, encode, receive, receive_blocking
 from lightning_trainer.runner.subprocesses import Subprocesses
 from lightning_trainer.runner.target import Job, load_function
-from lightning_trainer.runner.undumpable import keep_to_ourselves
+from lightning_trainer.runner.undumpable import gain_nothing, keep_to_ourselves
 from lightning_trainer.runner.watchdog import LoopWatch, leaked_threads
 
 FLUSH_S = 30.0
@@ -196,6 +196,8 @@ def main(fd: int, pipe: int) -> None:
     sock.set_inheritable(False)  # what the agent starts must not hold the runner's line open
     os.set_inheritable(pipe, False)  # noqa: FBT003 - the system call's only form
     settings = receive_blocking(sock)
+    if settings["own_user"]:
+        gain_nothing()
     job = Job(**settings["job"])
     threads = ThreadPoolExecutor(settings["concurrency"], thread_name_prefix="attempt")
     try:
