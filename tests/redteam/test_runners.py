@@ -117,7 +117,7 @@ def run(task):
         except OSError as error:
             return type(error).__name__
 
-    parent = os.getppid()
+    parent = pathlib.Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]  # of our worker's
     found = {"environment": dict(os.environ), "cmdline": text(f"/proc/{parent}/cmdline"),
              "environ": text(f"/proc/{parent}/environ")}
     pathlib.Path(task["out"]).write_text(json.dumps(found))

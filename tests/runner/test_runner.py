@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lightning_spans.errors import ConfigError
@@ -66,6 +67,10 @@ async def behave(task):
         os._exit(3)
     if how == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "end the parent":
+        flag.write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
+        await asyncio.sleep(60)
     if how == "sys.exit":
         sys.exit("enough")
     if how == "cancel itself":
@@ -303,6 +308,28 @@ def test_blocked_event_loop_is_ended_and_its_neighbours_run_again(store: Store, 
     assert [a.status for a in blocked] == ["timeout"]
     assert "agents.py" in (blocked[0].error or "")
     assert [a.status for a in neighbour] == ["released", "succeeded"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an isolated worker is a child of its process on Linux alone")
+@pytest.mark.parametrize(
+    ("how", "named"), [("exit", "exit status 3"), ("segfault", "SIGSEGV"), ("end the parent", "SIGKILL")]
+)
+def test_end_of_an_isolated_worker_is_told_as_it_was_and_takes_all_of_it(
+    store: Store, folder: Path, how: str, named: str
+) -> None:
+    task = {"how": how, "flag": str(folder / "pid")}
+    [[attempt]] = run(store, folder, "behave", task, isolate=True)
+    assert attempt.status == "failed"
+    assert named in (attempt.error or "")
+    if how == "end the parent":
+        until(lambda: has_ended(int((folder / "pid").read_text())))
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @pytest.mark.parametrize(("how", "named"), [("exit", "exit status 3"), ("segfault", "SIGSEGV")])

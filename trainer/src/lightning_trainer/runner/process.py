@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Final
@@ -64,6 +64,7 @@ class WorkerProcess:
         number: int = 0,
         limits: WorkerLimits = NO_LIMITS,
         environment: Mapping[str, str] | None = None,
+        isolate: bool = False,
         users: OwnUsers | None = None,
     ) -> WorkerProcess:
         """Start a process and wait until it has imported the agent.
@@ -75,6 +76,7 @@ class WorkerProcess:
             number: of the worker, which says which cores it gets where they are limited.
             limits: what it may use.
             environment: what the agent gets; None: ours without our keys.
+            isolate: nothing of it may be open to other processes of its user (Linux).
             users: gives it a user of its own; None: it runs as ours.
 
         Raises:
@@ -86,18 +88,19 @@ class WorkerProcess:
         kept = _environment(log, without_keys(os.environ) if environment is None else environment, mark)
         async with contextlib.AsyncExitStack() as undo:
             own: dict[str, Any] = {}
+            how = "isolated" if isolate else "shared"
             if users is not None:
                 user = await users.take()
                 undo.push_async_callback(users.give_back, user)
-                kept = user.environment(kept)
+                kept, how = user.environment(kept), "user"
                 own = {"user": user.number, "group": user.number, "extra_groups": (), "umask": 0o077}
-            process, line, signs = await _started(log, kept, mark, own)
+            process, line, signs = await _started(log, kept, (how, mark), own)
             reader, writer = await asyncio.open_connection(sock=line)
             worker = cls(process, reader, writer, log, mark=mark, undo=undo.pop_all())
         worker._signs = asyncio.create_task(worker._watch(signs))
         settings = {"job": asdict(job), "concurrency": concurrency, "limits": asdict(limits), "n": number}
         try:
-            await worker._begin({**settings, "own_user": users is not None})
+            await worker._begin(settings)
         except BaseException:
             worker.kill()
             await process.wait()
@@ -196,7 +199,7 @@ class WorkerProcess:
 
 
 async def _started(
-    log: Path, environment: Mapping[str, str], mark: str, own: Mapping[str, Any]
+    log: Path, environment: Mapping[str, str], words: Sequence[str], own: Mapping[str, Any]
 ) -> tuple[asyncio.subprocess.Process, socket.socket, int]:
     """Start the process; gives it with our ends of its line and of the pipe of its signs of life.
 
@@ -215,7 +218,7 @@ async def _started(
             "lightning_trainer.runner.worker",
             str(theirs.fileno()),
             str(told),
-            mark,
+            *words,
             pass_fds=(theirs.fileno(), told),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,

@@ -83,7 +83,14 @@ class Runner:
         async def process(number: int) -> WorkerProcess:
             log = logs / f"worker-{number}.log"
             return await WorkerProcess.start(
-                job, concurrency, log, number=number, limits=limits, environment=environment, users=own
+                job,
+                concurrency,
+                log,
+                number=number,
+                limits=limits,
+                environment=environment,
+                isolate=isolate,
+                users=own,
             )
 
         self._fleet = Fleet(

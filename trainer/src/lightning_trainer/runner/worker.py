@@ -1,4 +1,4 @@
-"""A worker process: `python -m lightning_trainer.runner.worker FD PIPE MARK`. Runs the agent, many attempts at once.
+"""A worker: `python -m lightning_trainer.runner.worker FD PIPE HOW MARK`. Runs the agent, many attempts on one loop.
 
 The runner speaks to it through the socket FD, so that whatever the agent prints goes to the log and never between the
 messages, and PIPE carries its signs of life. The process knows the contexts of its attempts and no other key.
@@ -36,7 +36,7 @@ from lightning_trainer.runner.limits import WorkerLimits
 from lightning_trainer.runner.protocol import Message, attempt_from_json, encode, receive, receive_blocking
 from lightning_trainer.runner.subprocesses import Subprocesses
 from lightning_trainer.runner.target import Job, load_function
-from lightning_trainer.runner.undumpable import gain_nothing, keep_to_ourselves
+from lightning_trainer.runner.undumpable import gain_nothing, in_fresh_memory, keep_to_ourselves
 from lightning_trainer.runner.watchdog import LoopWatch, leaked_threads
 
 FLUSH_S = 30.0
@@ -189,18 +189,26 @@ async def _serve(sock: socket.socket, pipe: int, agent: Agent, score: Score | No
     return worker.busy
 
 
-def main(fd: int, pipe: int) -> None:
-    """Serve the runner at the other end of this socket, then end the process."""
+def main(fd: int, pipe: int, how: str) -> None:
+    """Serve the runner at the other end of this socket, then end the process.
+
+    Args:
+        fd: the socket.
+        pipe: for signs of life.
+        how: ``shared`` by attempts, ``isolated`` from others of the same user, or as a ``user`` of its own.
+    """
     keep_to_ourselves()  # before the keys of attempts come
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)  # what the agent starts must not hold the runner's line open
     os.set_inheritable(pipe, False)  # noqa: FBT003 - the system call's only form
     settings = receive_blocking(sock)
-    if settings["own_user"]:
-        gain_nothing()
     job = Job(**settings["job"])
     threads = ThreadPoolExecutor(settings["concurrency"], thread_name_prefix="attempt")
     try:
+        if how == "isolated":
+            in_fresh_memory()
+        elif how == "user":
+            gain_nothing()
         watch.configure(os.environ.get("LIGHTNING_BOUNDS"))
         WorkerLimits(**settings["limits"]).apply(settings["n"])
         # Before there is an event loop, for modules that run one of their own while they are imported.
@@ -214,4 +222,4 @@ def main(fd: int, pipe: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
