@@ -187,3 +187,24 @@ def test_memory_that_was_opened_before_a_worker_kept_to_itself_holds_no_attempt(
             number += 1
         run("victim")
     assert "key" not in (tmp_path / "found").read_text()
+
+
+STARTED = """
+import ctypes
+from pathlib import Path
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+runner = Runner(Job(target="agents:run"), workers=1, concurrency=1, logs=Path("logs"))
+runner.start()
+print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
+runner.stop()
+"""
+
+
+def test_whoever_starts_a_runner_from_python_keeps_its_memory_to_itself(tmp_path: Path) -> None:
+    """Training's process holds the secret that signs all keys, and agents are its children."""
+    (tmp_path / "agents.py").write_text("def run(task):\n    return 1.0\n")
+    words = [sys.executable, "-c", STARTED]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"]
