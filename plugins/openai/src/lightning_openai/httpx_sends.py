@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_openai.collected import note_loop
-from lightning_openai.httpx_calls import HttpxCall, begun
+from lightning_openai.foreign.begin import begun
 from lightning_spans.record.instrument.http_calls import look
 
 if TYPE_CHECKING:
+    from lightning_openai.httpx_calls import HttpxCall
     from lightning_spans.hooks import Recorder
 
 # Whether a client is sending: what is under it sends the same request.
@@ -62,13 +63,17 @@ class HttpxSends:
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def follow(call: HttpxCall, client: Any, options: dict[str, Any]) -> Any:
+            refused = call.refused()
+            if refused is not None:
+                return refused
             sender, asked = call.sent_by()
             response = original(sender, asked, **_options(options, own=sender is client))
             if call.sent_on(response):
                 response.close()
                 response = original(*call.own, **options)
-            call.responded(response)
-            return response
+            if call.reads_first(response):
+                response.read()
+            return call.responded(response)
 
         def send(client: Any, request: Any, **options: Any) -> Any:
             if self._recorder() is None:
@@ -89,13 +94,17 @@ class HttpxSends:
 
     def _wrap_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
         async def follow(call: HttpxCall, client: Any, options: dict[str, Any]) -> Any:
+            refused = call.refused()
+            if refused is not None:
+                return refused
             sender, asked = call.sent_by()
             response = await original(sender, asked, **_options(options, own=sender is client))
             if call.sent_on(response):
                 await response.aclose()
                 response = await original(*call.own, **options)
-            call.responded(response)
-            return response
+            if call.reads_first(response):
+                await response.aread()
+            return call.responded(response)
 
         async def send(client: Any, request: Any, **options: Any) -> Any:
             note_loop(client)
