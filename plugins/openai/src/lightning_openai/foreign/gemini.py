@@ -245,7 +245,8 @@ class _GeminiEvents:
 
 
 def _candidate(index: int, parts: list[dict[str, Json]], reason: Json = None) -> dict[str, Json]:
-    candidate: dict[str, Json] = {"content": {"role": "model", "parts": parts}, "index": index}
+    said = parts or [{"text": ""}]  # an answer without parts is not kept in the history of google-genai's chats
+    candidate: dict[str, Json] = {"content": {"role": "model", "parts": said}, "index": index}
     if reason is not None:
         words = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}
         candidate["finishReason"] = words.get(reason, "STOP")
