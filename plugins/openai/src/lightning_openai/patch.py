@@ -324,10 +324,15 @@ def _name(client: Any, request: Any) -> None:
 
 def _is_recorded() -> bool:
     """Whether what is sent here and now is part of a call that makes a span, or of a request that was counted."""
-    return _current.get() is not None or is_sending() or any(scope.call is not None for scope in scopes_around())
+    return _is_by_openai() or is_sending() or any(scope.call is not None for scope in scopes_around())
 
 
-_httpx: Final = HttpxSends(lambda: _recorders[-1] if _recorders else None, _is_recorded, _name)
+def _is_by_openai() -> bool:
+    """Whether what is sent here and now is part of a call of the openai client's."""
+    return _current.get() is not None
+
+
+_httpx: Final = HttpxSends(lambda: _recorders[-1] if _recorders else None, _is_recorded, _is_by_openai, _name)
 _PATCHES: Final = (
     (SyncAPIClient, "request", _wrap_request),
     (AsyncAPIClient, "request", _wrap_async_request),
