@@ -277,6 +277,6 @@ def test_under_langchain_a_call_is_recorded_once_and_answered_by_the_policy_wher
         spans = chats([span for request in policy.traces for span in otlp.decode(request.raw)])
         assert (len(policy.requests), len(vendors.asked)) == ((4, 0) if trained else (0, 4))
     assert answers == ["writer answers 'hello'" if trained else "Nineteen."] * 4
-    assert [(span.agent, span.status, bool(span.attributes.get(names.REROUTED))) for span in spans] == [
-        ("writer", "ok", trained)
-    ] * 4  # fmt: skip
+    told = [tuple(bool(span.attributes.get(n)) for n in (names.REROUTED, names.REROUTABLE)) for span in spans]
+    assert told == [(trained, not trained)] * 4
+    assert [(span.agent, span.status) for span in spans] == [("writer", "ok")] * 4

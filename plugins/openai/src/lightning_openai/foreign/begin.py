@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
 
 
+def is_followed(request: Any) -> bool:
+    """Whether a request is a call of a model that can be read, and so be led to a policy."""
+    path = request.url.path
+    if not is_model_call(request.method, path):
+        return False
+    body = parsed(getattr(request, "_content", None))
+    return body is not None and (endpoint_asked(request) is not None or dialect_of(path, body) is not None)
+
+
 def begun(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:
     """Begin the span of a request that is about to be sent; None where it is no call of a model that can be read."""
     try:

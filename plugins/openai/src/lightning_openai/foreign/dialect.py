@@ -112,6 +112,8 @@ class Fields:
         """Return what nobody took and says anything."""
         if self._whole is not None:
             return {self._where: self._whole}
+        if not self._given:
+            return {}
         return {self.name(name): value for name, value in self._given.items() if not _is_empty(value)}
 
     def name(self, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,8 +16,11 @@ _COUNTS: Final = frozenset({  # int64, which the JSON of a protocol buffer write
 _NAMED: Final = frozenset({"properties", "defs", "$defs"})  # schemas by name
 
 
+@functools.lru_cache(1024)
 def camel(name: str) -> str:
     """Return the usual spelling of a field's name, which may be written with underscores."""
+    if "_" not in name:
+        return name
     first, *rest = name.split("_")
     return first + "".join([word[:1].upper() + word[1:] for word in rest])
 

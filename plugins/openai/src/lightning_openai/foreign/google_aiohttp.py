@@ -76,13 +76,18 @@ def _is_rerouted(recorder: Recorder | None, client: Any) -> bool:
 
 def _begun(recorder: Recorder | None, client: Any, request: Any) -> _AiohttpCall | None:
     """Return the call that is about to be sent; None where it is none, or another makes its span."""
-    if recorder is None or any(scope.call is not None for scope in scopes_around()) or not client._use_aiohttp():
+    if recorder is None or not client._use_aiohttp():
         return None
     with recorder.guard(PLUGIN):
         path = urlsplit(request.url).path
         data = request.data if isinstance(request.data, Mapping) else orjson.loads(request.data or b"{}")
         dialect = dialect_of(path, data)
         if dialect is None:
+            return None
+        around = next((scope.call for scope in scopes_around() if scope.call is not None), None)
+        if isinstance(around, OtherCall):
+            around.is_reroutable()
+        if around is not None:
             return None
         caller = caller_in(settled())
         prompted = dialect.prompted(data, lambda body: with_prompts(body, caller.path, caller.attempt))
