@@ -117,10 +117,10 @@ def _messages(given: Fields, untranslated: dict[str, Json]) -> Iterator[dict[str
     texts, thoughts = _texts(given, untranslated, of_tool=role == "tool")
     if role == "assistant":
         plan = given.take("tool_plan")
-        calls = [
-            as_call(call.get("id"), (call.get("function") or {}).get("name"), call["function"].get("arguments"))
-            for call in objects(given.take("tool_calls"))
-        ]
+        calls = []
+        for call in objects(given.take("tool_calls")):
+            function = call.get("function") or {}
+            calls.append(as_call(call.get("id"), function.get("name"), function.get("arguments")))
         given.take("citations")  # where an earlier answer's words were from
         yield assistant_message("".join([*([plan] if plan else ()), *texts]), "".join(thoughts), calls)
     elif role == "tool":

@@ -155,7 +155,7 @@ class CallIds:
         return fits[0][1]
 
 
-def as_call(call_id: str, name: Json, arguments: Any) -> dict[str, Json]:
+def as_call(call_id: Json, name: Json, arguments: Any) -> dict[str, Json]:
     """Return a tool call of a chat completion; arguments that are data become JSON text."""
     text = arguments if isinstance(arguments, str) else orjson.dumps(arguments or {}).decode()
     return tool_call(call_id, name, text)

@@ -95,9 +95,8 @@ class Gemini:
             completion["id"] = response_id
         completion["choices"] = [{"index": index, **choices[index].choice()} for index in sorted(choices)]
         counts = known.get("usageMetadata") or {}
-        answered = [counts.get(name) for name in ("candidatesTokenCount", "thoughtsTokenCount")]
-        told = sum(answered, start=0) if None not in answered else next((n for n in answered if n is not None), None)
-        if usage := usage_of(counts.get("promptTokenCount"), told):
+        answered = [n for name in ("candidatesTokenCount", "thoughtsTokenCount") if (n := counts.get(name)) is not None]
+        if usage := usage_of(counts.get("promptTokenCount"), sum(answered) if answered else None):
             completion["usage"] = usage
         return completion | {name: known[name] for name in ("promptFeedback", "error") if name in known}
 
