@@ -110,6 +110,16 @@ CLIENTS = {  # what asks the gateway, in environments of their own: litellm want
     "openai-1": ["openai>=1.60,<2"],
     "openai-2": ["openai>=2,<3", "litellm", "mcp", "anthropic", "langchain-anthropic"],
     "openai-3": ["openai>=3,<4", "anthropic", "langchain-openai"],
+    # What asks in a form of its own; google-genai sends asynchronous calls with aiohttp where it is there.
+    "vendors": [
+        "google-genai",
+        "ollama",
+        "cohere",
+        "aiohttp",
+        "langchain>=1",
+        "langchain-ollama",
+        "langchain-google-genai",
+    ],
     "npm": [],
 }
 
@@ -119,8 +129,9 @@ CLIENTS = {  # what asks the gateway, in environments of their own: litellm want
 def clients(session: nox.Session, leg: str) -> None:
     """Ask the gateway with the official clients of several versions and languages."""
     session.install("-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"), *CLIENTS[leg], *TEST)
-    if "litellm" in CLIENTS[leg]:
-        session.install("-e", str(ROOT / "plugins" / "openai"))
+    plugins = {"openai-2": ["openai"], "vendors": ["openai", "langchain"]}.get(leg, [])
+    if plugins:
+        session.install(*(part for name in plugins for part in ("-e", str(ROOT / "plugins" / name))))
     env = {}
     if leg == "npm":
         folder = session.create_tmp()

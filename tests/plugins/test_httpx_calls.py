@@ -147,6 +147,27 @@ def test_a_request_that_another_span_is_made_of_is_none_of_its_own(library, reco
     assert len(chats(recorder, sink)) == 2
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_call_that_a_framework_reports_goes_to_the_policy_where_its_agent_is_in_training(
+    library, at_once, recorder, sink
+):
+    with ScriptedServer() as policy, ScriptedServer() as far:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",), model="tuned")
+        with use_attempt(attempt):
+            for name in ("writer", "checker"):
+                with agent(name):
+                    OtherCall(recorder, "lightning_x", "x", lambda: BODY).called(
+                        lambda: ask(library, far.url, at_once=at_once), lambda body: body
+                    )
+    tuned, left = chats(recorder, sink)
+    assert [(span.agent, span.attributes.get(names.REROUTED)) for span in (tuned, left)] == [
+        ("writer", True), ("checker", None),
+    ]  # fmt: skip
+    (request,) = policy.requests
+    assert request.headers["traceparent"] == f"00-{tuned.trace_id}-{tuned.span_id}-01"
+    assert len(far.requests) == 1
+
+
 def test_what_is_no_model_call_or_can_not_be_read_is_sent_as_it_is_and_the_latter_counted(library, recorder, sink):
     sent = []
 

@@ -57,8 +57,8 @@ def by_urllib(url):
 WAYS = {"httpx": by_httpx, "httpx2": by_httpx2, "requests": by_requests, "aiohttp": by_aiohttp, "urllib": by_urllib}
 
 
-# httpx is followed where the path is one of OpenAI's or Anthropic's.
-PATHS = dict.fromkeys(["httpx", "httpx2"], "/api/chat")
+# httpx is followed where the path is one of OpenAI's, Anthropic's, Gemini's, Ollama's or Cohere's.
+PATHS = dict.fromkeys(["httpx", "httpx2"], "/model/far/converse")
 
 
 def told(caplog):

@@ -2,10 +2,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, FRAMEWORK, INPUT_TOKENS, OUTPUT_TOKENS, Span
+from lightning_spans.schema.spans import (
+    CHAT,
+    EXECUTE_TOOL,
+    FRAMEWORK,
+    INPUT_TOKENS,
+    OUTPUT_TOKENS,
+    REROUTABLE,
+    Span,
+)
 from lightning_trainer.report.agents import nothing_captured, overview
 
 
@@ -100,6 +110,12 @@ def test_an_agent_whose_model_is_reached_without_the_openai_client_is_not_traine
     [row] = overview([trace((CHAT, "writer", ELSEWHERE), rewards={None: 1.0})], None)
     assert not row.trained
     assert row.why.startswith("no tokens: langchain reaches x without the openai client.")
+
+
+@pytest.mark.parametrize("told", [{FRAMEWORK: "httpx"}, {FRAMEWORK: "langchain", REROUTABLE: True}])
+def test_an_agent_whose_models_client_is_followed_is_trained(told) -> None:
+    [row] = overview([trace((CHAT, "writer", {"attributes": told}), rewards={None: 1.0})], None)
+    assert row.trained, row.why
 
 
 def test_an_agent_some_of_whose_calls_have_no_tokens_says_how_many() -> None:

@@ -94,6 +94,6 @@ def lines(counts: Mapping[str, int]) -> list[str]:
     return [
         f"{number} {'call' if number == 1 else 'calls'} to {where} {'was' if number == 1 else 'were'} not recorded: no"
         " client that is followed made them, so they have no agent, and can't be trained. Use an OpenAI-compatible"
-        " client, Anthropic's or LiteLLM for them."
+        " client, LiteLLM, or Anthropic's, Gemini's, Ollama's or Cohere's own over httpx for them."
         for where, number in sorted(counts.items())
     ]

@@ -49,6 +49,7 @@ ERROR_TYPE: Final = "error.type"
 SERVER_ADDRESS: Final = "server.address"
 
 FRAMEWORK: Final = "lightning.framework"
+REROUTABLE: Final = "lightning.reroutable"  # a framework reports the call, and it would go to a policy of its agent's
 ROLLOUT_ID: Final = "lightning.rollout.id"
 ATTEMPT_ID: Final = "lightning.attempt.id"
 ORIGIN: Final = "lightning.origin"  # left out where it is "training"

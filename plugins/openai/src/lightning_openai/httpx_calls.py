@@ -1,8 +1,9 @@
 """Model calls that a program sends with httpx itself, or with a client that does: Anthropic's, Mistral's, Groq's, ...
 
 They are followed where httpx sends a request, if nothing else makes their span and the path is one of OpenAI's or
-Anthropic's. Each try is a request of its own, and so a span. The calls of agents in training are sent to the gateway,
-with nothing of the user's but the body, the time limits and what says in which form it is.
+Anthropic's; `foreign` knows those of others. Each try is a request of its own, and so a span. The calls of agents in
+training are sent to the gateway, with nothing of the user's but the body, the time limits and what says in which form
+it is.
 """
 
 from __future__ import annotations
@@ -28,33 +29,19 @@ from lightning_spans.chat.stream import put_together
 from lightning_spans.record.instrument.scope import current_scope
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.record.recorder import log_failure
-from lightning_spans.record.unrecorded import is_model_call
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
+    from lightning_spans.schema.attempts import Attempt
     from lightning_spans.schema.spans import Json
 
 _KEPT: Final = ("content-type", "accept", "user-agent", "anthropic-version", "anthropic-beta")  # to the gateway
 
 
-def begun(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:
-    """Begin the span of a request that is about to be sent; None where it is no call of a model that can be read."""
-    try:
-        endpoint = _endpoint(request)
-        body = None if endpoint is None else _parsed(getattr(request, "_content", None))
-        if endpoint is None or body is None:
-            return None
-        return HttpxCall(recorder, client, request, endpoint, body)
-    except Exception as error:  # noqa: BLE001 - logged
-        log_failure(PLUGIN, error)
-        return None
-
-
-def _endpoint(request: Any) -> str | None:
+def endpoint_asked(request: Any) -> str | None:
+    """Return the endpoint of a request that looks like a model's; None where it is none of OpenAI's or Anthropic's."""
     path = request.url.path
-    if not is_model_call(request.method, path):
-        return None
     return MESSAGES if path.rstrip("/").endswith(MESSAGES) else endpoint_of(request.method, path)
 
 
@@ -81,7 +68,7 @@ class HttpxCall:
         context = None if scope is None else scope.call_begins()
         facts: dict[str, Json] = {
             names.FRAMEWORK: self._library.__name__,
-            names.PROVIDER: "anthropic" if self._endpoint == MESSAGES else None,
+            names.PROVIDER: self._provider,
             names.ENDPOINT: self._endpoint,
             names.STREAMED: bool(self._body.get("stream")),
             names.SERVER_ADDRESS: self._request.url.host,
@@ -92,6 +79,14 @@ class HttpxCall:
             scope.call_began()
         return span
 
+    @property
+    def _provider(self) -> str | None:
+        return "anthropic" if self._endpoint == MESSAGES else None
+
+    def refused(self) -> Any:
+        """Return the answer to a call that is not to be sent at all; None: it is."""
+        return None
+
     def sent_by(self) -> tuple[Any, Any]:
         """Return the client and the request that send the call: to the gateway where its agent is in training.
 
@@ -99,20 +94,28 @@ class HttpxCall:
         """
         span, attempt = self.span, self.span.attempt
         try:
-            prompted = with_prompts(self._body, span.path, attempt)
-            if prompted is not None:
-                self._body = prompted
-                self._request = self._other(self._request.url, self._request.headers, prompted)
+            self._with_prompts(attempt)
             self._request.headers.setdefault("traceparent", span.traceparent)
             trained = self._recorder.reroutes(span)
-            if attempt is None or attempt.endpoint is None or not (trained or attempt.replay is not None):
+            if attempt is None or attempt.endpoint is None or not self._is_sent_there(attempt, trained=trained):
                 return self._client, self._request
             return self._rerouted(f"{attempt.endpoint}/v1{self._endpoint}", attempt, trained=trained)
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, span)
             return self._client, self._request
 
-    def _rerouted(self, url: str, attempt: Any, *, trained: bool) -> tuple[Any, Any]:
+    def _with_prompts(self, attempt: Attempt | None) -> None:
+        """Put the agent's other prompt into the request, where there is one for it."""
+        prompted = with_prompts(self._body, self.span.path, attempt)
+        if prompted is not None:
+            self._body = prompted
+            self._request = self._other(self._request.url, self._request.headers, prompted)
+
+    def _is_sent_there(self, attempt: Attempt, *, trained: bool) -> bool:
+        """Whether the call goes to the gateway."""
+        return trained or attempt.replay is not None
+
+    def _rerouted(self, url: str, attempt: Attempt, *, trained: bool) -> tuple[Any, Any]:
         span = self.span
         body = {**self._body, "model": attempt.model} if trained else self._body
         headers = {name: value for name, value in self._request.headers.items() if name.lower() in _KEPT}
@@ -145,10 +148,14 @@ class HttpxCall:
         """The client and the request of the program."""
         return self._client, self._request
 
-    def responded(self, response: Any) -> None:
-        """Take the answer; end the span if it is there as a whole."""
+    def reads_first(self, response: Any) -> bool:  # noqa: ARG002 - its subclass looks at it
+        """Whether a response is to be read before it is taken."""
+        return False
+
+    def responded(self, response: Any) -> Any:
+        """Take the answer; end the span if it is there as a whole. Return what the program is given."""
         if self.span.end_ns is not None:  # recording stopped meanwhile
-            return
+            return response
         try:
             self._status = response.status_code
             self._events = response.headers.get("content-type", "").startswith("text/event-stream")
@@ -159,6 +166,7 @@ class HttpxCall:
                 self._recorded = record_body(response, self)
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, self.span)
+        return response
 
     def failed(self, error: BaseException) -> None:
         """End the span of a call that raised."""
@@ -210,24 +218,29 @@ class HttpxCall:
     def _told(self, *, left: bool) -> None:
         """Add what request and answer say."""
         told = self.span.attributes
-        told[names.REQUEST] = self._asked.decode()
+        told[names.REQUEST] = self._request_text()
         if self._recorded is None:
             if self.span.status == "ok":
                 told[names.ABANDONED] = True  # recording stopped before the answer came
             return
-        text = body_of(self._recorded, self._chunks)
-        if self._events:
-            found = read_events(text)
-            response = self._put_together(found.found)
-            whole = self._to_end or found.done or is_whole(self._endpoint, response)
-            text = "" if response is None else orjson.dumps(response).decode()
-        else:
-            response, whole = _parsed(text), self._to_end
+        text, response, whole = self._read_answer(body_of(self._recorded, self._chunks))
         if left and not whole:
             told[names.ABANDONED] = True
         if text:
             told[names.RESPONSE] = text
         told.update(response_attributes(self._endpoint, response or {}))
+
+    def _request_text(self) -> str:
+        return self._asked.decode()
+
+    def _read_answer(self, text: str) -> tuple[str, Mapping[str, Json] | None, bool]:
+        """Return an answer as text and as data, and whether it is whole."""
+        if not self._events:
+            return text, parsed(text), self._to_end
+        found = read_events(text)
+        response = self._put_together(found.found)
+        whole = self._to_end or found.done or is_whole(self._endpoint, response)
+        return "" if response is None else orjson.dumps(response).decode(), response, whole
 
     def _put_together(self, events: list[dict[str, Json]]) -> dict[str, Json] | None:
         if self._endpoint == MESSAGES:
@@ -241,9 +254,10 @@ def _library(client: Any) -> ModuleType:
     return next(sys.modules[root] for root in roots if root in {"httpx", "httpx2"})
 
 
-def _parsed(content: Any) -> dict[str, Json] | None:
+def parsed(content: Any) -> dict[str, Json] | None:
+    """Return a JSON object; None where it is none."""
     try:
-        parsed = orjson.loads(content or b"")
+        found = orjson.loads(content or b"")
     except (orjson.JSONDecodeError, TypeError):
         return None
-    return parsed if isinstance(parsed, dict) else None
+    return found if isinstance(found, dict) else None

@@ -8,11 +8,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from lightning_openai.call import PLUGIN
+from lightning_openai.caller import caller_in
 from lightning_openai.collected import note_loop
-from lightning_openai.httpx_calls import HttpxCall, begun
+from lightning_openai.foreign.begin import begun
 from lightning_spans.record.instrument.http_calls import look
+from lightning_spans.record.instrument.scope import place_of_call, scopes_around
+from lightning_spans.record.recorder import log_failure
+from lightning_spans.record.unrecorded import is_model_call
 
 if TYPE_CHECKING:
+    from lightning_openai.httpx_calls import HttpxCall
     from lightning_spans.hooks import Recorder
 
 # Whether a client is sending: what is under it sends the same request.
@@ -30,6 +36,7 @@ class HttpxSends:
     Args:
         recorder: gives who is to be told; None: nobody now.
         recorded: whether what is sent here and now is part of a call that makes a span, or that was counted.
+        by_openai: whether that is a call of the openai client.
         name: names the span of that call in the request of a client.
     """
 
@@ -37,10 +44,12 @@ class HttpxSends:
         self,
         recorder: Callable[[], Recorder | None],
         recorded: Callable[[], bool],
+        by_openai: Callable[[], bool],
         name: Callable[[Any, Any], None],
     ) -> None:
         self._recorder = recorder
         self._recorded = recorded
+        self._by_openai = by_openai
         self._name = name
 
     def places(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -54,21 +63,40 @@ class HttpxSends:
     def _begin(self, client: Any, request: Any) -> HttpxCall | None:
         """Begin the span of a request that nothing else makes one of; None: it is sent as it is, perhaps counted."""
         recorder = self._recorder()
-        call = None if recorder is None or self._recorded() else begun(recorder, client, request)
+        call = None
+        if recorder is not None and (not self._recorded() or self._takes_over(recorder, request)):
+            call = begun(recorder, client, request)
         if call is None:
             self._name(client, request)
             look(self._recorded, request.method, lambda: (request.url.netloc.decode(), request.url.path))
         return call
 
+    def _takes_over(self, recorder: Recorder, request: Any) -> bool:
+        """Whether a call that a framework reports is one for a policy, so that its span is made here."""
+        try:
+            if is_sending() or self._by_openai() or not is_model_call(request.method, request.url.path):
+                return False
+            if any(scope.call is not None and scope.call.named for scope in scopes_around()):
+                return False
+            attempt = caller_in(place_of_call()).goes_to(recorder)
+            return attempt is not None and not str(request.url).startswith(f"{attempt.endpoint}/")
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(PLUGIN, error)
+            return False
+
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def follow(call: HttpxCall, client: Any, options: dict[str, Any]) -> Any:
+            refused = call.refused()
+            if refused is not None:
+                return refused
             sender, asked = call.sent_by()
             response = original(sender, asked, **_options(options, own=sender is client))
             if call.sent_on(response):
                 response.close()
                 response = original(*call.own, **options)
-            call.responded(response)
-            return response
+            if call.reads_first(response):
+                response.read()
+            return call.responded(response)
 
         def send(client: Any, request: Any, **options: Any) -> Any:
             if self._recorder() is None:
@@ -89,13 +117,17 @@ class HttpxSends:
 
     def _wrap_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
         async def follow(call: HttpxCall, client: Any, options: dict[str, Any]) -> Any:
+            refused = call.refused()
+            if refused is not None:
+                return refused
             sender, asked = call.sent_by()
             response = await original(sender, asked, **_options(options, own=sender is client))
             if call.sent_on(response):
                 await response.aclose()
                 response = await original(*call.own, **options)
-            call.responded(response)
-            return response
+            if call.reads_first(response):
+                await response.aread()
+            return call.responded(response)
 
         async def send(client: Any, request: Any, **options: Any) -> Any:
             note_loop(client)

@@ -15,14 +15,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_openai.abandoned import abandoned
+from lightning_openai.caller import caller_in
 from lightning_openai.other_clients import OtherCall
 from lightning_openai.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
-from lightning_spans.record.context import current_agent, current_attempt, entered
+from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.imports import when_imported
 from lightning_spans.record.instrument.patches import Undo
 from lightning_spans.record.instrument.scope import place_of_call, scoped
-from lightning_spans.record.recorder import standing
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import Json
@@ -106,14 +106,6 @@ def _put(cell: Any, function: Any) -> Callable[[], None]:
     return undo
 
 
-class _LitellmCaller(NamedTuple):
-    """Who calls."""
-
-    agent: str | None
-    path: str | None
-    attempt: Attempt | None
-
-
 class _Function(NamedTuple):
     """One of LiteLLM's functions."""
 
@@ -140,13 +132,11 @@ class _Function(NamedTuple):
             else:
                 given[name] = value
         context = place_of_call()
-        agent = current_agent(context)
-        path = None if agent is None else standing(agent, context)
-        caller = _LitellmCaller(agent, path, current_attempt(context))
+        caller = caller_in(context)
         provider, model = _provider(given)
-        rerouted = caller.attempt is not None and recorder.reroutes(caller)
-        if rerouted and caller.attempt is not None:
-            model, given = caller.attempt.model, self._rerouted(given, caller.attempt)
+        attempt = caller.goes_to(recorder)
+        if attempt is not None:
+            model, given = attempt.model, self._rerouted(given, attempt)
         body = {"model": model, **{name: given[name] for name in given if name in _BODY and given[name] is not None}}
         if isinstance(body.get("messages"), list):
             body["messages"] = list(body["messages"])
@@ -159,7 +149,7 @@ class _Function(NamedTuple):
             streamed=bool(given.get("stream")),
             endpoint=self.endpoint,
             place=lambda: context,
-            known={names.REROUTED: True} if rerouted else {},
+            known={} if attempt is None else {names.REROUTED: True},
         )
         return call, given
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import orjson
 
 from lightning_openai.attributes import request_attributes, response_attributes
+from lightning_openai.foreign.begin import is_followed
 from lightning_openai.reroute import agent_header
 from lightning_spans.record.context import current, current_attempt, entered, entered_iteration, entered_steps, settled
 from lightning_spans.record.instrument.scope import Scope, scoped, scopes_around
@@ -108,7 +109,7 @@ class OtherCall:
         self._plugin = plugin
         self._framework = framework
         self._endpoint = endpoint
-        self._known = {
+        self._known: dict[str, Json] = {
             names.FRAMEWORK: framework,
             names.PROVIDER: provider,
             names.STREAMED: streamed,
@@ -234,9 +235,15 @@ class OtherCall:
             self._request = self._ask()
         return self._request
 
+    def is_reroutable(self) -> None:
+        """Note that the call is sent in a way that would be led to a policy."""
+        self._known[names.REROUTABLE] = True
+
     def name(self, request: Any) -> None:
         """Name the span in a request to the gateway of its attempt; any other is left as it is."""
         with self._recorder.guard(self._plugin, self._span):
+            if is_followed(request):
+                self.is_reroutable()
             attempt = current_attempt(self._outer)
             if attempt is None or not attempt.endpoint or not str(request.url).startswith(f"{attempt.endpoint}/"):
                 return

@@ -19,12 +19,12 @@ from openai._base_client import AsyncAPIClient, AsyncHttpxClientWrapper, SyncAPI
 from openai._streaming import AsyncStream, Stream
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
-from lightning_openai import reroute
+from lightning_openai import litellm_calls, reroute
 from lightning_openai.abandoned import abandoned
 from lightning_openai.call import PLUGIN, ModelCall, endpoint_of
 from lightning_openai.collected import wrap_del
+from lightning_openai.foreign import google_aiohttp
 from lightning_openai.httpx_sends import HttpxSends, is_sending
-from lightning_openai.litellm_calls import follow
 from lightning_openai.other_clients import mark
 from lightning_openai.unfinished import unfinished
 from lightning_spans.record.instrument.http_calls import watch
@@ -57,7 +57,8 @@ def bind(recorder: Recorder) -> Callable[[], None]:
                 _undo_patches.add(put(owner, name, wrap))
             _undo_patches.add(replace(BaseInstrumentor, "uninstrument", _wrap_uninstrument))
             _undo_patches.add(watch(_is_recorded))
-            _undo_patches.add(follow(lambda: _recorders[-1] if _recorders else None))
+            for follow in (litellm_calls.follow, google_aiohttp.follow):
+                _undo_patches.add(follow(lambda: _recorders[-1] if _recorders else None))
             abandoned.start()
             atexit.register(_end_unfinished)
         _recorders.append(recorder)
@@ -323,10 +324,15 @@ def _name(client: Any, request: Any) -> None:
 
 def _is_recorded() -> bool:
     """Whether what is sent here and now is part of a call that makes a span, or of a request that was counted."""
-    return _current.get() is not None or is_sending() or any(scope.call is not None for scope in scopes_around())
+    return _is_by_openai() or is_sending() or any(scope.call is not None for scope in scopes_around())
 
 
-_httpx: Final = HttpxSends(lambda: _recorders[-1] if _recorders else None, _is_recorded, _name)
+def _is_by_openai() -> bool:
+    """Whether what is sent here and now is part of a call of the openai client's."""
+    return _current.get() is not None
+
+
+_httpx: Final = HttpxSends(lambda: _recorders[-1] if _recorders else None, _is_recorded, _is_by_openai, _name)
 _PATCHES: Final = (
     (SyncAPIClient, "request", _wrap_request),
     (AsyncAPIClient, "request", _wrap_async_request),

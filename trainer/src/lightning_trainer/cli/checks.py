@@ -22,7 +22,8 @@ FRAMEWORKS: Final = (
     "pydantic-ai-slim", "google-adk", "llama-index-core", "dspy", "strands-agents", "agno", "smolagents",
     "haystack-ai",
 )  # fmt: skip
-ELSEWHERE: Final = ("anthropic", "google-genai", "ollama", "litellm", "boto3")  # clients that are not openai's
+FOLLOWED: Final = ("anthropic", "google-genai", "ollama", "cohere", "litellm")  # clients that are not openai's
+ELSEWHERE: Final = ("boto3",)  # likewise, of whose calls only frameworks tell
 TRAINING: Final = ("torch", "transformers", "peft", "safetensors")
 
 
@@ -120,6 +121,9 @@ class _Nowhere:
 
 def _elsewhere() -> Iterator[Check]:
     """Say of clients that are there what becomes of calls that are made with them."""
+    for name in FOLLOWED:
+        if (found := _version(name)) is not None:
+            yield Check(f"client {name}", "ok", f"{found}; its calls are recorded, and go to the policy in training")
     for name in ELSEWHERE:
         if (found := _version(name)) is not None:
             yield Check(

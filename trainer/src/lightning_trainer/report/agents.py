@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_spans.chat.body import tool_calls
 from lightning_spans.schema.agents import earns, label, name_of, selects, unheard
 from lightning_spans.schema.calls import LEFT_OUT
-from lightning_spans.schema.spans import FRAMEWORK
+from lightning_spans.schema.spans import FRAMEWORK, REROUTABLE
 from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
 
-_REACHED: Final = {None, "openai", "litellm"}  # what reports calls that are rerouted in training, by its own hook
+# What reports calls that are rerouted in training, by its own hook.
+_REACHED: Final = {None, "openai", "litellm", "httpx", "httpx2", "google-genai"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,8 @@ def _count_call(count: _Count, node: Node) -> None:
         count.asked.update(call.name for choice in node.call.choices for call in tool_calls(choice.message))
         count.left_out.update(_names_of(node.call.sampling.get(LEFT_OUT)))
     framework = node.span.attributes.get(FRAMEWORK)
-    if framework not in _REACHED and node.call is None:
+    reached = framework in _REACHED or node.span.attributes.get(REROUTABLE)
+    if not reached and node.call is None:
         count.elsewhere[f"{framework} reaches {node.span.name}"] += 1
 
 

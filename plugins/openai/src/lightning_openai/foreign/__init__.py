@@ -1,0 +1,1 @@
+"""Calls of models in vendors' own forms (Gemini's, Ollama's, Cohere's): recorded and asked as chat completions."""

@@ -1,0 +1,137 @@
+"""Answers of the gateway as responses of httpx in a vendor's form, and recorded ones of a vendor cut into objects."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import orjson
+
+from lightning_openai.events import read_events
+from lightning_openai.foreign.dialect import Dialect
+from lightning_spans.chat.stream import EventReader
+from lightning_spans.schema.spans import Json
+
+
+def parts_of(text: str, content_type: str) -> list[dict[str, Json]]:
+    """Return the objects of an answer as it was recorded, which may be cut anywhere: of a stream, those that are whole.
+
+    Args:
+        text: events, lines of JSON, or one JSON text: an object, or a list of them.
+        content_type: says which.
+    """
+    if content_type.startswith("text/event-stream"):
+        return read_events(text).found
+    found: list[dict[str, Json]] = []
+    for piece in text.splitlines() if "ndjson" in content_type else [text]:
+        try:
+            parsed = orjson.loads(piece)
+        except orjson.JSONDecodeError:
+            continue
+        found += [item for item in (parsed if isinstance(parsed, list) else [parsed]) if isinstance(item, dict)]
+    return found
+
+
+class Answers:
+    """Makes responses.
+
+    Args:
+        dialect: the form.
+        library: httpx or httpx2.
+        request: of the program, which the responses are to.
+    """
+
+    def __init__(self, dialect: Dialect, library: ModuleType, request: Any) -> None:
+        self._dialect, self._library, self._request = dialect, library, request
+
+    def refusal(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> Any:
+        """Return an error."""
+        return self._of(status, orjson.dumps(self._dialect.error(status, message)), "application/json", headers)
+
+    def of(self, response: Any) -> Any:
+        """Return a response of the gateway in this form; one that is read already, or a stream, which is read then."""
+        status = response.status_code
+        streamed = response.headers.get("content-type", "").startswith("text/event-stream")
+        if status >= 400:
+            kept = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
+            return self.refusal(status, _message(response), kept)
+        if not response.is_stream_consumed:
+            stream = _class_for(self._library)(response, _Reader(self._dialect))
+            return self._library.Response(status, headers=self._type(), stream=stream, request=self._request)
+        if streamed:
+            reader = _Reader(self._dialect)
+            return self._of(status, reader.feed(response.content) + reader.end(), self._dialect.content_type)
+        return self._of(status, orjson.dumps(self._dialect.answer(response.json())), "application/json")
+
+    def _of(self, status: int, content: bytes, kind: str, headers: Mapping[str, str] | None = None) -> Any:
+        told = {"content-type": kind, **(headers or {})}
+        return self._library.Response(status, headers=told, content=content, request=self._request)
+
+    def _type(self) -> dict[str, str]:
+        return {"content-type": self._dialect.content_type}
+
+
+def _message(response: Any) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return str(response.text)
+
+
+class _Reader:
+    """Turns the bytes of a streamed chat completion into those of a streamed answer."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._cut = EventReader()
+        self._said = dialect.stream()
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take bytes as they come."""
+        made: list[bytes] = []
+        for data in self._cut.feed(piece):
+            chunk = orjson.loads(data)
+            if chunk.get("error"):
+                made.append(self._dialect.framed(self._dialect.error(500, str(chunk["error"].get("message")))))
+            else:
+                made += [self._dialect.framed(event) for event in self._said.feed(chunk)]
+        return b"".join(made)
+
+    def end(self) -> bytes:
+        """Return what the end of the stream tells."""
+        return b"".join([self._dialect.framed(event) for event in self._said.end()])
+
+
+class _TranslatedStream:
+    """Stands in for the stream of a response: reads the gateway's as it is read."""
+
+    def __init__(self, response: Any, reader: _Reader) -> None:
+        self._response, self._reader = response, reader
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in self._response.iter_bytes():
+            if made := self._reader.feed(piece):
+                yield made
+        if made := self._reader.end():
+            yield made
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in self._response.aiter_bytes():
+            if made := self._reader.feed(piece):
+                yield made
+        if made := self._reader.end():
+            yield made
+
+    def close(self) -> None:
+        self._response.close()
+
+    async def aclose(self) -> None:
+        await self._response.aclose()
+
+
+@functools.cache
+def _class_for(library: ModuleType) -> type[_TranslatedStream]:
+    bases = (_TranslatedStream, library.SyncByteStream, library.AsyncByteStream)
+    return type("TranslatedStream", bases, {})

@@ -1,0 +1,41 @@
+"""Whose form a request of httpx is in, and so what follows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_openai.call import PLUGIN
+from lightning_openai.foreign.call import ForeignCall
+from lightning_openai.foreign.known import dialect_of
+from lightning_openai.httpx_calls import HttpxCall, endpoint_asked, parsed
+from lightning_spans.record.recorder import log_failure
+from lightning_spans.record.unrecorded import is_model_call
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+
+def is_followed(request: Any) -> bool:
+    """Whether a request is a call of a model that can be read, and so be led to a policy."""
+    path = request.url.path
+    if not is_model_call(request.method, path):
+        return False
+    body = parsed(getattr(request, "_content", None))
+    return body is not None and (endpoint_asked(request) is not None or dialect_of(path, body) is not None)
+
+
+def begun(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:
+    """Begin the span of a request that is about to be sent; None where it is no call of a model that can be read."""
+    try:
+        path = request.url.path
+        body = parsed(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
+        if body is None:
+            return None
+        endpoint = endpoint_asked(request)
+        if endpoint is not None:
+            return HttpxCall(recorder, client, request, endpoint, body)
+        dialect = dialect_of(path, body)
+        return None if dialect is None else ForeignCall(recorder, client, request, dialect, body)
+    except Exception as error:  # noqa: BLE001 - logged
+        log_failure(PLUGIN, error)
+        return None

@@ -1,0 +1,116 @@
+"""A model call in a vendor's own form: recorded as the chat completion that it amounts to, and asked as one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from lightning_openai.call import PLUGIN
+from lightning_openai.events import is_whole
+from lightning_openai.foreign.answers import Answers, parts_of
+from lightning_openai.foreign.dialect import CHAT, Dialect
+from lightning_openai.httpx_calls import HttpxCall
+from lightning_openai.recorded_body import RecordedBody
+from lightning_spans.record.prompts import with_prompts
+from lightning_spans.record.recorder import log_failure
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+    from lightning_spans.schema.attempts import Attempt
+    from lightning_spans.schema.spans import Json
+
+logger = logging.getLogger("lightning_spans")
+_told: Final[set[tuple[str, str]]] = set()  # what was left out, by provider and field
+
+
+class ForeignCall(HttpxCall):
+    """One request in a vendor's form, until its answer has been read."""
+
+    def __init__(
+        self, recorder: Recorder, client: Any, request: Any, dialect: Dialect, body: Mapping[str, Json]
+    ) -> None:
+        self._dialect = dialect
+        self._own_body = body
+        self._translated = dialect.read(request.url.path.rstrip("/"), body)
+        self._content_type = ""
+        super().__init__(recorder, client, request, CHAT, self._translated.body)
+        self._answers = Answers(dialect, self._library, request)
+
+    @property
+    def _provider(self) -> str | None:
+        return self._dialect.provider
+
+    def _with_prompts(self, attempt: Attempt | None) -> None:
+        path = self.span.path
+        prompted = self._dialect.prompted(self._own_body, lambda body: with_prompts(body, path, attempt))
+        if prompted is not None:
+            self._own_body = prompted
+            self._translated = self._dialect.read(self._request.url.path.rstrip("/"), prompted)
+            self._body = self._translated.body
+            self._request = self._other(self._request.url, self._request.headers, prompted)
+
+    def _is_sent_there(self, attempt: Attempt, *, trained: bool) -> bool:
+        return trained or (attempt.replay is not None and not self._translated.untranslated)
+
+    def _rerouted(self, url: str, attempt: Attempt, *, trained: bool) -> tuple[Any, Any]:
+        if self._body.get("stream"):
+            self._body = {**self._body, "stream_options": {"include_usage": True}}
+        for name in self._translated.left_out:
+            if (self._dialect.provider, name) not in _told:
+                _told.add((self._dialect.provider, name))
+                logger.warning(
+                    "lightning: %s of a request in the form of %s is for the vendor's own server: it is left out where"
+                    " the policy answers.", name, self._dialect.provider,
+                )  # fmt: skip
+        return super()._rerouted(url, attempt, trained=trained)
+
+    def refused(self) -> Any:
+        """Return the answer to a call that is to go to the policy, which can't be asked it; None: it can be."""
+        span, attempt = self.span, self.span.attempt
+        wanted = self._translated.untranslated
+        if not wanted or attempt is None or attempt.endpoint is None or not self._recorder.reroutes(span):
+            return None
+        response = self._answers.refusal(
+            400,
+            f"lightning: {', '.join(wanted)}: agent {span.agent!r} is in training, and its policy is asked by chat"
+            f" completions, which can't say this of a request in the form of {self._dialect.provider}. Leave it out, or"
+            " train other agents.",
+        )
+        self._status, self._recorded, self._to_end = 400, RecordedBody([response.content]), True
+        self.end_left()
+        return response
+
+    def reads_first(self, response: Any) -> bool:
+        """Whether a response is to be read before it is taken: an error of the gateway's, which is said anew."""
+        return bool(self.span.attributes.get(names.REROUTED)) and response.status_code >= 400
+
+    def responded(self, response: Any) -> Any:
+        """See `HttpxCall`; an answer of the gateway's is said in the program's own form."""
+        rerouted = self.span.attributes.get(names.REROUTED)
+        self._content_type = response.headers.get("content-type", "")
+        response = super().responded(response)
+        if not rerouted:
+            return response
+        try:
+            return self._answers.of(response)
+        except Exception as error:  # noqa: BLE001 - logged
+            log_failure(PLUGIN, error, self.span)
+            return self._answers.refusal(502, f"lightning: the policy's answer can't be read: {error!r}")
+
+    def _request_text(self) -> str:
+        if self.span.attributes.get(names.REROUTED):
+            return super()._request_text()
+        return orjson.dumps(self._translated.recorded).decode()
+
+    def _read_answer(self, text: str) -> tuple[str, Mapping[str, Json] | None, bool]:
+        if self.span.attributes.get(names.REROUTED) or self._status >= 400:
+            return super()._read_answer(text)
+        parts = parts_of(text, self._content_type)
+        if not parts:
+            return text, None, self._to_end
+        response = self._dialect.completion(parts)
+        return orjson.dumps(response).decode(), response, self._to_end or is_whole(CHAT, response)

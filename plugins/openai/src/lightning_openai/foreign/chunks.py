@@ -1,0 +1,54 @@
+"""A streamed chat completion, taken chunk by chunk: text goes on at once, tool calls and counts when they are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_openai.foreign.dialect import objects
+from lightning_spans.chat.stream import Growing, message_of
+from lightning_spans.schema.spans import Json
+
+
+class ChoiceSoFar:
+    """One choice, as far as it came."""
+
+    def __init__(self) -> None:
+        self._message = Growing()
+        self.finish_reason: str | None = None
+
+    def add(self, choice: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Take its part of a chunk; return the delta."""
+        delta = choice.get("delta") or {}
+        self._message.add({name: value for name, value in delta.items() if name == "tool_calls"})
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        return delta
+
+    @property
+    def calls(self) -> list[Mapping[str, Json]]:
+        """The tools that it calls, whole."""
+        return objects(message_of(self._message).get("tool_calls"))
+
+
+class ChunkReader:
+    """What chunks have said.
+
+    Attributes:
+        head: what the last chunk says beside choices and counts: id and model.
+        usage: the counts; {} before they came.
+        choices: by index.
+    """
+
+    def __init__(self) -> None:
+        self.head: dict[str, Json] = {}
+        self.usage: Mapping[str, Json] = {}
+        self.choices: dict[int, ChoiceSoFar] = {}
+
+    def take(self, chunk: Mapping[str, Json]) -> list[tuple[int, Mapping[str, Json]]]:
+        """Take a chunk; return its deltas, each with the index of its choice."""
+        self.head |= {name: chunk[name] for name in ("id", "model", "created") if chunk.get(name) is not None}
+        self.usage = chunk.get("usage") or self.usage
+        deltas = []
+        for choice in objects(chunk.get("choices")):
+            index = choice.get("index") or 0
+            deltas.append((index, self.choices.setdefault(index, ChoiceSoFar()).add(choice)))
+        return deltas

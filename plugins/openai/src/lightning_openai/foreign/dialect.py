@@ -1,0 +1,213 @@
+"""What translates a vendor's own form of asking a model: its request to a chat completion, and the answer back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias
+
+import orjson
+
+from lightning_spans.chat.body import tool_call
+from lightning_spans.schema.spans import Json
+
+CHAT: Final = "/chat/completions"  # the endpoint of what is translated
+EFFORT: Final = "medium"  # of thinking that is only switched on, or has a budget, which no template knows
+Changed: TypeAlias = Callable[[Mapping[str, Json]], Mapping[str, Json] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRequest:
+    """A request in a vendor's form, as a chat completion asks for it.
+
+    Attributes:
+        body: of the chat completion.
+        untranslated: by the names of their fields, what no chat completion says.
+        left_out: likewise, what is for the vendor's own server or its bookkeeping, and changes no answer elsewhere.
+    """
+
+    body: dict[str, Json]
+    untranslated: Mapping[str, Json] = field(default_factory=dict)
+    left_out: Mapping[str, Json] = field(default_factory=dict)
+
+    @property
+    def recorded(self) -> dict[str, Json]:
+        """The body with what it does not say beside it."""
+        return {**self.body, **self.untranslated, **self.left_out}
+
+
+class AnswerStream(Protocol):
+    """Says a streamed chat completion in a vendor's form."""
+
+    def feed(self, chunk: Mapping[str, Json]) -> Iterable[Mapping[str, Json]]:
+        """Take a chunk; return the events that say it."""
+
+    def end(self) -> Iterable[Mapping[str, Json]]:
+        """Return the events at the end."""
+
+
+class Dialect(Protocol):
+    """A vendor's form.
+
+    Attributes:
+        provider: who speaks it, in the words of OpenTelemetry where they have one.
+        content_type: of a streamed answer.
+    """
+
+    provider: str
+    content_type: str
+
+    def knows(self, path: str, body: Mapping[str, Json]) -> bool:
+        """Whether a request is in this form."""
+
+    def read(self, path: str, body: Mapping[str, Json]) -> ForeignRequest:
+        """Translate a request."""
+
+    def prompted(self, body: Mapping[str, Json], changed: Changed) -> Mapping[str, Json] | None:
+        """Return a request with another system prompt, None where there is none: `changed` knows chat completions."""
+
+    def completion(self, parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+        """Return as a chat completion what was answered: one whole answer, or the events of a stream as far as read."""
+
+    def answer(self, completion: Mapping[str, Json]) -> Mapping[str, Json]:
+        """Translate a chat completion."""
+
+    def stream(self) -> AnswerStream:
+        """Begin to translate the chunks of one."""
+
+    def framed(self, event: Mapping[str, Json]) -> bytes:
+        """Return an event of a stream as it is sent."""
+
+    def error(self, status: int, message: str) -> Mapping[str, Json]:
+        """Return the body of an error."""
+
+
+class Fields:
+    """The fields of an object, taken one by one. What is left at the end was not translated.
+
+    Args:
+        given: the object; anything else has no fields, and is left as a whole.
+        where: its own name; "" for the body.
+        spelt: gives the usual spelling of a field's name.
+    """
+
+    def __init__(self, given: Any, where: str = "", spelt: Callable[[str], str] = str) -> None:
+        self._whole = None if given is None or isinstance(given, Mapping) else given
+        self._given = {spelt(name): value for name, value in given.items()} if isinstance(given, Mapping) else {}
+        self._where = where
+
+    def take(self, name: str) -> Any:
+        """Take a field; None where it is not given."""
+        return self._given.pop(name, None)
+
+    def renamed(self, names: Mapping[str, str]) -> dict[str, Json]:
+        """Take those of these that are given, under other names."""
+        return {new: value for old, new in names.items() if (value := self.take(old)) is not None}
+
+    def drop(self, names: Iterable[str]) -> dict[str, Json]:
+        """Take those of these that say anything, under the names that the request has for them."""
+        return {self.name(name): value for name in names if not _is_empty(value := self.take(name))}
+
+    def rest(self) -> dict[str, Json]:
+        """Return what nobody took and says anything."""
+        if self._whole is not None:
+            return {self._where: self._whole}
+        if not self._given:
+            return {}
+        return {self.name(name): value for name, value in self._given.items() if not _is_empty(value)}
+
+    def name(self, name: str) -> str:
+        """Return the name of a field as the whole request has it."""
+        return f"{self._where}.{name}" if self._where else name
+
+
+def _is_empty(value: Json) -> bool:
+    return value is None or value is False or value in ("", [], {})
+
+
+def objects(value: Any) -> list[Mapping[str, Json]]:
+    """Return the objects of a list; none where it is no list."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+class CallIds:
+    """Ids for tool calls where a form has none, and which of them a result answers: the first open one of its name."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[str, str]] = []
+        self._count = 0
+
+    def called(self, name: str, given: Json = None) -> str:
+        """Return the id of a call: the one given, else a new one."""
+        self._count += 1
+        call_id = given if isinstance(given, str) and given else f"call_{self._count}"
+        self._open.append((name, call_id))
+        return call_id
+
+    def answered(self, name: Json, given: Json = None) -> str:
+        """Return the id of the call that a result answers."""
+        fits = [
+            pair for pair in self._open if (pair[1] == given if given else pair[0] == name or not isinstance(name, str))
+        ]
+        if not fits:
+            return given if isinstance(given, str) and given else f"call_of_{name}"
+        self._open.remove(fits[0])
+        return fits[0][1]
+
+
+def as_call(call_id: Json, name: Json, arguments: Any) -> dict[str, Json]:
+    """Return a tool call of a chat completion; arguments that are data become JSON text."""
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments or {}).decode()
+    return tool_call(call_id, name, text)
+
+
+def arguments_of(call: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the arguments of a tool call as an object; those that are none stand in one under ``arguments``."""
+    text = (call.get("function") or {}).get("arguments") or "{}"
+    try:
+        data = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {"arguments": text}
+    return data if isinstance(data, dict) else {"arguments": data}
+
+
+def user_message(parts: Sequence[str]) -> dict[str, Json]:
+    """Return what a user said: one text, or several as parts."""
+    if len(parts) == 1:
+        return {"role": "user", "content": parts[0]}
+    return {"role": "user", "content": [{"type": "text", "text": text} for text in parts]}
+
+
+def assistant_message(text: str, thought: str, calls: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+    """Return what a model said."""
+    message: dict[str, Json] = {"role": "assistant", "content": text or (None if calls else "")}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = list(calls)
+    return message
+
+
+def thought_of(message: Mapping[str, Json]) -> str:
+    """Return the reasoning of a message or a delta, by either of its names."""
+    return message.get("reasoning_content") or message.get("reasoning") or ""
+
+
+def schema_format(schema: Json) -> dict[str, Json]:
+    """Return the `response_format` for a JSON schema; of None, for any JSON."""
+    if schema is None:
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}
+
+
+def usage_of(prompt: Json, answered: Json) -> dict[str, Json]:
+    """Return the token counts of a chat completion; {} where none are known."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": answered}
+    known = {name: int(count) for name, count in counts.items() if isinstance(count, (int, float))}
+    return {**known, "total_tokens": sum(known.values())} if known else {}
+
+
+def choices_of(completion: Mapping[str, Json]) -> Iterator[tuple[Mapping[str, Json], Json]]:
+    """Return the messages of a chat completion, each with its finish reason."""
+    for choice in objects(completion.get("choices")):
+        yield choice.get("message") or {}, choice.get("finish_reason")
