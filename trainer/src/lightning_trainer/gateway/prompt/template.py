@@ -68,7 +68,8 @@ class ChatFormat:
         """What stands around a call's name and arguments; None where the template does not show it."""
         if self.calls is None:
             return None
-        tokens = self._tokenizer.get_added_vocab()
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        tokens = {token.content: number for number, token in added.items()}
         found = frame_of(self._probed, self.calls, self._chosen[1], tokens, self.plain.controls)
         return found or (replace(HERMES, tokens=tokens) if self.calls.name == "hermes" else None)
 
