@@ -206,6 +206,26 @@ def test_what_a_format_can_not_be_held_to_is_refused_by_its_name(name, tools, sa
         answers.constrained(read_chat_request(body))
 
 
+@pytest.mark.parametrize("name", ["Llama 3.1", "Magistral", "Qwen3"])
+def test_an_answer_is_json_or_a_call_where_both_are_asked_for(name):
+    if name not in FAMILIES:
+        pytest.skip("trl's templates are not here")
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP["function"]["parameters"]}}
+    constraint = constraint_of("auto", TOOLS, shape, one_call=True)
+    if name == "Llama 3.1":
+        with pytest.raises(ValueError, match="begin alike"):
+            constraint.lark(chat_of(name).frame)
+        return
+    found = set()
+    for seed in range(12):
+        grammar = grammars_of(name).make(constraint.lark(chat_of(name).frame))
+        answer = chat_of(name).read(drawn(name, grammar, random.Random(seed)), TOOLS)
+        found.add(bool(answer.tool_calls))
+        if not answer.tool_calls:
+            jsonschema.validate(json.loads(answer.content), DEEP["function"]["parameters"])
+    assert found == {True, False}
+
+
 def test_a_format_that_the_template_does_not_write_is_refused_by_its_name():
     answers = Responder(tokenizer_of(FAMILIES["unknown"]), "deepseek-v3")
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "tool_choice": "required"}

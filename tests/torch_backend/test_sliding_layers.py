@@ -16,7 +16,9 @@ torch = pytest.importorskip("torch")
 
 from tiny import make_tiny_model
 
+from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchLearner
+from lightning_trainer.backends.torch.generate import step
 from lightning_trainer.backends.torch.learn.update import update
 from lightning_trainer.gateway.engine import Sampling
 from lightning_trainer.rl.losses import policy_loss, token_logprobs
@@ -152,3 +154,34 @@ def test_gradients_are_those_of_rows_forwarded_one_by_one(tmp_path: Path, name: 
         assert (ours[parameter] - gradient).abs().max() < 2e-4 * max(1.0, float(gradient.abs().max())), parameter
     if name == "GptOss":
         assert float(ours["model.layers.0.self_attn.sinks"].abs().max()) > 1e-4
+
+
+def test_a_window_that_is_not_kept_is_found_when_the_model_is_loaded(tmp_path: Path, monkeypatch) -> None:
+    """Though it is longer than what is tried then."""
+    folder = make_model(tmp_path / "model", "Mistral", sliding_window=500)
+    unlimited = step.hidden_own
+    monkeypatch.setattr(step, "hidden_own", lambda seen_RQ, length, _window: unlimited(seen_RQ, length, None))
+    with pytest.raises(ConfigError, match=r"mistral\): its logits differ"):
+        TorchLearner(folder, threads=1, dtype="float32")
+
+
+def test_gemma_3_with_a_part_for_images_is_run_on_text(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    folder = make_tiny_model(tmp_path / "model")
+    vision = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+        "patch_size": 14,
+    }  # fmt: skip
+    text = {**_COMMON, **MODELS["Gemma3"]}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=258)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    learner = TorchLearner(folder, threads=1, dtype="float32")
+    prompt = [token for token in prompts_of(0)[2] if token < 258]
+    tokens, logprobs = asyncio.run(drawn(learner.engine, prompt, max_tokens=40, seed=1, logit_bias={258: -100.0}))
+    assert logprobs == pytest.approx(plain_logprobs(model, prompt, tokens), abs=2e-4)
+    row = row_of(prompt, tokens, logprobs, 1.0)
+    (computed,) = learner.logprobs([row])
+    assert computed == pytest.approx(row.logprobs[row.mask], abs=2e-4)
+    learner.close()

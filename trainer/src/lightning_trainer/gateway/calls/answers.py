@@ -70,7 +70,7 @@ class Responder:
             Refusal: a call can't be forced in the model's format, or not with these schemas.
         """
         constraint, calls = request.constraint, self.chat.calls
-        if constraint is None or not constraint.tools or calls is None:
+        if constraint is None or not constraint.tools or calls is None or not self.chat.takes_tools:
             return request
         try:
             if (frame := self.chat.frame) is None:

@@ -43,6 +43,8 @@ class Constraint:
         calls = calls_lark(frame, self.tools, 1 if self.one_call else _MOST_CALLS)
         if self.schema is None:
             return f"start: calls\n{calls}"
+        if frame.begin.startswith("{"):  # of two rules that begin alike llguidance may follow one alone
+            raise ValueError("a call and JSON begin alike in it")
         return f"start: json | calls\njson: {json_lark(self.schema)}\n{calls}"
 
     def tag(self) -> dict[str, Any]:
