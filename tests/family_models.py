@@ -26,19 +26,26 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
     "Mistral": {"sliding_window": None},
     "Glm4": {"partial_rotary_factor": 0.5},
     "Gemma3": {
-        "sliding_window": 64,
+        "sliding_window": 32,
         "query_pre_attn_scalar": 32,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "GptOss": {
+    "Gemma4": {
         "sliding_window": 64,
+        "global_head_dim": 64,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "GptOss": {
+        "sliding_window": 32,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
-ONE_OF_EACH: Final = ("Qwen2.5", "Qwen3", "Llama 3.1", "Mistral v3", "GLM-4.5")
-SLIDING: Final = ("Gemma 4", "gpt-oss")  # some of their layers see a window only
+ONE_OF_EACH: Final = ("Qwen2.5", "Qwen3", "Llama 3.1", "Mistral v3", "GLM-4.5", "Gemma 3", "gpt-oss")
+REFUSED: Final = ("Gemma 4",)  # full layers have wider keys than sliding ones
 
 
 def make_family_model(folder: Path, family: Family, *, seed: int = 0) -> Path:
@@ -46,7 +53,7 @@ def make_family_model(folder: Path, family: Family, *, seed: int = 0) -> Path:
     import torch
     import transformers
 
-    name = {"Gemma3": "Gemma3Text"}.get(family.architecture, family.architecture)
+    name = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(family.architecture, family.architecture)
     tokenizer = tokenizer_of(family)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     settings = {**_COMMON, **_OWN[family.architecture], **ids, "pad_token_id": tokenizer.pad_token_id}

@@ -79,7 +79,7 @@ _OF_TRL: tuple[tuple[str, str, tuple[str, ...], str, str | None, str | None, tup
     ("gpt-oss", "gptoss", _HARMONY, "<|return|>", "harmony", "<|channel|>analysis<|message|>", ("<|call|>",), "GptOss"),
     ("GLM-4.5", "glm4moe", _GLM, "<|user|>", "glm", "<think>", ("<|observation|>",), "Glm4"),
     ("DeepSeek V3", "deepseekv3", _DEEPSEEK, "<｜end▁of▁sentence｜>", "deepseek-v3", "<think>", (), "Llama"),
-    ("Gemma 4", "gemma4_v5", _GEMMA, "<turn|>", "gemma", "<|channel>thought\n", ("<|tool_response>",), "Gemma3"),
+    ("Gemma 4", "gemma4_v5", _GEMMA, "<turn|>", "gemma", "<|channel>thought\n", ("<|tool_response>",), "Gemma4"),
     ("LFM2.5", "lfm2_2_5", (*_CHATML, "<|tool_call_start|>", "<|tool_call_end|>"), "<|im_end|>", "lfm", "<think>", (),
      "Llama"),
     ("R1 distilled", "deepseek_r1_distill", _DEEPSEEK[:4], "<｜end▁of▁sentence｜>", None, "<think>", (), "Qwen2"),

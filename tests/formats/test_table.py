@@ -6,24 +6,43 @@ import os
 from pathlib import Path
 
 import pytest
-from model_families import all_families, tokenizer_of
+from family_models import ONE_OF_EACH, REFUSED
+from model_families import Family, all_families, tokenizer_of
 
 from lightning_trainer.gateway.prompt.doctor import examined
+from lightning_trainer.gateway.prompt.template import ChatFormat
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "tool-formats.md"
 BEGIN, END = "<!-- table: tests/formats/test_table.py -->\n", "<!-- end of table -->\n"
 
 
 def rows() -> list[str]:
-    lines = ["| family | tools | format | reasoning | plain | reasoning, then a question | tool call |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    names = "family | tools | format | reasoning | plain | reasoning, then a question | tool call | forced | trained as"
+    lines = [f"| {names} |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     for family in all_families():
         report = examined(tokenizer_of(family))
         opened = "no" if report.reasoning is None else f"`{report.reasoning['open'].strip()}`".replace("|", "\\|")
         how = [report.continuation.get(kind, "-").partition(":")[0] for kind in ("plain", "reasoning", "tool call")]
         tools = report.tools.partition(":")[0]
-        lines.append(f"| {' | '.join((family.name, tools, report.tool_format or '-', opened, *how))} |")
+        cells = (family.name, tools, report.tool_format or "-", opened, *how, forced(family), trained(family))
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def forced(family: Family) -> str:
+    """How many calls an answer may be forced to have, as `test_forced_calls.py` does it."""
+    chat = ChatFormat(tokenizer_of(family))
+    if not chat.takes_tools or chat.frame is None:
+        return "-"
+    number = "one" if chat.frame.between is None else "several"
+    opened = chat.opened(chat.render([{"role": "user", "content": "hi"}], []))
+    return f"{number}, reasoning off" if opened else number
+
+
+def trained(family: Family) -> str:
+    """The architecture of the tiny model that `test_families.py` trains."""
+    return family.architecture if family.name in ONE_OF_EACH else "refused" if family.name in REFUSED else "-"
 
 
 def test_the_table_of_families_is_as_measured():

@@ -13,13 +13,15 @@ from fakes import served
 torch = pytest.importorskip("torch")
 pytest.importorskip("llguidance")
 
+from family_models import make_family_model
+from model_families import all_families
 from tiny import make_tiny_model
 
 from lightning_trainer.backends.torch import TorchEngine
 from lightning_trainer.backends.torch.generate.sampling import Draw, draw
 from lightning_trainer.backends.torch.model import load as loading
 from lightning_trainer.backends.torch.options import make_options
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import STEERED, Sampled, Sampling
 
 pytestmark = pytest.mark.torch
 PERSON = {
@@ -110,6 +112,37 @@ def test_tool_use_is_forced_on_other_surfaces_too(ask):
     text = {"format": {"type": "json_schema", "name": "person", "schema": PERSON}}
     found = ask("/v1/responses", input="hi", text=text, messages=None).json()
     assert set(json.loads(found["output"][0]["content"][0]["text"])) == {"name", "age"}
+
+
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [("gpt-oss", {}), ("Qwen3", {}), ("Qwen3.5", {"enable_thinking": False}), ("Magistral", {}), ("Kimi K2", {})],
+)
+def test_a_call_is_forced_in_the_format_of_each_family(tmp_path, name, switches):
+    """Whatever the weights, by the engine itself; and training is told which tokens were not the policy's own."""
+    family = {family.name: family for family in all_families()}.get(name)
+    if family is None:
+        pytest.skip("trl's templates are not here")
+    chosen = make_options(make_family_model(tmp_path / "model", family), {"threads": 1})
+    engine = TorchEngine(loading.load(chosen), chosen)
+    described = [{**tool, "function": {"description": "Does it.", **tool["function"]}} for tool in TOOLS]
+    body = {
+        "model": engine.model, "messages": [{"role": "user", "content": "hi"}], "tools": described, "seed": 5,
+        "tool_choice": "required", "chat_template_kwargs": switches,
+    }  # fmt: skip
+    with served(tmp_path, engine) as running:
+        headers = {"authorization": f"Bearer {running.key('a')}"}
+        reply = httpx.post(f"{running.url}/v1/chat/completions", json=body, headers=headers, timeout=120)
+        (recorded,) = running.calls("a")
+    engine.close()
+    assert reply.status_code == 200, reply.text
+    (choice,) = reply.json()["choices"]
+    calls = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    for call in calls:
+        wanted = {"greet": {"name", "age"}, "leave": set()}[call["function"]["name"]]
+        assert set(json.loads(call["function"]["arguments"])) == wanted
+    assert set(range(4)) <= set(recorded.sampling[STEERED]["0"])  # the begin of a call
 
 
 @pytest.mark.parametrize(

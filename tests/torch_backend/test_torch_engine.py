@@ -382,16 +382,22 @@ async def test_the_engine_generates_with_the_adapters(tmp_path: Path) -> None:
 
 
 def test_models_that_the_engine_cannot_run_are_refused(tmp_path: Path) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
+    from transformers import Cohere2Config, Cohere2ForCausalLM, Llama4ForCausalLM, Llama4TextConfig
 
-    folder = make_tiny_model(tmp_path / "window")
-    config = MistralConfig(
-        vocab_size=259, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, sliding_window=8,
-    )  # fmt: skip
-    MistralForCausalLM(config).save_pretrained(folder)
-    with pytest.raises(ConfigError, match="sliding"):
-        make_engine(folder)
+    small = {
+        "vocab_size": 259, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 2, "initializer_range": 0.2,
+    }  # fmt: skip
+    chunked = Llama4ForCausalLM(Llama4TextConfig(**small, num_local_experts=2, intermediate_size_mlp=32))
+    scaled = Cohere2ForCausalLM(Cohere2Config(**small, layer_types=["sliding_attention"], sliding_window=8))
+    for model, why in (
+        (chunked, r"llama4_text\): it has layers of another kind \(chunked_attention"),
+        (scaled, r"cohere2\): its logits differ"),
+    ):
+        folder = make_tiny_model(tmp_path / model.config.model_type)
+        model.save_pretrained(folder)
+        with pytest.raises(ConfigError, match=why):
+            make_engine(folder)
 
 
 def test_a_qwen_model_runs_too(tmp_path: Path) -> None:

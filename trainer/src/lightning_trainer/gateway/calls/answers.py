@@ -58,6 +58,31 @@ class Responder:
         self.continuations.forget(attempt_id)
         self._counter.forget(attempt_id)
 
+    @property
+    def writes_hermes(self) -> bool:
+        """Whether the model's calls are of the format that servers are told of."""
+        return self.chat.calls is None or self.chat.calls.name == "hermes"
+
+    def constrained(self, request: ChatRequest) -> ChatRequest:
+        """Return a request with the grammar of what its answer must be, with calls as the model writes them.
+
+        Raises:
+            Refusal: a call can't be forced in the model's format, or not with these schemas.
+        """
+        constraint, calls = request.constraint, self.chat.calls
+        if constraint is None or not constraint.tools or calls is None or not self.chat.takes_tools:
+            return request
+        try:
+            if (frame := self.chat.frame) is None:
+                raise ValueError("the chat template does not show how it is written")
+            return replace(request, others={**request.others, "grammar": constraint.lark(frame)})
+        except ValueError as error:
+            raise bad_request(
+                f"a call can't be forced in the model's tool format, {calls.name}: {error}."
+                " Leave tool_choice and response_format beside tools out, and check the answer.",
+                "unsupported_parameter",
+            ) from None
+
     def prompt(self, request: ChatRequest, attempt_id: str | None) -> RenderedPrompt | None:
         """Make the prompt of a conversation; None for a request that brings a prompt of its own.
 
@@ -66,13 +91,6 @@ class Responder:
         """
         if not request.messages:
             return None
-        forced = request.constraint.tools if request.constraint is not None else ()
-        if forced and self.chat.calls is not None and self.chat.calls.name != "hermes":
-            raise bad_request(
-                f"a call can't be forced in the model's tool format, {self.chat.calls.name}: only hermes has a grammar."
-                " Leave tool_choice and response_format beside tools out, and check the answer.",
-                "unsupported_parameter",
-            )
         prompt = self._prompt(request, attempt_id)
         if request.constraint is not None and self.chat.opened(prompt.text):
             raise bad_request(

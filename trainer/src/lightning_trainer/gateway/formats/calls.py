@@ -147,7 +147,7 @@ def as_name(value: Any) -> str:
 
 def typed(raw: str, schema: Any) -> Any:
     """Return a value that was written as plain text, as the tool's schema wants it; as text where nothing fits."""
-    kinds = _kinds(schema)
+    kinds = kinds_of(schema)
     if kinds == {"string"}:
         return raw
     text = raw.strip()
@@ -176,7 +176,7 @@ def _kind(value: Any) -> frozenset[str]:
     return next((kinds for kind, kinds in _OF_PYTHON if isinstance(value, kind)), frozenset({"null"}))
 
 
-def _kinds(schema: Any) -> set[str]:
+def kinds_of(schema: Any) -> set[str]:
     """Return the JSON types that a schema allows; empty where it does not say."""
     if not isinstance(schema, Mapping):
         return set()
@@ -191,10 +191,10 @@ def _kinds(schema: Any) -> set[str]:
     if values is not None:
         return {"string"} if all(isinstance(value, str) for value in values) else set()
     if isinstance(schema.get("allOf"), list):
-        return next((kinds for inner in schema["allOf"] if (kinds := _kinds(inner))), set())
+        return next((kinds for inner in schema["allOf"] if (kinds := kinds_of(inner))), set())
     return _kinds_of_choices([*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())])
 
 
 def _kinds_of_choices(choices: Sequence[Any]) -> set[str]:
-    every = [_kinds(one) for one in choices]
+    every = [kinds_of(one) for one in choices]
     return set().union(*every) if all(every) else set()

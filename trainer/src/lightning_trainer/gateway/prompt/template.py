@@ -7,12 +7,14 @@ import hashlib
 import re
 import string
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import orjson
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.formats import probe
+from lightning_trainer.gateway.formats.frames import HERMES, CallFrame, frame_of
 from lightning_trainer.gateway.formats.reader import AnswerReader, Dialect, ParsedAnswer, parse
 from lightning_trainer.gateway.formats.table import NAMES, NONE, Format, Thinking, by_name
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
@@ -60,6 +62,16 @@ class ChatFormat:
     def calls(self) -> Format | None:
         """The format of the model's tool calls; None where it is not known."""
         return self._chosen[0]
+
+    @functools.cached_property
+    def frame(self) -> CallFrame | None:
+        """What stands around a call's name and arguments; None where the template does not show it."""
+        if self.calls is None:
+            return None
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        tokens = {token.content: number for number, token in added.items()}
+        found = frame_of(self._probed, self.calls, self._chosen[1], tokens, self.plain.controls)
+        return found or (replace(HERMES, tokens=tokens) if self.calls.name == "hermes" else None)
 
     @functools.cached_property
     def _thinking(self) -> tuple[Thinking | None, bool]:

@@ -1,4 +1,4 @@
-"""What an answer must be: JSON of a schema, or calls of tools in the Hermes format."""
+"""What an answer must be: JSON of a schema, or calls of tools."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from lightning_trainer.gateway.formats.frames import HERMES, CallFrame
 from lightning_trainer.gateway.request.fields import wrong
+from lightning_trainer.gateway.request.forced_calls import calls_lark, json_lark
 
 _MOST_CALLS: Final = 8  # of an answer that must be calls; a small model may not find an end by itself
-# As Python writes JSON, which is what models have seen; free white space would let a small model write nothing else.
-_WRITTEN: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MOST_SPACES: Final = 1  # in a row; xgrammar has no way to write exactly as Python does
 
 Form: TypeAlias = Literal["structural_tag", "grammar"]
@@ -32,24 +32,31 @@ class Constraint:
     tools: Sequence[Mapping[str, Any]]
     one_call: bool
 
-    def lark(self) -> str:
-        """Say it in llguidance's Lark."""
+    def lark(self, frame: CallFrame = HERMES) -> str:
+        """Say it in llguidance's Lark, with calls as one model writes them.
+
+        Raises:
+            ValueError: they can't be held to their schemas.
+        """
+        if not self.tools:
+            return f"start: {json_lark(self.schema or {})}\n"
+        calls = calls_lark(frame, self.tools, 1 if self.one_call else _MOST_CALLS)
         if self.schema is None:
-            return "start: calls\n" + _calls(self.tools, one_call=self.one_call)
-        if self.tools:
-            return f"start: json | calls\njson: {_json(self.schema)}\n" + _calls(self.tools, one_call=self.one_call)
-        return f"start: {_json(self.schema)}\n"
+            return f"start: calls\n{calls}"
+        if frame.begin.startswith("{"):  # of two rules that begin alike llguidance may follow one alone
+            raise ValueError("a call and JSON begin alike in it")
+        return f"start: json | calls\njson: {json_lark(self.schema)}\n{calls}"
 
     def tag(self) -> dict[str, Any]:
-        """Say it as a structural tag of xgrammar."""
+        """Say it as a structural tag of xgrammar, with calls as Hermes writes them."""
         choices = [] if self.schema is None else [_json_tag(self.schema)]
         if self.tools:
             choices.append(_call_tags(self.tools, one_call=self.one_call))
         return {"type": "structural_tag", "format": _one_of(choices)}
 
-    def structured_outputs(self, form: Form) -> dict[str, str]:
+    def structured_outputs(self, form: Form, frame: CallFrame = HERMES) -> dict[str, str]:
         """Say it as vLLM's parameter of that name, for its backend xgrammar (a structural tag) or guidance."""
-        return {form: json.dumps(self.tag(), ensure_ascii=False) if form == "structural_tag" else self.lark()}
+        return {form: json.dumps(self.tag(), ensure_ascii=False) if form == "structural_tag" else self.lark(frame)}
 
 
 def constraint_of(
@@ -105,26 +112,11 @@ def _chosen(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping
     return found
 
 
-def _calls(tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> str:
-    names = " | ".join(f"call_{at}" for at in range(len(tools)))
-    more = "" if one_call else f' ("\\n" call){{0,{_MOST_CALLS - 1}}}'
-    lines = [f"calls: call{more}", f"call: {names}"]
-    for at, tool in enumerate(tools):
-        begin, schema, end = _parts(tool)
-        lines.append(f"call_{at}: {json.dumps(begin)} args_{at} {json.dumps(end)}")
-        lines.append(f"args_{at}: {_json(schema)}")
-    return "\n".join(lines) + "\n"
-
-
 def _parts(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], str]:
     """Return what stands before the arguments of a call, their schema, and what stands after them."""
     function = tool["function"]
     begin = '<tool_call>\n{"name": ' + json.dumps(function["name"], ensure_ascii=False) + ', "arguments": '
     return begin, function.get("parameters") or {"type": "object"}, "}\n</tool_call>"
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _WRITTEN}, ensure_ascii=False)
 
 
 def _call_tags(tools: Sequence[Mapping[str, Any]], *, one_call: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.calls.answers import Ready, Record, Responder
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.formats.frames import HERMES
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.request.chat_request import check_abilities, read_chat_request
 from lightning_trainer.gateway.request.constraints import Constraint, Form
@@ -91,6 +92,8 @@ class TokenPath:
             check_abilities(request, found.protocol.abilities)
             if request.tools and self._answers.chat.takes_tools and self._answers.chat.calls is None:
                 return reasons.OTHER_CALLS
+            if request.constraint is not None and request.constraint.tools and not self._answers.writes_hermes:
+                return reasons.ONLY_UPSTREAM_READS
             prompt = await self._answers.bounded_prompt(request, pending.grant.attempt_id, found.context)
         except Refusal:  # the upstream may do it; what it can't, it refuses in its own words
             return reasons.ONLY_UPSTREAM_READS
@@ -175,7 +178,8 @@ class TokenPath:
             form = await self.form(replica)
             if form == "none":
                 raise BrokenError(failed(f"{replica.url} is not as the others: {reasons.NO_FORM}"))
-            body["structured_outputs"] = pending.sampling["structured_outputs"] = constraint.structured_outputs(form)
+            told = constraint.structured_outputs(form, self._answers.chat.frame or HERMES)
+            body["structured_outputs"] = pending.sampling["structured_outputs"] = told
         async with http.response(replica, server.protocol.path, body) as response:
             if response.content_type != "text/event-stream":
                 yield _read(reader, await http.read(response), replica)

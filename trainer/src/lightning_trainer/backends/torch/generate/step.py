@@ -12,10 +12,22 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_trainer.backends.torch.generate.cache import SHORTEST_PREFIX, Prefix, SlotCache
-from lightning_trainer.backends.torch.model.attention import attend, bias, for_heads, from_key_heads, to_key_heads
+from lightning_trainer.backends.torch.model.attention import (
+    AttentionLayer,
+    SeenPrefix,
+    attend,
+    bias,
+    for_heads,
+    from_key_heads,
+    hidden_before,
+    hidden_own,
+    prefix_bias,
+    to_key_heads,
+)
 
 SHORT = SHORTEST_PREFIX  # most tokens that are computed into a tail at once; more go into the slot's prefix
 
@@ -59,19 +71,19 @@ class StepPlan:
         self._places = torch.from_numpy((positions - starts[slots])[:stored]).to(device)
         self._runs = [_Run(cache, run) for run in _runs(short)]
 
-    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
         """Store what goes into tails, then attend run by run and chunk by chunk."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys, values = self._cache.keys[layer.number], self._cache.values[layer.number]
         if self._stored:
             keys[self._slots, :, self._places] = key_NKD[: self._stored]
             values[self._slots, :, self._places] = value_NKD[: self._stored]
         parts, first = [], 0
         for run in self._runs:
-            parts.append(run.attend(layer, query_NHD[first : first + run.tokens], keys, values, scale))
+            parts.append(run.attend(layer, query_NHD[first : first + run.tokens], keys, values))
             first += run.tokens
         for long in self._long:
             own = slice(first, first + long.chunk.length)
-            parts.append(long.attend(layer, query_NHD[own], key_NKD[own], value_NKD[own], scale))
+            parts.append(long.attend(layer, query_NHD[own], key_NKD[own], value_NKD[own]))
             first += long.chunk.length
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -90,6 +102,63 @@ def _runs(short: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         yield [chunk for _, chunk in run]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What rows see of a prefix: its tokens from `first` on, where `bias` allows."""
+
+    rows: Tensor | None
+    prefix: Prefix
+    first: int
+    bias: Tensor | None
+
+    def of(self, layer: AttentionLayer) -> SeenPrefix:
+        keys, values = self.prefix.keys[layer.number], self.prefix.values[layer.number]
+        return SeenPrefix(self.rows, keys[:, self.first :], values[:, self.first :], self.bias)
+
+
+class _Sight:
+    """What the queries of rows see, for layers of each window; made when the first of them asks.
+
+    Args:
+        prefixes: of each row.
+        starts: (R,) number of tokens before a row's own.
+        seen_RQ: how many of its own tokens a query sees without a window, itself the last.
+        length: of the rows' own tokens, L.
+        like: has the format and device of what is made.
+    """
+
+    def __init__(
+        self,
+        prefixes: Sequence[Prefix | None],
+        starts: NDArray[np.int64],
+        seen_RQ: NDArray[np.int64],
+        length: int,
+        like: Tensor,
+    ) -> None:
+        self._prefixes, self._seen_RQ, self._length, self._like = prefixes, seen_RQ, length, like
+        self._positions_RQ = starts[:, None] + seen_RQ - 1
+        self._made: dict[tuple[int | None, int], tuple[Tensor, list[_Part]]] = {}
+
+    def of(self, layer: AttentionLayer, key_heads: int, heads: int) -> tuple[Tensor, list[SeenPrefix]]:
+        """Return the bias of own tokens, and what is seen of prefixes."""
+        kind = (layer.window, heads)
+        if kind not in self._made:
+            hidden = hidden_own(self._seen_RQ, self._length, layer.window)
+            own = for_heads(bias(hidden, self._like.dtype, self._like.device), key_heads, heads)
+            self._made[kind] = own, list(self._parts(layer.window, heads // key_heads))
+        own, parts = self._made[kind]
+        return own, [part.of(layer) for part in parts]
+
+    def _parts(self, window: int | None, shares: int) -> Iterator[_Part]:
+        """Return each prefix with the rows that have it and see any of it."""
+        for prefix in {id(prefix): prefix for prefix in self._prefixes if prefix is not None}.values():
+            rows = [row for row, own in enumerate(self._prefixes) if own is prefix]
+            first, hidden = hidden_before(self._positions_RQ[rows], len(prefix), window)
+            if first < len(prefix):
+                which = None if len(rows) == len(self._prefixes) else torch.tensor(rows, device=self._like.device)
+                yield _Part(which, prefix, first, prefix_bias(hidden, shares, self._like))
+
+
 class _Run:
     """Neighbouring slots, each with its prefix and its tail."""
 
@@ -99,11 +168,9 @@ class _Run:
         self._queries = max(chunk.length for chunk in chunks)
         self._spread, self._real = self._padding(chunks, cache.shape.device)
         tails = np.array([cache.tail(chunk.slot) for chunk in chunks])
-        self._length = cache.room
         seen_RQ = tails[:, None] + np.minimum(np.arange(self._queries) + 1, [[chunk.length] for chunk in chunks])
-        self._bias = bias(np.arange(self._length) >= seen_RQ[..., None], cache.shape.dtype, cache.shape.device)
-        self._groups = list(_by_prefix([cache.prefixes[chunk.slot] for chunk in chunks], cache.shape.device))
-        self._expanded: Tensor | None = None
+        starts = np.array([cache.start(chunk.slot) for chunk in chunks])
+        self._sight = _Sight([cache.prefixes[c.slot] for c in chunks], starts, seen_RQ, cache.room, cache.keys)
 
     def _padding(self, chunks: Sequence[Chunk], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Index of the token behind each query, and of the queries that are tokens; None where they are the same."""
@@ -115,15 +182,13 @@ class _Run:
         real = np.flatnonzero(np.arange(self._queries) < lengths[:, None])
         return torch.from_numpy(spread.reshape(-1)).to(device), torch.from_numpy(real).to(device)
 
-    def attend(self, layer: int, query_NHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: AttentionLayer, query_NHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         heads, width = query_NHD.shape[1:]
         own = slice(self._first, self._first + self._rows)
         query = query_NHD if self._spread is None else query_NHD[self._spread]
         query_RKQD = to_key_heads(query.reshape(self._rows, self._queries, heads, width), keys.shape[1])
-        if self._expanded is None:
-            self._expanded = for_heads(self._bias, keys.shape[1], heads)
-        prefixes = [(rows, prefix.keys[layer], prefix.values[layer]) for rows, prefix in self._groups]
-        out = attend(query_RKQD, prefixes, keys[own].flatten(0, 1), values[own].flatten(0, 1), self._expanded, scale)
+        hidden, prefixes = self._sight.of(layer, keys.shape[1], heads)
+        out = attend(layer, query_RKQD, prefixes, keys[own].flatten(0, 1), values[own].flatten(0, 1), hidden)
         out_NHD = from_key_heads(out, self._queries).reshape(self._rows * self._queries, heads, width)
         return out_NHD if self._real is None else out_NHD[self._real]
 
@@ -137,27 +202,16 @@ class _Long:
         self.values: list[Tensor] = []
         if cache.tail(chunk.slot):
             cache.seal(chunk.slot, int(cache.computed[chunk.slot]))
-        self._prefix = cache.prefixes[chunk.slot]
-        order = np.arange(chunk.length)
-        self._bias = bias((order > order[:, None])[None], cache.shape.dtype, cache.shape.device)
-        self._expanded: Tensor | None = None
+        seen = np.arange(chunk.length)[None] + 1
+        start = np.array([cache.start(chunk.slot)])
+        self._sight = _Sight([cache.prefixes[chunk.slot]], start, seen, chunk.length, cache.keys)
 
-    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
         length, heads, width = query_NHD.shape
         keys, values = key_NKD.transpose(0, 1).contiguous(), value_NKD.transpose(0, 1).contiguous()
         self.keys.append(keys)
         self.values.append(values)
-        if self._expanded is None:
-            self._expanded = for_heads(self._bias, len(keys), heads)
-        prefix = self._prefix
-        prefixes = [] if prefix is None else [(None, prefix.keys[layer], prefix.values[layer])]
+        hidden, prefixes = self._sight.of(layer, len(keys), heads)
         query_RKQD = to_key_heads(query_NHD.reshape(1, length, heads, width), len(keys))
-        out = attend(query_RKQD, prefixes, keys, values, self._expanded, scale)
+        out = attend(layer, query_RKQD, prefixes, keys, values, hidden)
         return from_key_heads(out, length).reshape(length, heads, width)
-
-
-def _by_prefix(prefixes: Sequence[Prefix | None], device: torch.device) -> Iterator[tuple[Tensor | None, Prefix]]:
-    """Return each prefix with the rows that have it; None for all rows."""
-    for prefix in {id(prefix): prefix for prefix in prefixes if prefix is not None}.values():
-        rows = [row for row, own in enumerate(prefixes) if own is prefix]
-        yield None if len(rows) == len(prefixes) else torch.tensor(rows, device=device), prefix

@@ -17,7 +17,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from lightning_trainer.backends.torch.learn.tree import IntArray, Packed, Segment
-from lightning_trainer.backends.torch.model.attention import attend, bias, for_heads, from_key_heads, to_key_heads
+from lightning_trainer.backends.torch.model.attention import (
+    AttentionLayer,
+    SeenPrefix,
+    attend,
+    bias,
+    for_heads,
+    from_key_heads,
+    hidden_before,
+    hidden_own,
+    prefix_bias,
+    to_key_heads,
+)
 
 _SHORTEST_TRUNK = 64
 
@@ -45,15 +56,15 @@ class TreePlan:
         order = np.concatenate([bucket.places for bucket in self._buckets])
         self._back = torch.from_numpy(np.argsort(order)).to(device)  # from the order of the buckets to the packed order
 
-    def attend(self, _layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
         """Attend bucket by bucket. What several rows see is gathered for each, so that gradients add up."""
-        inputs = (query_NHD, key_NKD, value_NKD, scale)
+        inputs = (layer, query_NHD, key_NKD, value_NKD)
         if torch.is_grad_enabled():  # weights of all rows and layers would fill gigabytes: made again when needed
             return checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
         return self._attend(*inputs)
 
-    def _attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
-        parts = [bucket.attend(query_NHD, key_NKD, value_NKD, scale) for bucket in self._buckets]
+    def _attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
+        parts = [bucket.attend(layer, query_NHD, key_NKD, value_NKD) for bucket in self._buckets]
         return torch.cat(parts).index_select(0, self._back)
 
 
@@ -125,41 +136,54 @@ class _Bucket:
         self._query, self._own, self._real, self._trunk = (
             torch.from_numpy(index).to(device) for index in (query.reshape(-1), own.reshape(-1), real, pieces[0].trunk)
         )
-        hidden = np.zeros((1, 1, 1), np.bool_) if self._alone else np.arange(length) >= seen[..., None]
-        self._bias = bias(hidden, dtype, device)
+        self._seen = seen
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        self._hidden: dict[int | None, Tensor] = {}
 
-    def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
         """Return (number of places, H, D)."""
         rows, queries, length = self._shape
         heads, width = query_NHD.shape[1:]
         key_heads = key_NKD.shape[1]
         query = query_NHD.index_select(0, self._query)
         keys, values = key_NKD.index_select(0, self._own), value_NKD.index_select(0, self._own)
-        if self._alone:
-            return _causal(query, keys, values, scale)
+        if self._alone and layer.sinks_H is None and layer.cap is None:
+            return self._causal(layer, query, keys, values)
         own_keys, own_values = (
             part.view(rows, length, key_heads, width).transpose(1, 2).reshape(-1, length, width)
             for part in (keys, values)
         )
-        prefixes: list[tuple[Tensor | None, Tensor, Tensor]] = []
-        if len(self._trunk):
-            trunk_keys, trunk_values = (
-                part.index_select(0, self._trunk).transpose(0, 1).contiguous() for part in (key_NKD, value_NKD)
-            )
-            prefixes.append((None, trunk_keys, trunk_values))
         out = attend(
+            layer,
             to_key_heads(query.view(rows, queries, heads, width), key_heads),
-            prefixes,
+            list(self._prefixes(layer, key_NKD, value_NKD, heads // key_heads)),
             own_keys,
             own_values,
-            for_heads(self._bias, key_heads, heads),
-            scale,
+            for_heads(self._own_bias(layer.window), key_heads, heads),
         )
         return from_key_heads(out, queries).reshape(rows * queries, heads, width).index_select(0, self._real)
 
+    def _own_bias(self, window: int | None) -> Tensor:
+        if window not in self._hidden:
+            hidden = hidden_own(self._seen, self._shape[2], window)
+            self._hidden[window] = bias(hidden, self._like.dtype, self._like.device)
+        return self._hidden[window]
 
-def _causal(query_QHD: Tensor, key_QKD: Tensor, value_QKD: Tensor, scale: float) -> Tensor:
-    """Attend as one sequence by itself does: without holding the weights, which for a long one would be many."""
-    query, key, value = (part.transpose(0, 1)[None] for part in (query_QHD, key_QKD, value_QKD))
-    out: Tensor = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    def _prefixes(self, layer: AttentionLayer, key_NKD: Tensor, value_NKD: Tensor, shares: int) -> Iterator[SeenPrefix]:
+        """Return what is seen of the trunk."""
+        length = len(self._trunk)
+        first, hidden = hidden_before(length + self._seen - 1, length, layer.window)
+        if first < length:
+            keys, values = (
+                part.index_select(0, self._trunk[first:]).transpose(0, 1).contiguous() for part in (key_NKD, value_NKD)
+            )
+            yield SeenPrefix(None, keys, values, prefix_bias(hidden, shares, self._like))
+
+    def _causal(self, layer: AttentionLayer, query_QHD: Tensor, key_QKD: Tensor, value_QKD: Tensor) -> Tensor:
+        """Attend as one sequence by itself does: without holding the weights, which for a long one would be many."""
+        query, key, value = (part.transpose(0, 1)[None] for part in (query_QHD, key_QKD, value_QKD))
+        mask = None if layer.window is None else self._own_bias(layer.window)[None]
+        out: Tensor = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=layer.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)

@@ -7,6 +7,7 @@ see what is the plan's business: `step.StepPlan` for generation, `tree.TreePlan`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,18 +19,50 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NAME = "lightning_plan"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionLayer:
+    """How one layer attends.
+
+    Attributes:
+        number: of the layer, from 0.
+        scale: what scores are multiplied by.
+        window: a token sees itself and those less than so many places before it; None: all before it.
+        sinks_H: (H,) one more score of each query head, behind which there is no value; None: there is none.
+        cap: scores are held under it, as cap * tanh(score / cap); None: they are not.
+    """
+
+    number: int
+    scale: float
+    window: int | None = None
+    sinks_H: Tensor | None = None
+    cap: float | None = None
+
+    def scores(self, products: Tensor) -> Tensor:
+        """Return scores of products of queries and keys."""
+        scaled = products.mul_(self.scale)
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+    def weights(self, scores_RKQL: Tensor) -> Tensor:
+        """Return the softmax of scores, and of what has no value besides; queries as `to_key_heads` orders them."""
+        if self.sinks_H is None:
+            return scores_RKQL.softmax(-1)
+        rows, key_heads, queries, _ = scores_RKQL.shape
+        each = queries * key_heads // len(self.sinks_H)
+        sinks = self.sinks_H.to(scores_RKQL.dtype).view(key_heads, -1).repeat_interleave(each, 1)
+        return torch.cat([scores_RKQL, sinks[None, :, :, None].expand(rows, -1, -1, -1)], -1).softmax(-1)[..., :-1]
+
+
 class AttentionPlan(Protocol):
     """Attention of one forward pass over packed tokens. Axes: N tokens, H query heads, KV key heads, D head width."""
 
-    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
         """Attend in one layer.
 
         Args:
-            layer: number of the layer, from 0.
+            layer: how it attends.
             query_NHD: (N, H, D) queries, rotated.
             key_NKD: (N, KV, D) keys of the same tokens, rotated.
             value_NKD: (N, KV, D) their values.
-            scale: what scores are multiplied by.
 
         Returns:
             (N, H, D).
@@ -50,24 +83,45 @@ def _attention(  # noqa: PLR0917  transformers passes them by position
     _mask: Tensor | None,
     scaling: float | None = None,
     plan: AttentionPlan | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers asks for it: (1, H, N, D) queries, (1, KV, N, D) keys and values, (1, N, H, D) back."""
     if plan is None:
         raise ValueError("this model was loaded for the embedded engine: call it with a plan, or load it anew")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    layer: int = module.layer_idx  # type: ignore[assignment]  # every attention module of transformers has one
-    out = plan.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale)
+    number: int = module.layer_idx  # type: ignore[assignment]  # every attention module of transformers has one
+    layer = AttentionLayer(number, scale, sliding_window, s_aux, softcap)
+    out = plan.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return out[None], None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenPrefix:
+    """Tokens that several rows see.
+
+    Attributes:
+        rows: which rows; None for all.
+        keys_KPD: their keys.
+        values_KPD: their values.
+        bias_M1QP: 0 where one of the rows' queries sees a token, else very negative; None: all see all.
+    """
+
+    rows: Tensor | None
+    keys_KPD: Tensor
+    values_KPD: Tensor
+    bias_M1QP: Tensor | None = None
+
+
 def attend(  # noqa: PLR0917  a formula's letters
+    layer: AttentionLayer,
     query_RKQD: Tensor,
-    prefixes: Sequence[tuple[Tensor | None, Tensor, Tensor]],
+    prefixes: Sequence[SeenPrefix],
     keys_BLD: Tensor,
     values_BLD: Tensor,
     bias_BQL: Tensor,
-    scale: float,
 ) -> Tensor:
     """Softmax attention to prefixes and own tokens together. B = R * K.
 
@@ -75,29 +129,31 @@ def attend(  # noqa: PLR0917  a formula's letters
     keys and values lie without gaps.
 
     Args:
+        layer: how it attends.
         query_RKQD: (R, K, Q, D) queries of each slot and key head.
-        prefixes: (rows, keys (K, P, D), values): what the rows named see in full; None for all rows.
+        prefixes: what is seen before a slot's own tokens.
         keys_BLD: keys of the slots' own tokens.
         values_BLD: their values.
         bias_BQL: 0 where an own token is seen, else very negative.
-        scale: what scores are multiplied by.
 
     Returns:
         (R, K, Q, D).
     """
     rows, key_heads, queries, width = query_RKQD.shape
     query_BQD = query_RKQD.reshape(rows * key_heads, queries, width)
-    own = torch.baddbmm(bias_BQL, query_BQD, keys_BLD.transpose(1, 2), alpha=scale)
-    if not prefixes:
-        return torch.bmm(own.softmax(-1), values_BLD).view(rows, key_heads, queries, width)
+    if layer.cap is None:
+        own = torch.baddbmm(bias_BQL, query_BQD, keys_BLD.transpose(1, 2), alpha=layer.scale)
+    else:
+        own = layer.scores(torch.bmm(query_BQD, keys_BLD.transpose(1, 2))) + bias_BQL
     own = own.view(rows, key_heads, queries, -1)
-    parts = [_prefix_scores(query_RKQD, which, keys, scale) for which, keys, _ in prefixes]
-    weights = torch.cat([*parts, own], -1).softmax(-1)
+    parts = [_prefix_scores(layer, query_RKQD, prefix) for prefix in prefixes]
+    weights = layer.weights(torch.cat([*parts, own], -1) if parts else own)
     first = weights.shape[-1] - own.shape[-1]
     out = torch.bmm(weights[..., first:].reshape(rows * key_heads, queries, -1), values_BLD)
     out = out.view(rows, key_heads, queries, width)
     end = 0
-    for which, _, values_KPD in prefixes:
+    for prefix in prefixes:
+        which, values_KPD = prefix.rows, prefix.values_KPD
         start, end = end, end + values_KPD.shape[1]
         seen = weights[..., start:end] if which is None else weights[..., start:end][which]
         seen_KMP = seen.transpose(0, 1).reshape(key_heads, -1, end - start)
@@ -106,13 +162,16 @@ def attend(  # noqa: PLR0917  a formula's letters
     return out
 
 
-def _prefix_scores(query_RKQD: Tensor, which: Tensor | None, keys_KPD: Tensor, scale: float) -> Tensor:
+def _prefix_scores(layer: AttentionLayer, query_RKQD: Tensor, prefix: SeenPrefix) -> Tensor:
     """(R, K, Q, P) scores of one prefix: one product for all rows that have it, hidden from the others."""
     rows, key_heads, queries, width = query_RKQD.shape
+    which = prefix.rows
     query = query_RKQD if which is None else query_RKQD[which]
     query_KMD = query.transpose(0, 1).reshape(key_heads, -1, width)
-    scores = torch.bmm(query_KMD, keys_KPD.transpose(1, 2)).mul_(scale)
+    scores = layer.scores(torch.bmm(query_KMD, prefix.keys_KPD.transpose(1, 2)))
     scores = scores.view(key_heads, -1, queries, scores.shape[-1]).transpose(0, 1)
+    if prefix.bias_M1QP is not None:
+        scores = scores + prefix.bias_M1QP
     if which is None:
         return scores
     hidden = scores.new_full((rows, *scores.shape[1:]), torch.finfo(scores.dtype).min / 2)
@@ -144,3 +203,34 @@ def for_heads(bias_RQL: Tensor, key_heads: int, heads: int) -> Tensor:
     rows, queries, length = bias_RQL.shape
     expanded = bias_RQL[:, None, None].expand(rows, key_heads, heads // key_heads, queries, length)
     return expanded.reshape(rows * key_heads, -1, length)
+
+
+def hidden_own(seen_RQ: NDArray[np.int64], length: int, window: int | None) -> NDArray[np.bool_]:
+    """(R, Q, L) which own tokens a query does not see, of which its own is number `seen_RQ` - 1."""
+    places, seen = np.arange(length), seen_RQ[..., None]
+    return places >= seen if window is None else (places >= seen) | (places < seen - window)
+
+
+def hidden_before(
+    positions_RQ: NDArray[np.int64], length: int, window: int | None
+) -> tuple[int, NDArray[np.bool_] | None]:
+    """Return the first token of a prefix that any query sees, and which of those from it on each does not see.
+
+    Args:
+        positions_RQ: of the queries in their sequences, all at or behind the prefix's end.
+        length: of the prefix, P.
+        window: of the layer.
+
+    Returns:
+        first, and (R, Q, P - first); None: all see all. `first` is `length` where none sees anything.
+    """
+    if window is None:
+        return 0, None
+    first_RQ = positions_RQ - window + 1
+    first = min(max(int(first_RQ.min()), 0), length)
+    return first, np.arange(first, length) < first_RQ[..., None] if first_RQ.max() > first else None
+
+
+def prefix_bias(hidden_RQP: NDArray[np.bool_] | None, shares: int, like: Tensor) -> Tensor | None:
+    """(R, 1, H / K * Q, P) what `SeenPrefix` holds, for `shares` query heads of a key head."""
+    return None if hidden_RQP is None else for_heads(bias(hidden_RQP, like.dtype, like.device), 1, shares)[:, None]

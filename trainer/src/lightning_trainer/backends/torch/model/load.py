@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -22,6 +24,8 @@ from lightning_trainer.models import check_folder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBES = 8  # the first of them warms up
+_LAYERS = frozenset({"full_attention", "sliding_attention"})  # kinds of layers that plans know
+_NARROW = 24  # the window of sliding layers while a model is proved: its own may be longer than any proof
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +60,19 @@ class LoadedModel:
     def head(self) -> nn.Module:
         """What turns hidden states into logits."""
         head: nn.Module = self.causal.get_output_embeddings()
-        return head
+        cap = getattr(self.causal.config.get_text_config(), "final_logit_softcapping", None)
+        return head if cap is None else nn.Sequential(head, _Capped(cap))
+
+
+class _Capped(nn.Module):
+    """Holds logits under a number."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self._cap = cap
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return torch.tanh(logits / self._cap) * self._cap
 
 
 def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedModel:
@@ -168,19 +184,17 @@ def _set_template(tokenizer: Any, options: TorchOptions) -> None:
 def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
     """Say what a cache looks like; refuse what the engine can't run, and say why."""
     config = causal.config.get_text_config()
-    sliding = [kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"]
+    others = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
+    keys = [module.k_proj for module in causal.get_decoder().modules() if hasattr(module, "k_proj")]
     reasons = {
         "it does not let attention be replaced": not getattr(causal, "_supports_attention_backend", False),
         "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
-        f"it has layers of another kind ({', '.join(sorted(set(sliding)))})": bool(sliding),
-        "it limits attention to a sliding window": not getattr(config, "layer_types", None)
-        and getattr(config, "sliding_window", None) is not None
-        and getattr(config, "use_sliding_window", True),
-        "it caps attention scores": getattr(config, "attn_logit_softcapping", None) is not None,
+        f"it has layers of another kind ({', '.join(sorted(others))})": bool(others),
+        "its layers have keys of different widths": len({len(key.weight) for key in keys}) > 1,
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ConfigError(f"the embedded engine can't run {model} ({config.model_type}): {reason}.")
+            raise _refusal(causal, model, reason)
     heads = config.num_attention_heads
     return CacheShape(
         layers=config.num_hidden_layers,
@@ -189,6 +203,11 @@ def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
         dtype=causal.dtype,
         device=device,
     )
+
+
+def _refusal(causal: Any, model: Path, reason: str) -> ConfigError:
+    kind = causal.config.get_text_config().model_type
+    return ConfigError(f"the embedded engine can't run {model} ({kind}): {reason}.")
 
 
 def _max_len(config: Any, options: TorchOptions) -> int:
@@ -217,23 +236,49 @@ def _prove(loaded: LoadedModel) -> None:
     A model with something else than attention and rotary positions (biases, recurrent state, scaled logits) is found
     here, not in wrong samples.
     """
-    steps = (SHORT + 1, 5, 1)  # into the prefix, into the tail, as in decoding
-    cache = SlotCache(loaded.shape, 1, sum(steps))
     vocabulary = loaded.causal.config.get_text_config().vocab_size
-    tokens = torch.arange(7, 7 + 5 * sum(steps), 5) % vocabulary
+    tokens = torch.arange(7, 7 + 5 * sum(_STEPS), 5) % vocabulary
+    with _narrow(loaded.causal):
+        try:
+            ours = loaded.head(_by_plan(loaded, tokens)).float()
+        except RuntimeError as error:
+            reason = f"its attention is of another form: {str(error).partition(chr(10))[0]}"
+            raise _refusal(loaded.causal, loaded.source, reason) from error
+        loaded.causal.set_attn_implementation("eager")  # which alone knows sinks and caps
+        theirs = loaded.causal(input_ids=tokens[None].to(loaded.shape.device), use_cache=False).logits[0].float()
+        loaded.causal.set_attn_implementation(attention.NAME)
+    gap = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean().item()
+    if not gap < 0.1:  # rounding in bfloat16 stays under 0.03
+        raise _refusal(loaded.causal, loaded.source, f"its logits differ by {gap:.2f} nats")
+
+
+_STEPS = (SHORT + 1, 5, 1)  # into the prefix, into the tail, as in decoding
+
+
+def _by_plan(loaded: LoadedModel, tokens: Tensor) -> Tensor:
+    """(N, width) hidden states."""
+    cache = SlotCache(loaded.shape, 1, sum(_STEPS))
     cache.begin(0, tokens.numpy().astype("int32"), 0, 0)
     hidden = []
-    for length in steps:
+    for length in _STEPS:
         plan = StepPlan(cache, [Chunk(0, length)])
         hidden.append(loaded.hidden(plan.tokens, plan.positions, plan))
         plan.finish()
-    ours = loaded.head(torch.cat(hidden)).float()
-    loaded.causal.set_attn_implementation("sdpa")
-    theirs = loaded.causal(input_ids=tokens[None].to(loaded.shape.device), use_cache=False).logits[0].float()
-    loaded.causal.set_attn_implementation(attention.NAME)
-    gap = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().mean().item()
-    if not gap < 0.1:  # rounding in bfloat16 stays under 0.03
-        kind = loaded.causal.config.model_type
-        raise ConfigError(
-            f"the embedded engine can't run {loaded.source} ({kind}): its logits differ by {gap:.2f} nats."
-        )
+    return torch.cat(hidden)
+
+
+@contextmanager
+def _narrow(causal: Any) -> Iterator[None]:
+    """Give sliding layers a window that a few tokens leave, in the masks of transformers and in what layers say."""
+    changed = [
+        (thing, thing.sliding_window)
+        for thing in (causal.config.get_text_config(), *causal.modules())
+        if isinstance(getattr(thing, "sliding_window", None), int)
+    ]
+    try:
+        for thing, window in changed:
+            thing.sliding_window = min(window, _NARROW)
+        yield
+    finally:
+        for thing, window in changed:
+            thing.sliding_window = window
