@@ -333,7 +333,7 @@ def _is_by_openai() -> bool:
 
 
 _httpx: Final = HttpxSends(lambda: _recorders[-1] if _recorders else None, _is_recorded, _is_by_openai, _name)
-_PATCHES: Final = (
+_PATCHES: Final[tuple[tuple[type, str, Callable[[Any], Any]], ...]] = (
     (SyncAPIClient, "request", _wrap_request),
     (AsyncAPIClient, "request", _wrap_async_request),
     (SyncAPIClient, "_process_response", _wrap_process_response),
