@@ -91,7 +91,7 @@ def _plugins() -> Iterator[Check]:
 
 def _bind(plugins: Any, name: str) -> str:
     from lightning_spans.record.recorder import SpanRecorder
-    from lightning_spans.record.tracers import make_tracer
+    from lightning_spans.record.tracing.tracers import make_tracer
 
     plugins.load(name)
     plugin = plugins.manager().get_plugin(name)

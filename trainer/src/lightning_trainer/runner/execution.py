@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lightning_spans.errors import RewardError
 from lightning_spans.record.context import use_attempt
-from lightning_spans.record.emit import collecting
+from lightning_spans.record.program.emit import collecting
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.rewards import Reward, as_rewards
 

@@ -19,8 +19,8 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.record.context import STARTING
 from lightning_spans.record.delivery.otlp import flatten
 from lightning_spans.record.delivery.sink import CLOSE_S
-from lightning_spans.record.listeners import SpanFeed
 from lightning_spans.record.process import at_end, in_child, within
+from lightning_spans.record.tracing.listeners import SpanFeed
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.spans import Json, Span
 
@@ -195,7 +195,7 @@ class OtelTracer:
         self._tracer: otel_trace.Tracer | None = None
         self._ended: SpanFeed | None = None
         if processors or collector is not None:
-            from lightning_spans.record.processors import make_provider
+            from lightning_spans.record.tracing.processors import make_provider
 
             self._provider = make_provider(self._ids, [*processors, *([collector] if collector else [])], keeps)
             self._tracer = self._provider.get_tracer("lightning_spans")
