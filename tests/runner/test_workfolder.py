@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.runner.workfolder import (
+from lightning_trainer.runner.worker.workfolder import (
     Source,
     WorkFolder,
     WorkFolderError,

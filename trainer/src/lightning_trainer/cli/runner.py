@@ -16,9 +16,9 @@ from lightning_trainer.cli.options import print_json, read_key, take_work, work_
 
 if TYPE_CHECKING:
     from lightning_spans.store.http import HttpStore
-    from lightning_trainer.runner.limits import WorkerLimits
     from lightning_trainer.runner.runner import Runner
     from lightning_trainer.runner.target import Job
+    from lightning_trainer.runner.worker.limits import WorkerLimits
     from lightning_trainer.runner.workers import Start
 
 
@@ -103,9 +103,9 @@ def command(
     from lightning_trainer.cli.processes import handed_over, keep_to_ourselves
     from lightning_trainer.config import cores
     from lightning_trainer.runner.environment import allowed
-    from lightning_trainer.runner.limits import WorkerLimits, parse_bytes
     from lightning_trainer.runner.runner import Runner
     from lightning_trainer.runner.target import Job
+    from lightning_trainer.runner.worker.limits import WorkerLimits, parse_bytes
 
     if (target is None) == (program is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and not both.")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.runner.command import filled, texts
+from lightning_trainer.runner.worker.command import filled, texts
 
 _PREFIX: Final = "lightning-work-"
 _LONGEST_DIFF: Final = 200_000  # characters kept of a diff: its beginning

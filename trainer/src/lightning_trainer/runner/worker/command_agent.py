@@ -20,7 +20,8 @@ from lightning_spans.record.delivery.otlp import PROTOBUF, encode
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.spans import Json, Span, Status
-from lightning_trainer.runner.command import (
+from lightning_trainer.runner.target import Job, split_command
+from lightning_trainer.runner.worker.command import (
     ENVIRONMENT_LIMIT,
     ProcessEnd,
     filled,
@@ -29,10 +30,9 @@ from lightning_trainer.runner.command import (
     status_text,
     texts,
 )
-from lightning_trainer.runner.execution import Agent
-from lightning_trainer.runner.limits import parse_bytes
-from lightning_trainer.runner.target import Job, split_command
-from lightning_trainer.runner.workfolder import WorkFolder, WorkFolderError, check, remove_left_over, source_of
+from lightning_trainer.runner.worker.execution import Agent
+from lightning_trainer.runner.worker.limits import parse_bytes
+from lightning_trainer.runner.worker.workfolder import WorkFolder, WorkFolderError, check, remove_left_over, source_of
 from lightning_trainer.work import Work
 
 logger = logging.getLogger("lightning_trainer")
