@@ -815,7 +815,7 @@ def test_doctor_says_what_works_and_what_to_do(folder: Path, tiny_model: Path) -
 
 
 def test_doctor_says_of_what_is_missing_who_needs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_trainer.cli import checks
+    from lightning_trainer.cli.setup import checks
 
     monkeypatch.setattr(checks, "_version", lambda name: None if name in ("langchain", "crewai") else "1.0")
     lines = {line.split(":")[0]: line for line in call("doctor").stdout.splitlines()}

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import click
 
 from lightning_trainer.cli.options import DEFAULT_STORE, name_by_option
-from lightning_trainer.cli.serving import tls_options
+from lightning_trainer.cli.servers.serving import tls_options
 
 if TYPE_CHECKING:
     from lightning_trainer.gateway.settings import Routing
@@ -137,8 +137,14 @@ def command(
     from lightning_spans.errors import ConfigError
     from lightning_spans.record.production import Live, parse_rate
     from lightning_spans.record.redaction import read_rules
-    from lightning_trainer.cli.serving import Place, check_place, key_files, opened_when_ready, serve_until_stopped
-    from lightning_trainer.cli.upstream_keys import with_keys
+    from lightning_trainer.cli.servers.serving import (
+        Place,
+        check_place,
+        key_files,
+        opened_when_ready,
+        serve_until_stopped,
+    )
+    from lightning_trainer.cli.servers.upstream_keys import with_keys
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.gateway.http.masking import remember, remember_password
     from lightning_trainer.gateway.settings import parse_limits

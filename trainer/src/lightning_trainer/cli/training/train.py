@@ -42,7 +42,7 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
 
     Exit status: 0 done, 2 an option or a file is wrong, 3 the agent failed, 4 there was nothing to learn, 130 stopped.
     """
-    from lightning_trainer.cli.viewed import Viewed, with_folder
+    from lightning_trainer.cli.training.viewed import Viewed, with_folder
     from lightning_trainer.report.progress import Shown
     from lightning_trainer.run.train import describe, train
 

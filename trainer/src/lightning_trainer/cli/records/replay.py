@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.cli.fork import names, subject_of
 from lightning_trainer.cli.options import print_json, screen, store_option
+from lightning_trainer.cli.records.fork import names, subject_of
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import click
 
 from lightning_spans.errors import AgentFailedError, LightningError, NothingToLearnError, RewardError
 from lightning_spans.schema.agents import check_known
-from lightning_trainer.cli.environments import environment_options, with_environment
 from lightning_trainer.cli.options import (
     given,
     key_file_option,
@@ -27,6 +26,7 @@ from lightning_trainer.cli.options import (
     take_work,
     work_options,
 )
+from lightning_trainer.cli.training.environments import environment_options, with_environment
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.terminal import printable
 

@@ -32,7 +32,7 @@ def command(
     """Say what works here, and what to do about what does not. The exit status is 1 when something does not."""
     from rich.text import Text
 
-    from lightning_trainer.cli.checks import examine
+    from lightning_trainer.cli.setup.checks import examine
 
     styles = {"ok": "green", "broken": "red", "absent": "dim"}
     broken = False

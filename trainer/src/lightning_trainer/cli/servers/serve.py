@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lightning_trainer.cli.options import given
-from lightning_trainer.cli.serving import tls_options
+from lightning_trainer.cli.servers.serving import tls_options
 
 
 @click.command(name="serve")
@@ -53,7 +53,7 @@ def command(
     from lightning_spans.store.null import NullStore
     from lightning_trainer import models
     from lightning_trainer.backends.torch.backend import need_torch, open_torch
-    from lightning_trainer.cli.serving import Place, check_place, key_files, serve_until_stopped
+    from lightning_trainer.cli.servers.serving import Place, check_place, key_files, serve_until_stopped
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.run.local import opened
 
