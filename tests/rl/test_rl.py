@@ -17,7 +17,7 @@ from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.replays import REPLAYED, Replay
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, Span
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch import Batch, Penalty, calls_of
 from lightning_trainer.rl.credit.played import AcrossAttempts

@@ -180,7 +180,7 @@ def test_every_command_explains_itself(name: str) -> None:
 
 
 def test_every_option_of_a_run_is_a_flag() -> None:
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
 
     text = call("train", "--help").output
     for name in set(TrainConfig.model_fields) - {"target"}:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.comparison.config import CompareConfig
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.usage import is_replayed, tokens_of
 from lightning_trainer.run.data import Task, batch_at, load_tasks

@@ -17,7 +17,7 @@ from lightning_spans.record.prompts import Prompts, read_prompts
 from lightning_spans.schema.agents import check_known, selects
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
-from lightning_trainer.config import cores
+from lightning_trainer.config.workers import worker_count
 from lightning_trainer.evaluation import folder as files
 from lightning_trainer.evaluation.samples import Sample, read_samples
 from lightning_trainer.evaluation.subjects import (
@@ -491,8 +491,7 @@ class _Side:
     def _runner(self, work: int, logs: Path) -> Runner:
         config = self.config
         job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
-        most = -(-work // config.concurrency)
-        workers = max(1, min(cores(), most)) if config.workers is None else config.workers
+        workers = worker_count(config.workers, work, config.concurrency)
         return Runner(job, workers=workers, concurrency=config.concurrency, logs=logs)
 
     def _routing(self, answers: Answering) -> Routing:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
     from lightning_spans.schema.transitions import Transition
     from lightning_spans.store import Store
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch import Traces
     from lightning_trainer.rl.credit.played import Played
     from lightning_trainer.rl.rollouts import Outcome

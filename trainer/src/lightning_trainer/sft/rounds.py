@@ -25,7 +25,8 @@ from lightning_spans.schema.agents import earns
 from lightning_spans.store import Store
 from lightning_trainer import registry
 from lightning_trainer.backends.protocol import Backend, Learner
-from lightning_trainer.config import CONFIG_NAME, cores
+from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.workers import worker_count
 from lightning_trainer.export.export import selected
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import Wanted
@@ -246,8 +247,7 @@ def _again(folder: Path) -> Iterator[Path]:
 def _started(config: RoundsConfig, folder: Path, tasks: int, progress: Progress) -> Iterator[Runner]:
     progress.phase("importing the agent")
     job = Job(target=config.target, command=config.command, reward=config.reward)
-    full = -(-tasks * config.samples // config.concurrency)
-    workers = max(1, min(cores(), full)) if config.workers is None else config.workers
+    workers = worker_count(config.workers, tasks * config.samples, config.concurrency)
     runner = Runner(job, workers=workers, concurrency=config.concurrency, logs=folder / "logs")
     runner.start()
     try:

@@ -13,7 +13,7 @@ from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.transitions import Transition
 from lightning_spans.store.protocol import Where, whole_list
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.credit_report import credit_report, turns_of
 from lightning_trainer.report.recomputed import judged
 from lightning_trainer.rl import account as reasons

@@ -15,7 +15,7 @@ from lightning_trainer.cli.options import given, key_file_option, print_json, re
 if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
     from lightning_spans.schema.rewards import Reward
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.report.credit_report import CreditReport, TurnCredit
     from lightning_trainer.rl.batch import Judged
 
@@ -73,7 +73,7 @@ def command(
 def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[str, Any]) -> TrainConfig:
     import json
 
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
 
     path = run / "config.json"
     try:

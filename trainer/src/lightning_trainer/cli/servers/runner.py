@@ -101,7 +101,7 @@ def command(
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer.cli.processes import handed_over, keep_to_ourselves
-    from lightning_trainer.config import cores
+    from lightning_trainer.config.workers import cores
     from lightning_trainer.runner.environment import allowed
     from lightning_trainer.runner.runner import Runner
     from lightning_trainer.runner.target import Job

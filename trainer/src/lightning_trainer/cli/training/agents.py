@@ -216,7 +216,7 @@ def _run(look: _Look, store: str) -> tuple[list[Trace], str | None]:
 
     from lightning_spans.record.unrecorded import lines
     from lightning_spans.store.traces import traces_of
-    from lightning_trainer.config import cores
+    from lightning_trainer.config.workers import cores
     from lightning_trainer.evaluation.subjects import answering
     from lightning_trainer.report.agents import no_gateway_saw, nothing_captured
     from lightning_trainer.report.progress import Silent

@@ -10,7 +10,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json, read_key, screen
-from lightning_trainer.config import merge
+from lightning_trainer.config.files import merge
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:

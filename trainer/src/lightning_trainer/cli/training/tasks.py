@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json, screen
-from lightning_trainer.config import merge
+from lightning_trainer.config.files import merge
 
 if TYPE_CHECKING:
     from lightning_trainer.report.forecast import Tried

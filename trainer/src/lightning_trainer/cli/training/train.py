@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json
-from lightning_trainer.config import TrainConfig, merge
+from lightning_trainer.config.files import merge
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.progress import Progress
 
 EXAMPLE = (

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from lightning_trainer.config import refuse
+from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.rl.advantages import FloatArray, leave_one_out, transition_advantages
 from lightning_trainer.rl.algorithms.protocol import (
     Algorithm,
@@ -35,7 +35,7 @@ from lightning_trainer.rl.credit.played import AcrossAttempts
 from lightning_trainer.rl.rewards import source_weights
 
 if TYPE_CHECKING:
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch import Penalty, Traces
     from lightning_trainer.rl.credit.assigners import CreditAssigner
     from lightning_trainer.rl.losses import PolicyLoss

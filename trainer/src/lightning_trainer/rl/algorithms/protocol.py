@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch import Batch, Penalty, Traces
     from lightning_trainer.rl.credit.assigners import CreditAssigner
     from lightning_trainer.rl.credit.played import AcrossAttempts

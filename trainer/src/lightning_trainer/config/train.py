@@ -7,39 +7,23 @@ the same names as keys. Paths are relative to the current folder, in a file too.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import math
-import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer import policies, registry
 from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
+from lightning_trainer.config.checks import cross_check
+from lightning_trainer.config.chosen import chosen_algorithm, credit_says, looks_at_forks
+from lightning_trainer.config.defaults import with_defaults
+from lightning_trainer.config.mistakes import explain, refuse_unknown
+from lightning_trainer.config.workers import worker_count
 from lightning_trainer.environments import options as environment
-from lightning_trainer.naming import parse_rules
 from lightning_trainer.work import Work
-
-CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
-SELF: Final = "self"  # the teacher that is the policy itself
-# Alternatives: an option of a flag goes before these of the file, and one of the file before these of an earlier run.
-_INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
-    "steps": ("epochs",),
-    "epochs": ("steps",),
-    "target": ("command", *environment.NAMES),
-    "command": ("target", *environment.NAMES),
-    "env": ("target", "command", "data"),
-    "env_held_out": ("val",),
-    "val": ("env_held_out",),
-}
-# Defaults of credit that looks at forks: a few alternatives are no sample to take a deviation of.
-_OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 
 
 class TrainConfig(BaseModel):
@@ -290,7 +274,7 @@ class TrainConfig(BaseModel):
         """Turn what pydantic says into one error that says what to do."""
         if isinstance(values, Mapping):
             refuse_unknown(values, cls.model_fields)
-            values = _with_defaults(values)
+            values = with_defaults(values)
             if environment.to_open(values):  # which may take long: all other options are looked at before
                 asked = _made(handler, {**values, **environment.unopened(values)})
                 came = environment.opened(asked.env or "", asked.env_options, asked.env_tasks, asked.env_held_out)
@@ -307,17 +291,17 @@ class TrainConfig(BaseModel):
     def learns_from_flat_groups(self) -> bool:
         """Whether there is something to learn where all rewards of a group are equal."""
         divergence = self.kl_coef > 0 and self.kl_in == "loss"
-        return divergence or self.entropy_coef > 0 or _algorithm(self.algorithm).critic
+        return divergence or self.entropy_coef > 0 or chosen_algorithm(self.algorithm).critic
 
     @property
     def forked(self) -> bool:
         """Whether calls of a step's rollouts are drawn again."""
-        return bool(getattr(_algorithm(self.algorithm), "branches", False)) or _looks_at_forks(self.credit)
+        return bool(getattr(chosen_algorithm(self.algorithm), "branches", False)) or looks_at_forks(self.credit)
 
     @property
     def coupled(self) -> bool:
         """Whether what follows a call that is drawn again is answered as before, where the same is asked."""
-        return _looks_at_forks(self.credit)  # leaves of a tree are each trained whole: they are draws of their own
+        return looks_at_forks(self.credit)  # leaves of a tree are each trained whole: they are draws of their own
 
     @property
     def fork_count(self) -> int:
@@ -330,7 +314,7 @@ class TrainConfig(BaseModel):
     @property
     def by_coalitions(self) -> bool:
         """Whether rollouts run again with the frozen base in the place of some agents."""
-        return bool(_credit_says(self.credit, "coalitions"))
+        return bool(credit_says(self.credit, "coalitions"))
 
     @property
     def coalitions(self) -> int:
@@ -345,75 +329,7 @@ class TrainConfig(BaseModel):
 
     def worker_count(self) -> int:
         """Worker processes to start: as asked, else one a core, and no more than a batch fills."""
-        full = math.ceil(self.batch_size * self.group_size / self.concurrency)
-        return max(1, min(cores(), full)) if self.workers is None else self.workers
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Refuse keys that are no options.
-
-    Raises:
-        ConfigError: names the first unknown key and the nearest known one.
-    """
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known options: {', '.join(sorted(known))}."
-            raise ConfigError(f"unknown option {key!r}. {hint}")
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read options from a TOML file.
-
-    Raises:
-        ConfigError: the file is missing, is not TOML, or has an unknown key.
-    """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}. Give the path of a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {path} is not TOML: {error}") from None
-    try:
-        if tables := [key for key, value in values.items() if isinstance(value, dict) and _is_heading(key)]:
-            raise ConfigError(f"options stand at the top of the file, not in a table. Take [{tables[0]}] out.")
-        refuse_unknown(values, TrainConfig.model_fields)
-    except ConfigError as error:
-        raise ConfigError(f"config file {path}: {error}") from None
-    return values
-
-
-def _is_heading(key: str) -> bool:
-    """Whether a table is no option, and none misspelt."""
-    return not difflib.get_close_matches(key, TrainConfig.model_fields, n=1, cutoff=0.8)
-
-
-def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Make the configuration from a TOML file and command-line flags; a flag goes before the file's key.
-
-    Args:
-        file: TOML file; None for none.
-        flags: options by field name; those that are None were not given.
-        base: options that both go before.
-
-    Raises:
-        ConfigError: see `TrainConfig`.
-    """
-    own = read_toml(file) if file is not None else {}
-    given = {name: value for name, value in flags.items() if value is not None}
-    began = environment.of_a_run(base or {}, {**own, **given})
-    return TrainConfig(**_over(_over(began, own), given))
-
-
-def _over(values: Mapping[str, Any], nearer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with nearer ones in their place, and in that of their alternatives."""
-    replaced = {other for one in nearer for other in _INSTEAD.get(one, ())}
-    return {**{name: value for name, value in values.items() if name not in replaced}, **nearer}
+        return worker_count(self.workers, self.batch_size * self.group_size, self.concurrency)
 
 
 def _made(handler: ModelWrapValidatorHandler[TrainConfig], values: Any) -> TrainConfig:
@@ -422,195 +338,5 @@ def _made(handler: ModelWrapValidatorHandler[TrainConfig], values: Any) -> Train
         config = handler(values)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
-    _cross_check(config)
+    cross_check(config)
     return config
-
-
-def to_json(config: TrainConfig) -> str:
-    """Return the configuration as JSON text, as kept in the run's folder."""
-    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
-
-
-def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in the defaults that depend on other options, and take lists of names as one text with commas too."""
-    filled = with_adapters(values, learning_rate=1e-4)
-    if isinstance(filled.get("algorithm"), str):
-        for name, value in _algorithm(filled["algorithm"]).defaults.items():
-            filled[name] = value if filled.get(name) is None else filled[name]
-    if isinstance(filled.get("credit"), str) and _looks_at_forks(filled["credit"]):
-        for name, value in _OF_FORKS.items():
-            filled[name] = value if filled.get(name) is None else filled[name]
-    return filled
-
-
-def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[str, Any]:
-    """Read lists of names and the policies of agents, also as one text with commas, and fill in what adapters need.
-
-    Args:
-        values: options as given.
-        learning_rate: of adapters, which start at zero and take larger steps than full weights.
-    """
-    filled = dict(values)
-    if filled.get("policies"):
-        if isinstance(filled["policies"], (str, tuple)):
-            filled["policies"] = policies.read_text(filled["policies"])
-        filled["lora_rank"] = filled.get("lora_rank") or policies.DEFAULT_RANK
-    if filled.get("lora_rank") and filled.get("learning_rate") is None:
-        filled["learning_rate"] = learning_rate
-    for name in ("agents", "trackers", "restore"):
-        if isinstance(filled.get(name), str):
-            filled[name] = tuple(part.strip() for part in filled[name].split(",") if part.strip())
-    if isinstance(filled.get("name_by"), str):  # an expression may have commas
-        filled["name_by"] = (filled["name_by"],)
-    chosen = filled.get("policies")
-    if isinstance(chosen, Mapping) and chosen and all(isinstance(value, str) for value in chosen.values()):
-        filled["policies"], filled["agents"] = policies.complete(chosen, filled.get("agents"))
-    return filled
-
-
-def explain(error: ValidationError) -> str:
-    """Say what is wrong with options, and what to do, a line each."""
-    lines = []
-    for problem in error.errors(include_url=False, include_context=False):
-        name = str(problem["loc"][0]) if problem["loc"] else "configuration"
-        if problem["type"] == "missing":
-            lines.append(f"{name} is missing. Give --{name.replace('_', '-')}, or {name} = ... in the config file.")
-            continue
-        lines.append(f"{name} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}.")
-    return "\n".join(dict.fromkeys(lines))
-
-
-def _cross_check(config: TrainConfig) -> None:
-    """Refuse options that contradict each other; each message says which one to change."""
-    _algorithm(config.algorithm).check(config)
-    parse_rules(config.name_by)
-    config.work.check(command=config.command, reward=config.reward)
-    problems = {
-        "Name the agent: a target module:function, or a command.": config.target is None and config.command is None,
-        "target and command are two agents. Give one of them.": None not in (config.target, config.command),
-        "steps and epochs are two lengths. Give one of them.": None not in (config.steps, config.epochs),
-        "agents is empty. Name the agents to train, or leave it out to train all.": config.agents == (),
-        "lora_alpha needs lora_rank. Give a rank, or leave alpha out.": (
-            config.lora_alpha is not None and not config.lora_rank
-        ),
-        "gamma has no effect with credit = identical. Set credit to discounted, or leave gamma out.": (
-            config.gamma is not None and config.credit == "identical"
-        ),
-        "kl_estimator = k1 has no gradient in the loss: what is expected of it is 0. Use k3 or k2, or set kl_in to"
-        " reward.": config.kl_coef > 0 and config.kl_in == "loss" and config.kl_estimator == "k1",
-        "min_lr_ratio is where a falling learning rate ends. Set lr_schedule to cosine or linear, or leave it out.": (
-            config.min_lr_ratio > 0 and config.lr_schedule == "constant"
-        ),
-        "teacher is of algorithm = distil. Set it, leave teacher out, or let the policy teach itself (self).": (
-            config.teacher not in (None, SELF) and config.algorithm != "distil"
-        ),
-        "teacher_options are of teacher = self. Set it, or leave them out.": (
-            bool(config.teacher_options) and config.teacher != SELF
-        ),
-        **_of_forks(config),
-        "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
-    }
-    refuse(problems)
-
-
-def _of_forks(config: TrainConfig) -> dict[str, bool]:
-    """Return what can't be together with forks, and what is nothing without them."""
-    across = _looks_at_forks(config.credit)
-    if not config.forked:
-        given = (config.forks, config.alternatives, config.fork_at, config.fork_tools) != (None, 3, "agents", {})
-        return {
-            "forks, alternatives, fork_at and fork_tools are of credit = counterfactual and algorithm = tree-grpo. Set"
-            " one of these, or leave them out.": given,
-            _ORDERS: config.orders != 2,
-        }
-    what = f"credit = {config.credit}" if across else f"algorithm = {config.algorithm}"
-    able = bool(getattr(_algorithm(config.algorithm), "alternatives", False))
-    return {
-        f"algorithm = {config.algorithm} can't compare a call with its alternatives alone. With {what} use grpo,"
-        " dr-grpo, gspo, cispo or rloo.": not able,
-        f"{what} has the program run again up to a call, with the tools' results from the record; a command of another"
-        " language would run its tools twice. Give a Python target.": config.command is not None,
-        f"a judge compares rollouts with others of their group, and {what} forks of one rollout. Give a reward"
-        " function, or let the agent return the reward.": config.reward == "judge" or bool(config.judge),
-        f"resample replaces groups before {what} has drawn anything again. Set resample = 0.": config.resample > 0,
-        f"alone = batch has no effect with {what}. Leave it out.": config.alone == "batch",
-        f"normalise_std divides by the deviation of a few alternatives with {what}, which makes noise as large as work."
-        " Leave it out.": across and config.normalise_std,
-        **(_of_coalitions(config) if config.by_coalitions else _of_alternatives(config)),
-    }
-
-
-def _of_alternatives(config: TrainConfig) -> dict[str, bool]:
-    """Return what can't be where single calls are drawn again."""
-    return {
-        f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: no call could be drawn so often."
-        " Raise forks, or lower alternatives.": config.fork_count < config.alternatives,
-        _ORDERS: config.orders != 2,
-    }
-
-
-def _of_coalitions(config: TrainConfig) -> dict[str, bool]:
-    """Return what can't be where the frozen base stands in for agents."""
-    what, agents = f"credit = {config.credit}", config.agents or ()
-    least = config.group_size * config.coalitions
-    return {
-        f"{what} has the frozen base answer in an agent's place, and only adapters have one beside them that is served."
-        " Give policies, such as --policy writer=lora,checker=lora.": not config.policies,
-        f"{what} shares a reward out over a team, and {agents[0] if agents else 'nobody'} is the only agent to be"
-        " trained. Use credit = identical, or train two or more.": len(agents) == 1 and config.coalitions > 0,
-        f"{what} runs whole rollouts again, no alternatives of calls. Leave alternatives and fork_at out; orders says"
-        " how often.": (config.alternatives, config.fork_at) != (3, "agents"),
-        f"orders = {config.orders} is odd: each order comes beside its reverse. Give an even number.": bool(
-            config.orders % 2
-        ),
-        f"{what} compares what an agent added with other rollouts of the task. Set group_size to 2 or more.": (
-            config.group_size < 2
-        ),
-        f"agents has a glob, so nobody knows how many continuations {what} comes to. Say with forks how many a step"
-        " may take.": config.forks is None and not config.coalitions,
-        f"forks = {config.forks} is fewer than the {least} continuations that {config.group_size} rollouts of one task"
-        " take. Raise forks.": config.forks is not None and config.forks < least,
-    }
-
-
-_ORDERS: Final = "orders is of credit = shapley. Set it, or leave orders out."
-
-
-def refuse(problems: Mapping[str, bool]) -> None:
-    """Raise the first problem that there is.
-
-    Args:
-        problems: what is wrong and what to do, with whether it is so.
-
-    Raises:
-        ConfigError: one is so.
-    """
-    for message, wrong in problems.items():
-        if wrong:
-            raise ConfigError(message)
-
-
-class _Algorithm(Protocol):
-    """What is asked of an algorithm here; see `lightning_trainer.rl.algorithms.protocol`, a floor above."""
-
-    @property
-    def defaults(self) -> Mapping[str, Any]: ...
-
-    @property
-    def critic(self) -> bool: ...
-
-    def check(self, config: TrainConfig) -> None: ...
-
-
-def _algorithm(name: str) -> _Algorithm:
-    algorithm: _Algorithm = registry.by_name("algorithm", name)
-    return algorithm
-
-
-def _looks_at_forks(credit: str) -> bool:
-    """Whether this credit compares forks; an unknown name is refused when credit is asked for."""
-    return bool(_credit_says(credit, "across"))
-
-
-def _credit_says(credit: str, what: str) -> object:
-    return getattr(registry.registered("credit").get(credit), what, False)
