@@ -14,7 +14,8 @@ from lightning_trainer.cli.training.environments import environment_options, wit
 from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
-    from lightning_trainer.evaluation.evaluate import EvalConfig, Evaluation
+    from lightning_trainer.evaluation.config import EvalConfig
+    from lightning_trainer.evaluation.evaluate import Evaluation
     from lightning_trainer.evaluation.statistics import Estimate
     from lightning_trainer.evaluation.summary import Summary
     from lightning_trainer.rl.rollouts import Failed
@@ -88,7 +89,8 @@ def command(
     endpoints. Samples are kept in the folder as they end, and --resume draws what is missing. An interval is of the
     mean over tasks: 95 %, by percentile bootstrap with 10,000 resamples.
     """
-    from lightning_trainer.evaluation.evaluate import BearerKeys, evaluate
+    from lightning_trainer.evaluation.config import BearerKeys
+    from lightning_trainer.evaluation.evaluate import evaluate
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.report.progress import Shown
 
@@ -109,7 +111,8 @@ def command(
 
 
 def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
-    from lightning_trainer.evaluation.evaluate import EvalConfig, resumed
+    from lightning_trainer.evaluation.config import EvalConfig
+    from lightning_trainer.evaluation.evaluate import resumed
     from lightning_trainer.evaluation.summary import Counting
     from lightning_trainer.naming import parse_rules
 
