@@ -16,7 +16,7 @@ from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
-    from lightning_trainer.rl.batch import Batch
+    from lightning_trainer.rl.batch.batch import Batch
 
 
 class TraceCache:

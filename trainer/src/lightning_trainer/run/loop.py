@@ -27,7 +27,9 @@ from lightning_trainer.report.metrics import Kind
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.distil import DISTIL
-from lightning_trainer.rl.batch import Batch, Penalty, Traces, played_of
+from lightning_trainer.rl.batch.attempts import Traces, played_of
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.comparison import Penalty
 from lightning_trainer.rl.credit.counterfactual import Cells
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
 from lightning_trainer.rl.rollouts import Outcome, plan

@@ -18,7 +18,8 @@ from lightning_trainer.teaching.options import read_self
 if TYPE_CHECKING:
     from lightning_trainer.backends.protocol import Learner
     from lightning_trainer.config.train import TrainConfig
-    from lightning_trainer.rl.batch import Batch, Traces
+    from lightning_trainer.rl.batch.attempts import Traces
+    from lightning_trainer.rl.batch.batch import Batch
     from lightning_trainer.rl.rollouts import Outcome
     from lightning_trainer.rl.rows import Row
 

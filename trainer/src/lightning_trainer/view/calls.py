@@ -20,7 +20,8 @@ from lightning_spans.schema.json import dumps
 from lightning_trainer.policies import ADAPTERS_NAME
 from lightning_trainer.report.learned_tokens import read
 from lightning_trainer.rl import account as reasons
-from lightning_trainer.rl.batch import Batch, Judged
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rows import Row, why_untrainable
 from lightning_trainer.view.answers import CallChoice, CallPage, RowPlace, Token
 from lightning_trainer.view.learning import batch_of, row_of, step_trains

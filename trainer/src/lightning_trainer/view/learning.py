@@ -17,7 +17,8 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.credit_report import credit_report, turns_of
 from lightning_trainer.report.recomputed import judged
 from lightning_trainer.rl import account as reasons
-from lightning_trainer.rl.batch import Batch, Judged
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.resampling import with_contrast
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of

@@ -22,7 +22,7 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import each_trace, traces_of
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.http.route import KeyedRoute
-from lightning_trainer.rl.batch import Judged
+from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.view import answers, others
 from lightning_trainer.view.calls import call_page
 from lightning_trainer.view.learning import account_of, credit_of, judged_in

@@ -14,7 +14,7 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT, Json
 from lightning_trainer.report.step_metrics import tool_name
-from lightning_trainer.rl.batch import Judged
+from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.usage import tokens_of
 from lightning_trainer.view.answers import Event, Facts, RewardRow
 from lightning_trainer.view.names import names_in

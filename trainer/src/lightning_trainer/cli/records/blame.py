@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_spans.schema.rewards import Reward
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.report.credit_report import CreditReport, TurnCredit
-    from lightning_trainer.rl.batch import Judged
+    from lightning_trainer.rl.batch.calls import Judged
 
 
 @click.command(name="blame")

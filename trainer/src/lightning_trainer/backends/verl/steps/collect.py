@@ -35,7 +35,8 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging.options import read_judge
 from lightning_trainer.report import step_metrics
 from lightning_trainer.rl.algorithms import algorithm_by_name
-from lightning_trainer.rl.batch import Batch, Traces
+from lightning_trainer.rl.batch.attempts import Traces
+from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rewards.judge import PLUGIN, Judge, read_rules
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.rl.rows import Row
