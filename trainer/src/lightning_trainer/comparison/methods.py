@@ -91,7 +91,8 @@ def _rl(config: CompareConfig, folder: Path, names: Sequence[str], progress: Pro
 
 def _sft(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:  # noqa: ARG001
     from lightning_trainer.sft.config import RoundsConfig
-    from lightning_trainer.sft.rounds import STATE_NAME, rejection_sampling, resumed
+    from lightning_trainer.sft.rounds.rejection import rejection_sampling, resumed
+    from lightning_trainer.sft.rounds.state import STATE_NAME
 
     began = time.monotonic()
     if (folder / STATE_NAME).exists():

@@ -52,7 +52,7 @@ def _sample_and_learn(data: tuple[str, ...], tasks: Path | None, flags: dict[str
 
 
 def _go_on(folder: Path, given_too: list[str]) -> None:
-    from lightning_trainer.sft.rounds import resumed
+    from lightning_trainer.sft.rounds.rejection import resumed
 
     if given_too:
         raise ConfigError(f"rounds that go on have the options that they began with: leave out {', '.join(given_too)}.")
@@ -61,7 +61,7 @@ def _go_on(folder: Path, given_too: list[str]) -> None:
 
 def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:
     from lightning_trainer.report.progress import Shown
-    from lightning_trainer.sft.rounds import rejection_sampling
+    from lightning_trainer.sft.rounds.rejection import rejection_sampling
 
     with Shown(f"sampling and learning: {config.target or config.command} with {config.model}") as progress:
         done = rejection_sampling(config, progress, resume=resume)
