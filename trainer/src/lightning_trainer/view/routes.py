@@ -23,13 +23,18 @@ from lightning_spans.store.traces import each_trace, traces_of
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.http.route import KeyedRoute
 from lightning_trainer.rl.batch.calls import Judged
-from lightning_trainer.view import answers, others
-from lightning_trainer.view.calls import call_page
-from lightning_trainer.view.learning import account_of, credit_of, judged_in
+from lightning_trainer.view.answers.calls import CallPage
+from lightning_trainer.view.answers.groups import Facts, GroupPage, Member, RolloutRow, StepPage, TriesPage
+from lightning_trainer.view.answers.learning import AccountPage, CreditPage, RewardsPage
+from lightning_trainer.view.answers.rollouts import AttemptRow, Event, RolloutPage
+from lightning_trainer.view.answers.runs import RunPage, RunRow
+from lightning_trainer.view.answers.store import FleetPage, LoosePage, SearchPage, ToolsPage
 from lightning_trainer.view.names import chosen_by, names_of
 from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.runs import Run, Runs
-from lightning_trainer.view.steps import (
+from lightning_trainer.view.reading import others
+from lightning_trainer.view.reading.calls import call_page
+from lightning_trainer.view.reading.learning import account_of, credit_of, judged_in
+from lightning_trainer.view.reading.steps import (
     Step,
     crash_reward,
     failed_of,
@@ -44,9 +49,10 @@ from lightning_trainer.view.steps import (
     step_of,
     task_text,
 )
-from lightning_trainer.view.summaries import run_row
-from lightning_trainer.view.transcripts import alike, events_of, facts_of, reward_row
-from lightning_trainer.view.tries import tries_of, tries_page
+from lightning_trainer.view.reading.summaries import run_row
+from lightning_trainer.view.reading.transcripts import alike, events_of, facts_of, reward_row
+from lightning_trainer.view.reading.tries import tries_of, tries_page
+from lightning_trainer.view.runs import Run, Runs
 
 MAY: Final = Needs("viewer", "admin")
 _GROUPS: Final = 200  # in a page
@@ -108,19 +114,19 @@ router: Final = APIRouter(prefix="/api/view", route_class=KeyedRoute, dependenci
 
 
 @router.get("/runs")
-def runs(views: _Views) -> list[answers.RunRow]:
+def runs(views: _Views) -> list[RunRow]:
     """List the runs, the newest first."""
     return [run_row(run) for run in views.runs.all()]
 
 
 @router.get("/run")
-def run_page(views: _Views, name: _Run) -> answers.RunPage:
+def run_page(views: _Views, name: _Run) -> RunPage:
     """Return a run: options, numbers of its steps, alarms, and what its store holds."""
     with views.opened(name) as (run, reader):
         lines = run.lines()
         with reader.reading() as connection:
             loose = has_loose(connection)
-        return answers.RunPage(
+        return RunPage(
             name=run.name,
             options=dict(run.options),
             train=[line for line in lines if line["kind"] == "train"],
@@ -134,7 +140,7 @@ def run_page(views: _Views, name: _Run) -> answers.RunPage:
 @router.get("/step")
 def step_page(
     views: _Views, name: _Run, *, step: int = 0, mode: str = "train", after: _After = 0, limit: _Limit = 50
-) -> answers.StepPage:
+) -> StepPage:
     """Return groups of a step with their rollouts and rewards."""
     with views.opened(name) as (run, reader):
         return groups_page(reader, run, Step(mode, step), after=after, limit=limit)
@@ -146,14 +152,14 @@ def facts(
     name: _Run,
     rollout: Annotated[list[str], Query(max_length=_FACTS)],
     text: Annotated[str, Query(max_length=500)] = "",
-) -> list[answers.Facts]:
+) -> list[Facts]:
     """Count what is in the traces of some rollouts, and say in which a text is found."""
     with views.opened(name) as (run, reader):
         return [facts_of(trace, text=text, chosen=chosen_by(run)) for trace in each_trace(reader, rollout_ids=rollout)]
 
 
 @router.get("/group")
-def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> answers.GroupPage:
+def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> GroupPage:
     """Return a group side by side: each rollout's transcript, and how far all are alike."""
     with views.opened(name) as (run, reader):
         rollouts = reader.rollouts(group_ids=[group])
@@ -167,7 +173,7 @@ def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> answ
         for trace in traces_of(reader, attempt_ids=ids):
             traces[trace.attempt_id] = trace
         members = [
-            answers.Member(
+            Member(
                 row=each,
                 rewards=[reward_row(reward) for reward in trace.rewards] if trace is not None else [],
                 advantages=_advantages(judged, each.attempt_id, chosen),
@@ -178,7 +184,7 @@ def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> answ
         ]
         step = step_of(group)
         following = after + _MEMBERS
-        return answers.GroupPage(
+        return GroupPage(
             group_id=group,
             mode=step.mode,
             step=step.number,
@@ -192,7 +198,7 @@ def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> answ
         )
 
 
-def _steps_of(trace: Trace, judged: Sequence[Judged], chosen: Sequence[str] | None) -> list[answers.Event]:
+def _steps_of(trace: Trace, judged: Sequence[Judged], chosen: Sequence[str] | None) -> list[Event]:
     """Return the model calls and tools of an attempt: what a comparison looks at."""
     events = events_of(trace, judged, chosen)
     return [event for event in events if event.turn is not None or event.operation == "execute_tool"]
@@ -218,7 +224,7 @@ def tries(
     worse: bool = False,
     after: _After = 0,
     limit: _Limit = 50,
-) -> answers.TriesPage:
+) -> TriesPage:
     """Return tasks that were run at several times, those that got the most better first; or the one of a group."""
     with views.opened(name) as (run, reader):
         if group is not None:
@@ -227,7 +233,7 @@ def tries(
 
 
 @router.get("/rollout")
-def rollout_page(views: _Views, name: _Run, rollout: str, attempt: str | None = None) -> answers.RolloutPage:
+def rollout_page(views: _Views, name: _Run, rollout: str, attempt: str | None = None) -> RolloutPage:
     """Return an attempt of a rollout as it went: by default the one that counts."""
     with views.opened(name) as (run, reader):
         asked, trace = _trace_of(run, reader, rollout, attempt)
@@ -243,7 +249,7 @@ def rollout_page(views: _Views, name: _Run, rollout: str, attempt: str | None = 
 
 
 @router.get("/trace")
-def trace_page(views: _Views, name: _Run, trace: str) -> answers.RolloutPage:
+def trace_page(views: _Views, name: _Run, trace: str) -> RolloutPage:
     """Return a trace that belongs to no rollout, as it went."""
     with views.opened(name) as (run, reader):
         return _rollout(run, reader, None, _loose(reader, trace), attempts=[], members=[], row=None)
@@ -279,15 +285,15 @@ def _rollout(
     *,
     attempts: list[AttemptRecord],
     members: list[str],
-    row: answers.RolloutRow | None,
-) -> answers.RolloutPage:
+    row: RolloutRow | None,
+) -> RolloutPage:
     judged, chosen = judged_in(reader, run, asked.group_id if asked is not None else None), chosen_by(run)
     events = events_of(trace, judged, chosen)
     step = step_of(asked.group_id) if asked is not None else None
     unjoined: dict[str, int] = {}
     for half in trace.unjoined:
         unjoined[half.reason] = unjoined.get(half.reason, 0) + 1
-    return answers.RolloutPage(
+    return RolloutPage(
         rollout_id=trace.rollout_id,
         attempt_id=trace.attempt_id,
         group_id=asked.group_id if asked is not None else None,
@@ -298,7 +304,7 @@ def _rollout(
         status=row.status if row is not None else "",
         reward=row.reward if row is not None else None,
         attempts=[
-            answers.AttemptRow(
+            AttemptRow(
                 attempt_id=each.attempt_id, number=each.number, status=each.status, worker=each.worker,
                 error=each.error, seconds=seconds_of(each),
             )
@@ -323,7 +329,7 @@ def call(
     attempt: str | None = None,
     trace: str | None = None,
     whole: bool = False,
-) -> answers.CallPage:
+) -> CallPage:
     """Return a model call: of an attempt, or of a trace that belongs to none."""
     with views.opened(name) as (run, reader):
         if rollout is not None:
@@ -335,28 +341,28 @@ def call(
 
 
 @router.get("/account")
-def account(views: _Views, name: _Run, step: int) -> answers.AccountPage:
+def account(views: _Views, name: _Run, step: int) -> AccountPage:
     """Return the account of a step: from calls seen to calls trained, each loss with some of its calls."""
     with views.opened(name) as (run, reader):
         return account_of(reader, run, step)
 
 
 @router.get("/credit")
-def credit(views: _Views, name: _Run, step: int | None = None, credit: str | None = None) -> answers.CreditPage:
+def credit(views: _Views, name: _Run, step: int | None = None, credit: str | None = None) -> CreditPage:
     """Return credit by agent and turn of a step, or of the whole run, by the run's assigner or by another."""
     with views.opened(name) as (run, reader):
         return credit_of(reader, run, step, credit)
 
 
 @router.get("/rewards")
-def rewards(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> answers.RewardsPage:
+def rewards(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> RewardsPage:
     """Return the rewards of a step by source."""
     with views.opened(name) as (run, reader):
         return others.rewards_page(reader, run, Step(mode, step))
 
 
 @router.get("/tools")
-def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> answers.ToolsPage:
+def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> ToolsPage:
     """Return what the tools of a step did."""
     with views.opened(name) as (run, reader):
         counted = others.Tools(chosen_by(run))
@@ -369,21 +375,21 @@ def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> answ
 
 
 @router.get("/fleet")
-def fleet(views: _Views, name: _Run) -> answers.FleetPage:
+def fleet(views: _Views, name: _Run) -> FleetPage:
     """Return the runners, the queue, and the attempts under way."""
     with views.opened(name) as (_, reader):
         return others.fleet_page(reader)
 
 
 @router.get("/loose")
-def loose(views: _Views, name: _Run, before: _Before = None) -> answers.LoosePage:
+def loose(views: _Views, name: _Run, before: _Before = None) -> LoosePage:
     """Return traces that belong to no rollout, the newest first."""
     with views.opened(name) as (_, reader):
         return others.loose_page(reader, before=before)
 
 
 @router.get("/search")
-def search(views: _Views, name: _Run, text: _Text, after: _After = 0) -> answers.SearchPage:
+def search(views: _Views, name: _Run, text: _Text, after: _After = 0) -> SearchPage:
     """Look for a text in everything that the store holds of spans; a page looks for a second at most."""
     with views.opened(name) as (_, reader):
         return others.search(reader, text, after=after)

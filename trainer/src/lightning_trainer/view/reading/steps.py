@@ -19,10 +19,11 @@ from lightning_spans.store.sql.read import among
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
 from lightning_trainer.rl.scores import agents_totals, total
-from lightning_trainer.view.answers import GroupRow, RolloutRow, StepPage, StepRow
+from lightning_trainer.view.answers.groups import GroupRow, RolloutRow, StepPage
+from lightning_trainer.view.answers.runs import StepRow
 from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Run
-from lightning_trainer.view.texts import legible
 
 _TRAIN: Final = re.compile(r"(?P<run>.*):t(?P<step>\d+)(r\d+)?-\d+", re.DOTALL)
 _VAL: Final = re.compile(r"(?P<run>.*)\.(?P<step>\d+):v-\d+", re.DOTALL)

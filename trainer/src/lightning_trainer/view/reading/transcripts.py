@@ -16,9 +16,10 @@ from lightning_spans.schema.spans import EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESU
 from lightning_trainer.report.step_metrics import tool_name
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.usage import tokens_of
-from lightning_trainer.view.answers import Event, Facts, RewardRow
+from lightning_trainer.view.answers.groups import Facts
+from lightning_trainer.view.answers.rollouts import Event, RewardRow
 from lightning_trainer.view.names import names_in
-from lightning_trainer.view.texts import LIMIT, messages, plain, said
+from lightning_trainer.view.reading.texts import LIMIT, messages, plain, said
 
 MOST_EVENTS: Final = 5000  # of a trace on one page
 _LARGEST: Final = 4 << 20  # characters of a transcript; beyond, messages are cut shorter

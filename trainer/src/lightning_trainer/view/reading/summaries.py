@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_trainer.view.answers import RunRow
+from lightning_trainer.view.answers.runs import RunRow
 from lightning_trainer.view.runs import Run
 
 

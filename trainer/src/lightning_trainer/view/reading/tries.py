@@ -15,10 +15,10 @@ from lightning_spans.errors import RefusedError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.json import loads
 from lightning_spans.store.sql import schema
-from lightning_trainer.view.answers import TriedGroup, TriedTask, TriesPage
+from lightning_trainer.view.answers.groups import TriedGroup, TriedTask, TriesPage
 from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading.steps import rewards_by_group, step_of, task_text
 from lightning_trainer.view.runs import Run
-from lightning_trainer.view.steps import rewards_by_group, step_of, task_text
 
 _ENDED: Final = ("succeeded", "failed")  # what was cut short, or is under way, says nothing of how a model does
 _MOST: Final = 20_000  # groups, the newest, among which the same tasks are looked for

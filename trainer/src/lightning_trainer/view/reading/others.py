@@ -22,26 +22,24 @@ from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
 from lightning_trainer.report.step_metrics import tool_name
 from lightning_trainer.rl.scores import total
-from lightning_trainer.view.answers import (
-    CallLink,
+from lightning_trainer.view.answers.calls import CallLink
+from lightning_trainer.view.answers.learning import Judgement, RewardsPage, SourceRow
+from lightning_trainer.view.answers.store import (
     FleetPage,
     Hit,
-    Judgement,
     LoosePage,
     LooseRow,
-    RewardsPage,
     RunningRow,
     SearchPage,
-    SourceRow,
     ToolRow,
     ToolsPage,
     WorkerRow,
 )
 from lightning_trainer.view.names import names_in
 from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading.steps import Step, group_ids
+from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Run
-from lightning_trainer.view.steps import Step, group_ids
-from lightning_trainer.view.texts import legible
 
 _MOST: Final = 2000  # attempts in a scatter
 _NEWEST: Final = 20_000  # spans that one page of loose traces looks through
