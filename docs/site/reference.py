@@ -56,7 +56,9 @@ def commands() -> str:
     from lightning_trainer.cli import COMMANDS, cli
 
     context = click.Context(cli, info_name="lightning-rl")
-    listed = _table(("command", "does"), [(f"[`{name}`](#{name})", _cell(told)) for name, told in COMMANDS.items()])
+    listed = _table(
+        ("command", "does"), [(f"[`{name}`](#{name})", _cell(each.help)) for name, each in COMMANDS.items()]
+    )
     parts = [listed]
     for name in COMMANDS:
         command = cli.get_command(context, name)

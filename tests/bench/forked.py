@@ -21,7 +21,9 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.advantages import EPSILON, leave_one_out, transition_advantages
-from lightning_trainer.rl.batch import FINAL, Calls, Episode, compared
+from lightning_trainer.rl.batch.calls import FINAL, Calls
+from lightning_trainer.rl.batch.comparison import compared
+from lightning_trainer.rl.batch.sharing import Episode
 from lightning_trainer.rl.credit.counterfactual import Cells, counterfactual
 from lightning_trainer.rl.credit.played import Fork, Played
 from lightning_trainer.rl.credit.shapley import coalitions, orders, shapley

@@ -23,7 +23,7 @@ from lightning_openai import patch
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.hooks import installed
 from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracers import make_tracer
+from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.server import ScriptedServer
 

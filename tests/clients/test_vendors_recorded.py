@@ -24,7 +24,7 @@ from lightning_spans.chat.response import read_answer
 from lightning_spans.record import unrecorded
 from lightning_spans.record.delivery import otlp
 from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracers import make_tracer
+from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.server import ScriptedServer
 

@@ -18,8 +18,8 @@ from fakes import FakeEngine, served
 from lightning_spans.schema.attempts import Attempt
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.naming import parse_rules
-from lightning_trainer.runner.command_agent import DIFF, command_agent
 from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.worker.command_agent import DIFF, command_agent
 from lightning_trainer.work import Work
 
 BIN = os.environ.get("COMMANDS_BIN", "")  # folders with the programs, as in PATH; the session says which

@@ -20,9 +20,9 @@ from lightning_spans.record.attach import attached
 from lightning_spans.record.context import current_agent
 from lightning_spans.record.delivery.deliver import Delivery
 from lightning_spans.record.delivery.sink import BatchSink
-from lightning_spans.record.listeners import Listeners, Naming
 from lightning_spans.record.pipeline import live_recorder
-from lightning_spans.record.tracers import Ids
+from lightning_spans.record.tracing.listeners import Listeners, Naming
+from lightning_spans.record.tracing.tracers import Ids
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.attempts import Attempt
 

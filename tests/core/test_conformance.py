@@ -320,7 +320,7 @@ BROKEN = {
         TRACKER + ".Tracker.inside", enters_no_tool, None,
     ),
     "test_both_tracers_give_the_same_rows": (
-        "lightning_spans.record.tracers.OtelTracer.end", adds_an_attribute, "one_agent",
+        "lightning_spans.record.tracing.tracers.OtelTracer.end", adds_an_attribute, "one_agent",
     ),
     "test_spans_survive_json_otlp_and_the_store": (
         TRACKER + ".Tracker.begin", keeps_what_is_no_json, "one_agent",

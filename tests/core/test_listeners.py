@@ -8,9 +8,9 @@ import pytest
 from fake_sink import ListSink
 
 from lightning_spans import hookimpl, hooks
-from lightning_spans.record.listeners import Listeners, Naming
 from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracers import make_tracer
+from lightning_spans.record.tracing.listeners import Listeners, Naming
+from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
 
 PATIENCE_S = 60.0
@@ -152,7 +152,7 @@ def test_what_does_not_fit_the_queue_is_not_told_and_that_is_logged(registered, 
 
 
 def test_closing_waits_only_so_long_for_a_listener_that_hangs(registered, monkeypatch, caplog):
-    monkeypatch.setattr("lightning_spans.record.listeners.CLOSE_S", 0.01)
+    monkeypatch.setattr("lightning_spans.record.tracing.listeners.CLOSE_S", 0.01)
     listeners, listener = Listeners(), registered(Listener(blocked=True))
     end(SpanRecorder(make_tracer("embedded", ListSink()), on_end=listeners.tell), "a", "b")
     assert listener.entered.wait(PATIENCE_S)

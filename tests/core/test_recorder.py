@@ -22,7 +22,7 @@ from lightning_spans.record.context import (
 )
 from lightning_spans.record.delivery.otlp import flatten
 from lightning_spans.record.recorder import SpanRecorder, agent_path, current_span
-from lightning_spans.record.tracers import TRACERS, make_tracer
+from lightning_spans.record.tracing.tracers import TRACERS, make_tracer
 from lightning_spans.schema import spans as names
 
 

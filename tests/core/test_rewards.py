@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_spans import Attempt, emit_reward, use_attempt
 from lightning_spans.errors import RewardError
-from lightning_spans.record.emit import collecting
+from lightning_spans.record.program.emit import collecting
 from lightning_spans.schema.rewards import as_reward, as_rewards
 
 

@@ -27,10 +27,10 @@ from lightning_spans.record import stalls
 from lightning_spans.record.delivery.deliver import Destination
 from lightning_spans.record.delivery.outbox import Spool
 from lightning_spans.record.delivery.sink import BatchSink
-from lightning_spans.record.listeners import Listeners
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.replay import Replaying
-from lightning_spans.record.tracers import make_tracer
+from lightning_spans.record.tracing.listeners import Listeners
+from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema.attempts import Attempt, Rollout
 from lightning_spans.schema.replays import Replay
 from lightning_spans.store import open_store

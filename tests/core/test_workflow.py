@@ -10,7 +10,7 @@ import pytest
 from lightning_spans import Attempt, agent, attach, open_store, use_attempt, workflow
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.context import current_agent
-from lightning_spans.record.tracers import TRACERS
+from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.program import user_environment
 from lightning_spans.testing.plugins.server import ScriptedServer

@@ -12,7 +12,7 @@ from fakes import FakeEngine, served
 
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.rewards import as_rewards
-from lightning_trainer.runner.command import CommandError, environment, run_command
+from lightning_trainer.runner.worker.command import CommandError, environment, run_command
 
 AGENTS = Path(__file__).parent / "programs"
 DOCS = Path(__file__).parents[2] / "docs"

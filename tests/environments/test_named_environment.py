@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config import TrainConfig, merge, to_json
+from lightning_trainer.config.files import merge, to_json
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.environments import Opened, options
 
 MODEL = {"model": "m"}

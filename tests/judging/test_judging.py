@@ -30,7 +30,7 @@ from lightning_spans.store import Store, open_store
 from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging.asking import JudgeError, ask, messages, read_scores
 from lightning_trainer.judging.judge import GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge

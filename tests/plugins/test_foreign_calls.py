@@ -19,7 +19,7 @@ from lightning_spans.chat.body import messages_of, tool_calls, tool_schemas
 from lightning_spans.chat.response import read_answer
 from lightning_spans.record import prompts, unrecorded
 from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracers import make_tracer
+from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
 from lightning_spans.testing.plugins.server import ScriptedServer

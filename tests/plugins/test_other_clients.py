@@ -15,7 +15,7 @@ from lightning_openai import patch
 from lightning_openai.other_clients import NOT_ASKED, OtherCall
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracers import make_tracer
+from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_spans.testing.plugins.suite import MODEL

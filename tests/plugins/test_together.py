@@ -39,7 +39,7 @@ import lightning_openai_agents
 from lightning_openai import patch
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.record.delivery import otlp
-from lightning_spans.record.tracers import TRACERS
+from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.program import PATIENCE_S, instructions, span_of, user_environment

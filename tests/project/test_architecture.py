@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,6 +139,53 @@ def test_no_package_takes_the_name_of_another_project():
 
 def test_every_plugin_is_checked():
     assert {"lightning_openai", "lightning_langchain"} <= set(SOURCES)
+
+
+def imported(source: Path, places: dict[str, Path]) -> set[str]:
+    """Our own modules that a module imports, typing imports among them."""
+    found = set()
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in places else node.module for name in names}
+    return found & places.keys()
+
+
+def circles() -> set[frozenset[str]]:
+    """Sets of modules that all reach each other by imports."""
+    places = {
+        ".".join([package, *module.with_suffix("").parts]).removesuffix(".__init__"): SOURCES[package] / module
+        for package, module in modules()
+    }
+    graph = {name: imported(source, places) for name, source in places.items()}
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        following = [start]
+        while following:
+            new = graph[following.pop()] - found
+            found |= new
+            following += new
+        return found
+
+    reach = {name: reached(name) for name in graph}
+    return {frozenset(other for other in reach[name] if name in reach[other]) for name in graph} - {frozenset()}
+
+
+def test_no_circle_leaves_its_folder_or_has_more_than_four_files():
+    assert [sorted(names) for names in circles() if len(names) > 4] == []
+    assert [sorted(names) for names in circles() if len({name.rpartition(".")[0] for name in names}) > 1] == []
+
+
+def test_no_folder_of_the_core_and_the_trainer_is_a_hall():
+    rooms = Counter(
+        f"{package}/{module.parent}"
+        for package, module in modules()
+        if package in ("lightning_spans", "lightning_trainer") and module.name != "__init__.py"
+    )
+    assert {room: count for room, count in rooms.items() if count > 16} == {}  # some fourteen, with room for two
 
 
 HEAVY = FRAMEWORKS | TENSORS | {"openai", "sqlalchemy", "matplotlib", "tensorboardX", "fastapi", "uvicorn", "numpy"}

@@ -40,9 +40,9 @@ for name in lightning_spans.__all__:
 for module in ("record.pipeline", "store.sql.store", "store.http", "record.delivery.outbox", "adapter.trace"):
     importlib.import_module(f"lightning_spans.{module}")
 from lightning_trainer.cli import COMMANDS
-for name in COMMANDS:
-    importlib.import_module(f"lightning_trainer.cli.{name}")
-for name in ("gateway.app", "gateway.auth.register", "report.progress", "models", "config"):
+for name, each in COMMANDS.items():
+    importlib.import_module(f"lightning_trainer.cli.{each.room}.{name}")
+for name in ("gateway.app", "gateway.auth.register", "report.progress", "models", "config.train"):
     importlib.import_module(f"lightning_trainer.{name}")
 print("imported")
 """

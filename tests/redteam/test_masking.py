@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from lightning_spans.errors import StoreError
 from lightning_spans.schema.json import to_json
-from lightning_trainer.cli import serving
+from lightning_trainer.cli.servers import serving
 from lightning_trainer.gateway.http import masking
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import masked

@@ -17,7 +17,7 @@ from lightning_spans.record.delivery.otlp import PROTOBUF, encode
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store.http import HttpStore
 from lightning_trainer.cli import processes
-from lightning_trainer.cli.upstream_keys import with_keys
+from lightning_trainer.cli.servers.upstream_keys import with_keys
 from lightning_trainer.gateway.upstream.upstream import parse_upstream
 from lightning_trainer.runner.environment import allowed, without_keys
 

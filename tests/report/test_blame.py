@@ -16,7 +16,8 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, Span
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
-from lightning_trainer.config import TrainConfig, to_json
+from lightning_trainer.config.files import to_json
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.credit_report import CreditReport, TurnCredit, credit_report, turns_of
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.trackers import opened
 

@@ -28,7 +28,7 @@ from lightning_spans.schema.spans import (
     TOOL_RESULT,
     Span,
 )
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.rl.credit.assigners import identical
 from lightning_trainer.rl.rewards.judge import installed, judge, read_rules
 from lightning_trainer.rl.rewards.potential import shaping

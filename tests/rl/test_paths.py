@@ -9,7 +9,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import AGENT_PATH, CHAT, INVOKE_AGENT, Span
 from lightning_trainer.policies import parse
 from lightning_trainer.report.agents import overview
-from lightning_trainer.rl.batch import transitions_by_attempt
+from lightning_trainer.rl.batch.attempts import transitions_by_attempt
 from lightning_trainer.rl.credit.assigners import identical, per_agent, unclaimed
 
 PATHS = ("billing/extract", "profile/extract")

@@ -15,7 +15,7 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer.rl.algorithms import algorithm_by_name
-from lightning_trainer.rl.batch import Batch
+from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.credit.assigners import credit_by_name
 from lightning_trainer.rl.credit.values import levels_of
 from lightning_trainer.rl.resampling import with_contrast

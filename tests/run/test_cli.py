@@ -180,7 +180,7 @@ def test_every_command_explains_itself(name: str) -> None:
 
 
 def test_every_option_of_a_run_is_a_flag() -> None:
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
 
     text = call("train", "--help").output
     for name in set(TrainConfig.model_fields) - {"target"}:
@@ -815,7 +815,7 @@ def test_doctor_says_what_works_and_what_to_do(folder: Path, tiny_model: Path) -
 
 
 def test_doctor_says_of_what_is_missing_who_needs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_trainer.cli import checks
+    from lightning_trainer.cli.setup import checks
 
     monkeypatch.setattr(checks, "_version", lambda name: None if name in ("langchain", "crewai") else "1.0")
     lines = {line.split(":")[0]: line for line in call("doctor").stdout.splitlines()}

@@ -7,7 +7,8 @@ import pytest
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import backend as torch_backend
-from lightning_trainer.config import TrainConfig, merge, to_json
+from lightning_trainer.config.files import merge, to_json
+from lightning_trainer.config.train import TrainConfig
 
 NEEDED: dict[str, Any] = {"target": "my_app:run", "data": "train.jsonl", "model": "./model"}
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config import TrainConfig, to_json
+from lightning_trainer.config.files import to_json
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.policies import Policies, parse
 
 

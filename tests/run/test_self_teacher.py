@@ -18,7 +18,8 @@ from lightning_spans.errors import ConfigError, NothingToLearnError
 from lightning_spans.schema.transitions import Tokens
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.rl.account import HINT_TOO_LONG, NOTHING_TOLD
-from lightning_trainer.rl.batch import Batch, Judged
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rows import Row, make_rows
 from lightning_trainer.teaching.feedback import feedback, said
 from lightning_trainer.teaching.options import HINT, SelfOptions, read_self

@@ -19,10 +19,10 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store, open_store
 from lightning_trainer.runner.crashes import Victim, verdict
-from lightning_trainer.runner.limits import WorkerLimits, parse_bytes
 from lightning_trainer.runner.process import WorkerProcess
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.worker.limits import WorkerLimits, parse_bytes
 from lightning_trainer.runner.workers import Blocking, Death
 
 AGENTS = '''

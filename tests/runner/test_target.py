@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.runner.execution import describe
 from lightning_trainer.runner.target import load_function, split_command
+from lightning_trainer.runner.worker.execution import describe
 
 
 @pytest.fixture(autouse=True)

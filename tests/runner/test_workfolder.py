@@ -9,7 +9,7 @@ import tempfile
 import pytest
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.runner.workfolder import (
+from lightning_trainer.runner.worker.workfolder import (
     Source,
     WorkFolder,
     WorkFolderError,

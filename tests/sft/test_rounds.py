@@ -21,7 +21,7 @@ from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
 from lightning_trainer.sft.config import RoundsConfig
-from lightning_trainer.sft.rounds import rejection_sampling
+from lightning_trainer.sft.rounds.rejection import rejection_sampling
 
 MORE = """
 
@@ -102,7 +102,7 @@ def test_options_of_rounds_need_rounds(folder: Path, tiny_model: Path) -> None:
 def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_trainer.sft import rounds as room
+    from lightning_trainer.sft.rounds import loop as room
 
     options: dict[str, Any] = {
         "target": "rounds_app:run", "tasks": "tasks.jsonl", "val": "tasks.jsonl", "rounds": 2, "model": str(model),
@@ -110,17 +110,17 @@ def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
         "backend_options": {"threads": 1}, "concurrency": 1,
     }  # fmt: skip
     whole = rejection_sampling(RoundsConfig(**options, out=folder / "whole")).to_json()
-    taken = room._RoundLoop._round
+    taken = room.RoundLoop._round
 
     def first_alone(loop: Any, number: int) -> Any:
         if number == 2:
             raise AgentFailedError("the machine is gone")
         return taken(loop, number)
 
-    monkeypatch.setattr(room._RoundLoop, "_round", first_alone)
+    monkeypatch.setattr(room.RoundLoop, "_round", first_alone)
     with pytest.raises(AgentFailedError, match="the machine is gone"):
         rejection_sampling(RoundsConfig(**options, out=folder / "cut"))
-    monkeypatch.setattr(room._RoundLoop, "_round", taken)
+    monkeypatch.setattr(room.RoundLoop, "_round", taken)
     wrong = CliRunner().invoke(cli, ["sft", "--resume", "cut", "--seed", "3"])
     assert "leave out seed" in wrong.output
     result = CliRunner().invoke(cli, ["sft", "--resume", "cut"])

@@ -14,7 +14,7 @@ from test_torch_update import Gradients, distance, gradients, make_backend, make
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.backend import learner_options
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.registry import registered
 from lightning_trainer.rl.algorithms.ppo import token_advantages
 from lightning_trainer.rl.losses import cispo_loss, entropy, gspo_loss, token_logprobs

@@ -20,7 +20,7 @@ from lightning_trainer.backends.torch import backend
 from lightning_trainer.backends.torch.learn.update import minibatches
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.verl.options import overrides
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 
 pytestmark = pytest.mark.torch
 

@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1 import replay_buffer
 from lightning_trainer.backends.verl.options.describe import composed
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.steps.replay import AsyncReplay
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 
 pytestmark = pytest.mark.timeout(300)
 

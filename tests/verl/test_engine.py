@@ -19,7 +19,7 @@ from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.steps.encoding import encode, prompt_length, spans_of
 from lightning_trainer.backends.verl.steps.estimators import estimate
 from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape
 from lightning_trainer.rl.advantages import transition_advantages
 from lightning_trainer.rl.rows import Row

@@ -13,7 +13,7 @@ validate = pytest.importorskip("kubernetes_validate").validate
 
 import yaml
 
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 
 CLUSTER = Path(__file__).parents[2] / "docs" / "cluster"
 KUBERNETES = "1.31"

@@ -204,7 +204,7 @@ def test_importance_correction(tmp_path, cap, mask):
     from lightning_trainer.backends.torch.options import TorchOptions
     from lightning_trainer.backends.verl.options.describe import composed
     from lightning_trainer.backends.verl.options.overrides import Site, overrides
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
 
     given = {"importance_cap": cap, "importance_mask": mask}
     config = TrainConfig(target="a:b", data="d.jsonl", model="m", backend="verl", **given)

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from lightning_trainer.backends.verl.engine import ReplicaError, VllmEngine
 from lightning_trainer.backends.verl.serving import abilities_of
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 

@@ -16,7 +16,8 @@ from lightning_trainer.backends.verl.steps.gathered import Gathered
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.account import Account
-from lightning_trainer.rl.batch import Batch, Judged
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rollouts import Outcome
 
 

@@ -15,7 +15,7 @@ from lightning_trainer.backends.verl.options.algorithms import ALGORITHMS
 from lightning_trainer.backends.verl.options.grammar import as_hydra
 from lightning_trainer.backends.verl.options.needs import GIB, estimate, tensor_parallel
 from lightning_trainer.backends.verl.options.overrides import HERE, Site, overrides
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape, shape_of
 from lightning_trainer.registry import registered
 

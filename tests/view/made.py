@@ -27,7 +27,8 @@ from lightning_spans.schema.spans import (
     Span,
 )
 from lightning_spans.store import Store, open_store
-from lightning_trainer.config import TrainConfig, to_json
+from lightning_trainer.config.files import to_json
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report import learned_tokens
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.recomputed import judged
@@ -52,7 +53,7 @@ class Words:
         return tuple(self._ids.setdefault(part, len(self._ids)) for part in parts)
 
     def write(self, folder: Path) -> None:
-        from lightning_trainer.view.pieces import _ALPHABET
+        from lightning_trainer.view.reading.pieces import _ALPHABET
 
         letters = {byte: letter for letter, byte in _ALPHABET.items()}
         words = {

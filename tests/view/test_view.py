@@ -23,13 +23,13 @@ from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
-from lightning_trainer.cli.viewed import Viewed
+from lightning_trainer.cli.training.viewed import Viewed
 from lightning_trainer.report.metrics import read
 from lightning_trainer.report.progress import Silent
-from lightning_trainer.view.pieces import pieces_of
 from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading.pieces import pieces_of
+from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Runs, runs_in
-from lightning_trainer.view.texts import legible
 
 
 def printed(run: Path, *arguments: str) -> list[dict[str, Any]]:

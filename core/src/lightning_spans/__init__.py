@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from lightning_spans.adapter.adapt import adapt
     from lightning_spans.adapter.trace import Trace
     from lightning_spans.hooks import hookimpl
-    from lightning_spans.record.agent import agent, workflow
     from lightning_spans.record.attach import Attachment, attach
     from lightning_spans.record.context import use_attempt
-    from lightning_spans.record.emit import emit_reward
-    from lightning_spans.record.tool import tool
+    from lightning_spans.record.program.agent import agent, workflow
+    from lightning_spans.record.program.emit import emit_reward
+    from lightning_spans.record.program.tool import tool
     from lightning_spans.schema.attempts import Attempt
     from lightning_spans.schema.rewards import Reward
     from lightning_spans.schema.spans import Span
@@ -34,16 +34,16 @@ _HOMES = {
     "Trace": "adapter.trace",
     "Transition": "schema.transitions",
     "adapt": "adapter.adapt",
-    "agent": "record.agent",
+    "agent": "record.program.agent",
     "attach": "record.attach",
-    "emit_reward": "record.emit",
+    "emit_reward": "record.program.emit",
     "hookimpl": "hooks",
     "open_store": "store",
     "select": "schema.transitions",
-    "tool": "record.tool",
+    "tool": "record.program.tool",
     "traces_of": "store.traces",
     "use_attempt": "record.context",
-    "workflow": "record.agent",
+    "workflow": "record.program.agent",
 }
 
 __all__ = [

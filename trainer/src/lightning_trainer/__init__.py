@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.run.result import Result
     from lightning_trainer.run.train import train
 
 __all__ = ["Result", "TrainConfig", "train"]
 
-_HOMES: Final = {"Result": "run.result", "TrainConfig": "config", "train": "run.train"}
+_HOMES: Final = {"Result": "run.result", "TrainConfig": "config.train", "train": "run.train"}
 
 
 def __getattr__(name: str) -> Any:

@@ -204,10 +204,10 @@ def _open_pipeline(options: Options) -> Pipeline:
     from lightning_spans.record.delivery.outbox import Spool
     from lightning_spans.record.delivery.sink import BatchSink, default_spool
     from lightning_spans.record.instrument.threads import carry_context
-    from lightning_spans.record.listeners import Listeners, Naming
     from lightning_spans.record.production import Live, read_live
     from lightning_spans.record.recorder import SpanRecorder
-    from lightning_spans.record.tracers import check_tracer, make_tracer
+    from lightning_spans.record.tracing.listeners import Listeners, Naming
+    from lightning_spans.record.tracing.tracers import check_tracer, make_tracer
 
     check_tracer(options.tracer, options.span_processors)
     _load_store(options)
@@ -240,7 +240,7 @@ def _open_pipeline(options: Options) -> Pipeline:
 
 def _seen_by(options: Options, spool: Spool) -> tuple[Sequence[SpanProcessor], Collector | None]:
     """Return what sees the SDK's spans: the user's processors, and what sends to his collector."""
-    from lightning_spans.record.tracers import sdk_disabled
+    from lightning_spans.record.tracing.tracers import sdk_disabled
 
     if options.tracer != "otel" or not (options.otlp or options.span_processors):
         return options.span_processors, None

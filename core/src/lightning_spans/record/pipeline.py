@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_spans.record.delivery.deliver import Delivery
-    from lightning_spans.record.listeners import Listeners, Naming
     from lightning_spans.record.recorder import SpanRecorder
+    from lightning_spans.record.tracing.listeners import Listeners, Naming
 
 
 @dataclass(slots=True)

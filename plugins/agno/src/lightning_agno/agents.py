@@ -15,7 +15,7 @@ from agno.run.base import RunStatus
 from agno.run.team import TeamRunEvent
 from agno.team import Team
 
-from lightning_agno.plugin import FRAMEWORK
+from lightning_agno import FRAMEWORK
 from lightning_agno.tools import DELEGATE
 from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.patches import replace

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from agno.models.base import Model
 
-from lightning_agno.plugin import FRAMEWORK
+from lightning_agno import FRAMEWORK
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 from agno.models.base import Model
 from agno.tools.function import FunctionCall
 
+from lightning_agno import FRAMEWORK
 from lightning_agno.own_code import OwnCode
-from lightning_agno.plugin import FRAMEWORK
 from lightning_openai.other_clients import to_json
 from lightning_spans.record.context import entered, entered_iteration, entered_steps
 from lightning_spans.record.instrument.patches import replace

@@ -16,7 +16,7 @@ from autogen_core import _single_threaded_agent_runtime as runtimes
 from autogen_core._message_handler_context import MessageHandlerContext
 from opentelemetry.context import Context
 
-from lightning_autogen.plugin import FRAMEWORK
+from lightning_autogen import FRAMEWORK
 from lightning_spans.record.context import Steps, attach, current, entered, overlaid, settled, with_agent
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.scope import Scope, current_scope

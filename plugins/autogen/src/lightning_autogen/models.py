@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from autogen_core.models import ChatCompletionClient, CreateResult
 
-from lightning_autogen.plugin import FRAMEWORK
+from lightning_autogen import FRAMEWORK
 from lightning_openai.other_clients import NOT_ASKED, OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import place_of_call

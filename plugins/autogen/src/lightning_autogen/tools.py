@@ -10,8 +10,8 @@ from autogen_agentchat.agents import AssistantAgent
 from autogen_core import tools as core_tools
 from autogen_core.tools import BaseStreamTool, BaseTool, TextResultContent, ToolResult, Workbench
 
+from lightning_autogen import FRAMEWORK
 from lightning_autogen.handoffs import tell_handoff
-from lightning_autogen.plugin import FRAMEWORK
 from lightning_openai.other_clients import to_json
 from lightning_spans.record.context import entered_steps
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses

@@ -19,9 +19,8 @@ from crewai.events.event_bus import CrewAIEventsBus
 from crewai.flow.flow import Flow
 from crewai.llms.base_llm import BaseLLM
 
-from lightning_crewai import tools
+from lightning_crewai import FRAMEWORK, tools
 from lightning_crewai.models import begin_call, response_body, uses_openai, wrap_started
-from lightning_crewai.plugin import FRAMEWORK
 from lightning_crewai.tools import nobody_of, requests_in, take_request, tell_tool
 from lightning_openai.other_clients import to_json
 from lightning_spans.record.context import current, current_agent, settled, with_agent

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Final
 
 import lightning_spans
 from lightning_spans import agent, emit_reward
 
 __all__ = ["agent", "attach", "emit_reward"]
 
-attach = partial(lightning_spans.attach, "dspy")
+FRAMEWORK: Final = "dspy"
+
+attach = partial(lightning_spans.attach, FRAMEWORK)
 """Record every agent, tool and model of DSPy; options and errors as of `lightning_spans.attach`."""

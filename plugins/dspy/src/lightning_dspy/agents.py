@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import dspy
 
-from lightning_dspy.plugin import FRAMEWORK
+from lightning_dspy import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 

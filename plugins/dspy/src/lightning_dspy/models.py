@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import dspy
 from dspy.clients.cache import Cache
 
-from lightning_dspy.plugin import FRAMEWORK
+from lightning_dspy import FRAMEWORK
 from lightning_openai.other_clients import OtherCall, to_json
 from lightning_spans.record.context import current, current_agent, current_attempt, entered
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses

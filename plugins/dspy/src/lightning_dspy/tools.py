@@ -15,8 +15,8 @@ import dspy
 from dspy.adapters.base import Adapter
 from dspy.adapters.types.tool import Tool, ToolCalls
 
+from lightning_dspy import FRAMEWORK
 from lightning_dspy.agents import calling_module, is_dspys
-from lightning_dspy.plugin import FRAMEWORK
 from lightning_openai.other_clients import to_json
 from lightning_spans.record.context import current_agent
 from lightning_spans.record.instrument.patches import replace

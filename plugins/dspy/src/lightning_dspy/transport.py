@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from lightning_dspy.plugin import FRAMEWORK
+from lightning_dspy import FRAMEWORK
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.call import endpoint_of
 from lightning_openai.events import is_whole, read_events

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from google.adk.agents import BaseAgent
 from google.adk.runners import Runner
 
-from lightning_google_adk.plugin import FRAMEWORK
+from lightning_google_adk import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import current_span

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from lightning_google_adk import FRAMEWORK
 from lightning_spans.record.instrument.binding import attaches
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
-
-FRAMEWORK: Final = "google-adk"
 
 
 @attaches(FRAMEWORK)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from google.adk.plugins.plugin_manager import PluginManager
 from google.adk.tools import BaseTool
 
-from lightning_google_adk.plugin import FRAMEWORK
+from lightning_google_adk import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import acalled, keep_whole

@@ -15,7 +15,7 @@ from haystack import Pipeline
 from haystack.components.agents import Agent
 from haystack.core.pipeline.base import PipelineBase
 
-from lightning_haystack.plugin import FRAMEWORK
+from lightning_haystack import FRAMEWORK
 from lightning_haystack.tools import tool_of
 from lightning_spans.record.context import settled
 from lightning_spans.record.instrument.patches import replace

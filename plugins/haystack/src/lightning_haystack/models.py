@@ -13,7 +13,7 @@ from haystack import component
 from haystack.dataclasses import ChatMessage
 from haystack.tools import flatten_tools_or_toolsets
 
-from lightning_haystack.plugin import FRAMEWORK
+from lightning_haystack import FRAMEWORK
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.patches import Undo, replace

@@ -13,7 +13,7 @@ from haystack.tools import Tool
 from haystack.tools.errors import ToolInvocationError
 from haystack.tracing.utils import coerce_tag_value
 
-from lightning_haystack.plugin import FRAMEWORK
+from lightning_haystack import FRAMEWORK
 from lightning_openai.other_clients import to_json
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker

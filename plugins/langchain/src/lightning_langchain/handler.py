@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.tracers.context import _configure_hooks, register_configure_hook
 
-from lightning_langchain import tools
+from lightning_langchain import FRAMEWORK, tools
 from lightning_langchain.agents import ChainRun, ChainRuns
 from lightning_langchain.handoffs import handed_to
 from lightning_langchain.models import OtherModels, follow_caches
-from lightning_langchain.plugin import FRAMEWORK
 from lightning_langchain.refused import answers_in, offered_in, unreadable_in
 from lightning_langchain.tools import called_for, is_control_flow, requests_in, take_request, tool_result
 from lightning_openai.other_clients import to_json

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from llama_index.core.base.llms.base import BaseLLM
 
-from lightning_llama_index.plugin import FRAMEWORK
+from lightning_llama_index import FRAMEWORK
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.patches import replace_in_subclasses

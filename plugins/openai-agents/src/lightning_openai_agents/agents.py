@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from agents.tracing import spans as sdk_spans
 from agents.tracing import traces as sdk_traces
 
+from lightning_openai_agents import FRAMEWORK
 from lightning_openai_agents.models import MODEL, begin_call, response_of
-from lightning_openai_agents.plugin import FRAMEWORK
 from lightning_openai_agents.requests import requests_of, taken, tell_handoff
 from lightning_openai_agents.tools import error_text, tool_facts
 from lightning_spans.record.context import current, settled

@@ -14,7 +14,7 @@ from agents.tool_context import ToolContext
 from wrapt import CallableObjectProxy
 
 from lightning_openai.other_clients import to_json
-from lightning_openai_agents.plugin import FRAMEWORK
+from lightning_openai_agents import FRAMEWORK
 from lightning_spans.errors import ReplayEndedError
 from lightning_spans.record.context import current_attempt
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses

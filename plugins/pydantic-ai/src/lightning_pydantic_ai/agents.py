@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_ai import Agent, CallToolsNode, ModelRequestNode
 from pydantic_ai.run import AgentRun
 
-from lightning_pydantic_ai.plugin import FRAMEWORK
+from lightning_pydantic_ai import FRAMEWORK
 from lightning_spans.record.context import Steps, attach, current, entered, entered_steps, overlaid
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker

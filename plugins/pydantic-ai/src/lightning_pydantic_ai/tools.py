@@ -9,7 +9,7 @@ from pydantic_ai.exceptions import ApprovalRequired, CallDeferred
 from pydantic_ai.messages import ToolReturn, ToolReturnPart
 from pydantic_ai.toolsets import AbstractToolset
 
-from lightning_pydantic_ai.plugin import FRAMEWORK
+from lightning_pydantic_ai import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import acalled

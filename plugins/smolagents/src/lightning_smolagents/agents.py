@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from smolagents.agents import MultiStepAgent
 
-from lightning_smolagents.plugin import FRAMEWORK
+from lightning_smolagents import FRAMEWORK
 from lightning_spans.record.context import entered
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from smolagents.models import Model, agglomerate_stream_deltas, get_tool_json_schema
 
 from lightning_openai.other_clients import OtherCall
-from lightning_smolagents.plugin import FRAMEWORK
+from lightning_smolagents import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
 

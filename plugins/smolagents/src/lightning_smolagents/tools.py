@@ -16,7 +16,7 @@ from smolagents.tools import Tool
 from smolagents.utils import truncate_content
 
 from lightning_openai.other_clients import to_json
-from lightning_smolagents.plugin import FRAMEWORK
+from lightning_smolagents import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take
 from lightning_spans.record.instrument.tracker import Tracker

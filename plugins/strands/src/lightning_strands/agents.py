@@ -12,7 +12,7 @@ from strands.multiagent.graph import Graph
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.schema import spans as names
-from lightning_strands.plugin import FRAMEWORK
+from lightning_strands import FRAMEWORK
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder

@@ -15,7 +15,7 @@ from strands.models.model import Model
 from lightning_openai.other_clients import OtherCall, to_json
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_strands.plugin import FRAMEWORK
+from lightning_strands import FRAMEWORK
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder

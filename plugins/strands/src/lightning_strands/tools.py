@@ -15,7 +15,7 @@ from lightning_spans.record.instrument.patches import replace, replace_in_subcla
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import Given, agiven_to, keep_whole, tool_around
 from lightning_spans.schema import spans as names
-from lightning_strands.plugin import FRAMEWORK
+from lightning_strands import FRAMEWORK
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder

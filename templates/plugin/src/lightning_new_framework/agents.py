@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from lightning_new_framework import FRAMEWORK
 from lightning_new_framework.example import Agent
-from lightning_new_framework.plugin import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_trainer.config import CONFIG_NAME, to_json
+from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.report.metrics import write_atomically
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lightning_spans.store import Store
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.gateway.engine import Engine
     from lightning_trainer.judging.judge import GroupJudge
     from lightning_trainer.report.learned_tokens import SeenTokens

@@ -1,4 +1,4 @@
-"""`lightning-rl`: one file for each command, imported when the command is called."""
+"""`lightning-rl`: one file for each command, in the folder of what it is about, imported when the command is called."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
@@ -17,29 +17,51 @@ from lightning_trainer.report.terminal import PrintableFormatter, printable
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# name -> the help's line; the command itself is `command` of the module with that name
+
+class Listed(NamedTuple):
+    """A command as the help lists it.
+
+    Attributes:
+        room: the folder of its module, which has the command's name and holds it as `command`.
+        help: the help's line.
+    """
+
+    room: str
+    help: str
+
+
 COMMANDS: Final = {
-    "init": "Make a small project that trains at once, in the framework you choose.",
-    "agents": "List the agents of a program: calls, tokens, tool errors, rewards, and what would be trained.",
-    "train": "Train the agents you name.",
-    "sft": "Learn from conversations: of files, of stores, of a bigger model.",
-    "eval": "Measure a model, a run or an endpoint on tasks: mean reward with its interval, pass@k, by agent.",
-    "prompts": "Look for better system prompts for the agents you name.",
-    "compare": "Compare training, rejection sampling and prompts: one budget each, the same held-out tasks.",
-    "tasks": "Say how hard each task is, and keep those that teach something.",
-    "runs": "List runs and compare them: rewards, cost, and how their options differ.",
-    "serve": "Serve a trained checkpoint behind an OpenAI-compatible endpoint.",
-    "server": "Run store, gateway and trace receiver for several machines.",
-    "runner": "Claim rollouts from a server and run the agent on them.",
-    "view": "Look at a run in a web page: groups, rollouts, calls, tokens, credit.",
-    "traces": "Show what happened, as a tree or as JSON lines.",
-    "fork": "Say what would have happened, had one call of a recorded attempt gone otherwise.",
-    "replay": "Run recorded attempts against new code or another model: which still succeed, and where they part.",
-    "export": "Write traces as data for other trainers and viewers: conversations, pairs, tokens, spans.",
-    "prune": "Delete old traces, by age, origin or id.",
-    "key": "Make, list and revoke keys of a server.",
-    "blame": "Say who earned the reward in a run: credit by agent and turn.",
-    "doctor": "Say what works here, and what to do about what does not.",
+    "init": Listed("setup", "Make a small project that trains at once, in the framework you choose."),
+    "agents": Listed(
+        "training", "List the agents of a program: calls, tokens, tool errors, rewards, and what would be trained."
+    ),
+    "train": Listed("training", "Train the agents you name."),
+    "sft": Listed("training", "Learn from conversations: of files, of stores, of a bigger model."),
+    "eval": Listed(
+        "training", "Measure a model, a run or an endpoint on tasks: mean reward with its interval, pass@k, by agent."
+    ),
+    "prompts": Listed("training", "Look for better system prompts for the agents you name."),
+    "compare": Listed(
+        "training", "Compare training, rejection sampling and prompts: one budget each, the same held-out tasks."
+    ),
+    "tasks": Listed("training", "Say how hard each task is, and keep those that teach something."),
+    "runs": Listed("records", "List runs and compare them: rewards, cost, and how their options differ."),
+    "serve": Listed("servers", "Serve a trained checkpoint behind an OpenAI-compatible endpoint."),
+    "server": Listed("servers", "Run store, gateway and trace receiver for several machines."),
+    "runner": Listed("servers", "Claim rollouts from a server and run the agent on them."),
+    "view": Listed("records", "Look at a run in a web page: groups, rollouts, calls, tokens, credit."),
+    "traces": Listed("records", "Show what happened, as a tree or as JSON lines."),
+    "fork": Listed("records", "Say what would have happened, had one call of a recorded attempt gone otherwise."),
+    "replay": Listed(
+        "records", "Run recorded attempts against new code or another model: which still succeed, and where they part."
+    ),
+    "export": Listed(
+        "records", "Write traces as data for other trainers and viewers: conversations, pairs, tokens, spans."
+    ),
+    "prune": Listed("records", "Delete old traces, by age, origin or id."),
+    "key": Listed("servers", "Make, list and revoke keys of a server."),
+    "blame": Listed("records", "Say who earned the reward in a run: credit by agent and turn."),
+    "doctor": Listed("setup", "Say what works here, and what to do about what does not."),
 }
 
 
@@ -57,7 +79,7 @@ class LazyGroup(click.Group):
         """Import a command."""
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"{__name__}.{cmd_name}").command
+        command: click.Command = import_module(f"{__name__}.{COMMANDS[cmd_name].room}.{cmd_name}").command
         return command
 
     def resolve_command(
@@ -76,13 +98,13 @@ class LazyGroup(click.Group):
         """Offer the commands' names without importing them."""
         from click.shell_completion import CompletionItem
 
-        own = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        own = [CompletionItem(name, help=each.help) for name, each in COMMANDS.items() if name.startswith(incomplete)]
         return own or click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - likewise
         """List the commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, each.help) for name, each in COMMANDS.items()])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take ``--debug`` wherever it stands."""

@@ -165,7 +165,7 @@ def config_options(kind: type[BaseModel] | None = None, *, leave_out: frozenset[
         kind: the configuration; None: `TrainConfig`.
         leave_out: fields that get none.
     """
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
 
     def decorate(function: F) -> F:
         fields = (kind or TrainConfig).model_fields

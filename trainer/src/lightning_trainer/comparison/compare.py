@@ -19,7 +19,8 @@ from lightning_spans.schema.agents import selects
 from lightning_trainer.comparison.config import ASKED_NAME, CompareConfig
 from lightning_trainer.comparison.methods import Made, learn, spent
 from lightning_trainer.evaluation import folder as files
-from lightning_trainer.evaluation.evaluate import EvalConfig, evaluate, resumed
+from lightning_trainer.evaluation.config import EvalConfig
+from lightning_trainer.evaluation.evaluate import evaluate, resumed
 from lightning_trainer.evaluation.statistics import Estimate
 from lightning_trainer.evaluation.summary import Summary, difference
 from lightning_trainer.report.metrics import write_atomically

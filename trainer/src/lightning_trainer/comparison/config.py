@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.evaluation.subjects import Endpoint
 
 METHODS: Final = ("rl", "sft", "prompts")

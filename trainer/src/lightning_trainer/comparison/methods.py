@@ -13,7 +13,7 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.comparison.config import CompareConfig
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.usage import is_replayed, tokens_of
 from lightning_trainer.run.data import Task, batch_at, load_tasks
@@ -91,7 +91,8 @@ def _rl(config: CompareConfig, folder: Path, names: Sequence[str], progress: Pro
 
 def _sft(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:  # noqa: ARG001
     from lightning_trainer.sft.config import RoundsConfig
-    from lightning_trainer.sft.rounds import STATE_NAME, rejection_sampling, resumed
+    from lightning_trainer.sft.rounds.rejection import rejection_sampling, resumed
+    from lightning_trainer.sft.rounds.state import STATE_NAME
 
     began = time.monotonic()
     if (folder / STATE_NAME).exists():

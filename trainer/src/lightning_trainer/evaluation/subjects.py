@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config import CONFIG_NAME
+from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
 from lightning_trainer.models import look
 from lightning_trainer.policies import ADAPTERS_NAME, Policies, parse

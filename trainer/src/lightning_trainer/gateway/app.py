@@ -165,30 +165,18 @@ def create_app(
     metrics, writer = Metrics(), RecordWriter(store, max_waiting_spans=limits.waiting_spans)
     attempts = EndedAttempts(store)
     access, leases = Access(keys, attempts), Leases(store)
-    quotas = Quotas(limits)
-    intake = Intake(limits, quotas)
-    embedded = [EmbeddedEngine(each) for each in engines]
-    forwarding = [(upstream.model, UpstreamPolicy(upstream)) for upstream in upstreams]
+    intake = Intake(limits, Quotas(limits))
+    embedded, forwarding = [EmbeddedEngine(each) for each in engines], [UpstreamPolicy(each) for each in upstreams]
     elsewhere = UpstreamPolicy(provider) if provider is not None else None
-    policies = _by_name([*forwarding, *((each.engine.model, each) for each in embedded)])
+    policies = _by_name(forwarding, embedded)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - FastAPI's signature
-        yield
+    async def settle() -> None:
         await gateway.settle()
-        for policy in [*(policy for _, policy in forwarding), *([elsewhere] if elsewhere is not None else [])]:
+        for policy in [*forwarding, *([elsewhere] if elsewhere is not None else [])]:
             await policy.close()
         await asyncio.to_thread(writer.close)
 
-    # No pages of documentation: FastAPI's load their scripts from elsewhere. /openapi.json is there.
-    app = App(
-        title="Lightning-RL",
-        description="Rollouts, attempts, records.",
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-    )
-    app.router.route_class = KeyedRoute  # also of the routes that are added later
+    app = _bare_app(settle)
     app.metrics = metrics
     app.state.store, app.state.keys, app.state.access, app.state.metrics = store, keys, access, metrics
     app.state.attempts, app.state.limits, app.state.routing = attempts, limits, routing
@@ -198,8 +186,8 @@ def create_app(
     conversations = Conversations()
     sessions = app.state.replays = Sessions(store, lambda: app.state.routing.seed)
     replays = ReplayGate(sessions, access, intake)
-    app.state.forget = _forgetter(attempts, conversations, sessions, [*embedded, *(policy for _, policy in forwarding)])
-    gateway = Gateway(
+    app.state.forget = _forgetter(attempts, conversations, sessions, [*embedded, *forwarding])
+    gateway = app.state.gateway = Gateway(
         policies,
         access=access,
         writer=writer,
@@ -218,12 +206,46 @@ def create_app(
         status: dict[str, Any] | None = app.state.key_status()
         return status
 
-    health = Health(store, writer, embedded, [policy for _, policy in forwarding], key_status)
+    health = Health(store, writer, embedded, forwarding, key_status)
+    control = UpstreamControl(forwarding, access, intake)
     surfaces: list[Surface] = [ChatSurface(), CompletionsSurface(), ResponsesSurface(conversations), MessagesSurface()]
-    app.state.gateway = gateway
-    control = UpstreamControl([policy for _, policy in forwarding], access, intake)
     app.hot = {
         **{("POST", surface.path): gateway.on(surface) for surface in surfaces},
+        **_other_hot_paths(gateway, replays, control, receiver),
+        ("GET", "/healthz"): health.page,
+        ("GET", "/metrics"): metrics.page,
+        ("GET", "/openapi.json"): _description(app),
+    }
+    app.include_router(router)
+    answer_errors(app)
+    return app
+
+
+def _bare_app(at_end: Callable[[], Awaitable[None]]) -> App:
+    """Return an app without routes, which does this when the server stops."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:  # noqa: ARG001 - FastAPI's signature
+        yield
+        await at_end()
+
+    # No pages of documentation: FastAPI's load their scripts from elsewhere. /openapi.json is there.
+    app = App(
+        title="Lightning-RL",
+        description="Rollouts, attempts, records.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.router.route_class = KeyedRoute  # also of the routes that are added later
+    return app
+
+
+def _other_hot_paths(
+    gateway: Gateway, replays: ReplayGate, control: UpstreamControl, receiver: OtlpReceiver
+) -> dict[tuple[str, str], ASGIApp]:
+    """Return what is answered before FastAPI besides the surfaces and what says how the server is."""
+    return {
         ("POST", "/v1/messages/count_tokens"): gateway.count_tokens,
         ("POST", "/v1/embeddings"): gateway.embeddings,
         ("POST", "/v1/replay/tool"): replays.tool,
@@ -233,13 +255,7 @@ def create_app(
         ("GET", "/v1/models"): gateway.models,
         ("GET", "/v1/models/NAME"): gateway.model,
         ("POST", "/v1/traces"): receiver.traces,
-        ("GET", "/healthz"): health.page,
-        ("GET", "/metrics"): metrics.page,
-        ("GET", "/openapi.json"): _description(app),
     }
-    app.include_router(router)
-    answer_errors(app)
-    return app
 
 
 def _description(app: FastAPI) -> ASGIApp:
@@ -255,7 +271,9 @@ def _description(app: FastAPI) -> ASGIApp:
     return page
 
 
-def _by_name(policies: Sequence[tuple[str, ServedModel]]) -> dict[str, ServedModel]:
+def _by_name(forwarding: Sequence[UpstreamPolicy], embedded: Sequence[EmbeddedEngine]) -> dict[str, ServedModel]:
+    policies: list[tuple[str, ServedModel]] = [(each.upstream.model, each) for each in forwarding]
+    policies += [(each.engine.model, each) for each in embedded]
     table = dict(policies)
     if len(table) < len(policies):
         listed = ", ".join(name for name, _ in policies)

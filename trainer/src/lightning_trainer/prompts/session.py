@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_spans.errors import LightningError
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.config import cores
+from lightning_trainer.config.workers import cores
 from lightning_trainer.evaluation.subjects import Subject, answering
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.rl.rollouts import Outcome, plan

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_spans.adapter.join import GATEWAY
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import FRAMEWORK
-from lightning_trainer.config import CONFIG_NAME, cores
+from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.workers import worker_count
 from lightning_trainer.evaluation.subjects import Answering, LocalModel, Subject, answering, read_subject
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.policies import parse
@@ -140,8 +141,7 @@ def running(
     """
     _refuse_busy(store)
     job = Job(target=program.target, command=program.command, reward=program.reward, needs_reward=needs_reward)
-    most = -(-work // program.concurrency)
-    workers = max(1, min(cores(), most)) if program.workers is None else program.workers
+    workers = worker_count(program.workers, work, program.concurrency)
     apps: list[App] = []
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-fork-")))

@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_spans.schema.agents import label, selects
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.rl.batch import Batch, Judged
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rollouts import Outcome
 
 

@@ -8,10 +8,10 @@ from lightning_spans import hooks
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.grpo import GRPO
-from lightning_trainer.rl.batch import Batch
+from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rewards import installed, read_rules
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_trainer.config import CONFIG_NAME
+from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.report.metrics import LOG_NAME, read
 
 _WHERE: Final = ("out", "resume", "port", "store")  # options that say where, and nothing of what

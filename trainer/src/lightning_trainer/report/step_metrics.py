@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from lightning_spans.schema.spans import TOOL_NAME
 from lightning_trainer.continuation_reasons import UNREAD
+from lightning_trainer.policies import BASE
 from lightning_trainer.rl.rows import UNKNOWN_VERSION, Row
 from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
-    from lightning_trainer.rl.batch import Batch
+    from lightning_trainer.gateway.engine import Engine
+    from lightning_trainer.rl.batch.batch import Batch
 
 
 class TraceCache:
@@ -147,3 +149,10 @@ def _rates(tools: Mapping[str, int], errors: Mapping[str, int]) -> dict[str, flo
         found[f"tool_calls/{tool}"] = float(count)
         found[f"tool_error_rate/{tool}"] = errors[tool] / count
     return found
+
+
+def of_versions(engines: Sequence[Engine]) -> dict[str, float]:
+    """Number the weights, for logs; of several policies the newest, and each under its name."""
+    each = {f"policy_version/{engine.model}": float(engine.version) for engine in engines if engine.model != BASE}
+    newest = {"policy_version": float(max(engine.version for engine in engines))}
+    return newest if len(engines) == 1 else {**newest, **each}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_trainer.rl import account as reasons
-from lightning_trainer.rl.batch import Batch
+from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rollouts import Outcome
 
 

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.protocol import Described, Learner, OpenRun, Start
-from lightning_trainer.config import SELF, TrainConfig
+from lightning_trainer.choices import SELF
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.report.forecast import Plan, Probe, forecast, lines

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config import CONFIG_NAME
+from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.report.metrics import LOG_NAME, read
 from lightning_trainer.run.state import FOLDER, NEWEST, find
 

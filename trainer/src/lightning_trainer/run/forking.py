@@ -15,7 +15,7 @@ from lightning_spans.schema.replays import Replay
 from lightning_trainer.forks import Recorded, plan, recorded
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.policies import BASE
-from lightning_trainer.rl.batch import transitions_by_attempt
+from lightning_trainer.rl.batch.attempts import transitions_by_attempt
 from lightning_trainer.rl.credit.shapley import added, coalitions, orders, shares
 from lightning_trainer.rl.fork_points import Candidate, candidates, choose
 from lightning_trainer.rl.rows import why_untrainable
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
     from lightning_spans.schema.transitions import Transition
     from lightning_spans.store import Store
-    from lightning_trainer.config import TrainConfig
-    from lightning_trainer.rl.batch import Traces
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.rl.batch.attempts import Traces
     from lightning_trainer.rl.credit.played import Played
     from lightning_trainer.rl.rollouts import Outcome
 

@@ -17,7 +17,7 @@ from lightning_trainer.rl.rollouts import Outcome, outcomes, wait
 from lightning_trainer.runner.runner import Runner
 
 if TYPE_CHECKING:
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.gateway.app import App
     from lightning_trainer.gateway.auth.keys import Keys
     from lightning_trainer.gateway.engine import Engine

@@ -16,17 +16,18 @@ from lightning_spans.schema.agents import check_known, label, selects
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.backends.protocol import Learner, OpenRun
-from lightning_trainer.config import SELF, TrainConfig
-from lightning_trainer.gateway.engine import Engine
+from lightning_trainer.choices import SELF
 from lightning_trainer.policies import BASE
 from lightning_trainer.report import learned_tokens, step_metrics
 from lightning_trainer.report.agents import not_heard, nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.metrics import Kind
+from lightning_trainer.report.step_notes import all_flat, how_they_count, no_rows, score_line
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.algorithms import algorithm_by_name
-from lightning_trainer.rl.algorithms.distil import DISTIL
-from lightning_trainer.rl.batch import Batch, Penalty, Traces, played_of
+from lightning_trainer.rl.batch.attempts import Traces, played_of
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.comparison import Penalty
 from lightning_trainer.rl.credit.counterfactual import Cells
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
 from lightning_trainer.rl.rollouts import Outcome, plan
@@ -129,7 +130,7 @@ class Loop:
         outcomes = self._roll_out(rollouts, "validation")
         result = score(outcomes, config.failed)
         self._log("val", step, {**result.metrics(), "seconds": time.monotonic() - began})
-        self._run.progress.note(f"held out after {step} steps: {describe(result)}")
+        self._run.progress.note(f"held out after {step} steps: {score_line(result)}")
 
     def _step(self) -> None:
         config, step, began = self._run.config, self.state.step, time.monotonic()
@@ -174,7 +175,7 @@ class Loop:
             **step_metrics.of_rows(batch.rows, ages),
             **learned,
             **taught,
-            **versions(self._learner.engines),
+            **step_metrics.of_versions(self._learner.engines),
             "rollout_seconds": rolled_s,
             "adapt_seconds": adapted_s,
             "seconds": time.monotonic() - began,
@@ -315,7 +316,7 @@ class Loop:
         if batch.account.seen == 0:
             raise self._nothing_captured(len(outcomes))
         if batch.account.trained == 0:
-            raise NothingToLearnError(_no_rows(batch))
+            raise NothingToLearnError(no_rows(batch))
 
     def _penalty(self) -> Penalty | None:
         config = self._run.config
@@ -363,7 +364,7 @@ class Loop:
     def _refuse_flat(self, *, final: bool) -> None:
         flat = self.state.flat_steps
         if flat and (final or flat >= PATIENCE):
-            raise NothingToLearnError(_flat(flat, self.state.rewards, self._run.config))
+            raise NothingToLearnError(all_flat(flat, self.state.rewards, self._run.config))
 
     def _goal_reached(self) -> bool:
         goal = self._run.config.until
@@ -380,55 +381,5 @@ def _without(traces: Sequence[Trace], forks: Sequence[Outcome]) -> list[Trace]:
     return [trace for trace in traces if trace.attempt_id not in forked]
 
 
-def versions(engines: Sequence[Engine]) -> dict[str, float]:
-    """Number the weights, for logs; of several policies the newest, and each under its name."""
-    each = {f"policy_version/{engine.model}": float(engine.version) for engine in engines if engine.model != BASE}
-    newest = {"policy_version": float(max(engine.version for engine in engines))}
-    return newest if len(engines) == 1 else {**newest, **each}
-
-
-def describe(result: Score) -> str:
-    """Say a score in a line."""
-    reward = "no rollout succeeded" if result.reward is None else f"reward {result.reward:.3f}"
-    agents = "".join(f", {name} {value:.3f}" for name, value in result.by_agent.items())
-    failed = f", {result.failed} of {result.rollouts} failed" if result.failed else f" ({result.rollouts} rollouts)"
-    return f"{reward}{agents}{failed}"
-
-
-def how_they_count(crashed: int, reward: float, config: TrainConfig) -> str:
-    """Say what the failures of the policy's come to, and with which option to change it."""
-    if not crashed:
-        return " and are left out, for no answer of a model led to it"
-    if config.failed == "exclude":
-        return f", {crashed} of them after a model's answer: all left out, which teaches to crash (--failed lowest)"
-    return f", {crashed} of them after a model's answer, which count as reward {reward:g} (--failed)"
-
-
 def _end(text: str, lines: int = 15) -> str:
     return "\n".join(text.splitlines()[-lines:])
-
-
-def _flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -> str:
-    """Say that the first steps taught nothing, and what to do."""
-    seen = sorted({reward for reward in rewards if reward is not None})
-    mean = ", ".join(f"{reward:g}" for reward in seen[:5])
-    untold = "no call had anything that its teacher could be told of"
-    equal = f"the rewards of each group were all equal (mean reward {mean})"
-    tell = "Give tasks at which tools fail sometimes, or let the teacher be told more (--teacher-options told=...)."
-    vary = (
-        "Give tasks that the agent solves sometimes, a reward with more steps between bad and good, a larger "
-        "--group-size, or a higher temperature."
-    )
-    taught = config.teacher == SELF
-    alone = taught and config.algorithm == DISTIL
-    what = untold if alone else f"{equal}, and {untold}" if taught else equal
-    return f"in the first {steps} steps {what}, so there is nothing to learn from.\n{tell if taught else vary}"
-
-
-def _no_rows(batch: Batch) -> str:
-    agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
-    facts = "\n".join(f"  {line}" for line in batch.account.lines())
-    return (
-        f"not one of the model calls can be trained on. Agents seen: {agents}.\n{facts}\n"
-        "Calls without a name need `with lightning_spans.agent(...)`; calls without tokens did not reach the gateway."
-    )

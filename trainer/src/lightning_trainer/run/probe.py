@@ -31,15 +31,19 @@ from lightning_trainer.runner.target import Job
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
+    from lightning_spans.store import Store
     from lightning_trainer.backends.protocol import Learner
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.report.progress import Progress
     from lightning_trainer.rl.rows import Row
     from lightning_trainer.run.data import Task
+    from lightning_trainer.run.local import Local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ran:
+    """Rollouts that were run, with the seconds they took, and what they come to."""
+
     outcomes: Sequence[Outcome]
     traces: Sequence[Trace]
     rows: Sequence[Row]
@@ -85,48 +89,64 @@ def probe(
         routing = routing_of(config, learner.engine.model)
         local = stack.enter_context(serving(store, runner, routing=routing, engine=learner.engines))
         loaded = time.monotonic() - began
-        rollouts = plan(
-            [tasks[place] for place in places],
-            name=f"try-{uuid.uuid4().hex[:8]}:a",
-            size=config.group_size,
-            mode="train",
-            max_attempts=config.max_attempts,
-            timeout_s=config.timeout_s,
-        )
-        rolling = time.monotonic()
-        outcomes = local.run(rollouts, progress, "rollouts")
-        rolled = time.monotonic() - rolling
-        _refuse(outcomes, runner)
-        traces = traces_of(store, rollout_ids=[rollout.rollout_id for rollout in rollouts])
-        if not any(trace.chats for trace in traces):
-            raise AgentFailedError(nothing_captured(len(outcomes), runner.attached))
-        tried = config.model_copy(update={"credit": "identical", "algorithm": "grpo"}) if config.forked else config
-        batch = algorithm_by_name(tried.algorithm).batch(  # nothing is forked here: all calls learn instead
-            tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids), (), penalty=None
-        )
-        learned = 0.0
-        if update and any(row.has_gradient for row in batch.rows):
-            progress.phase(f"learning from {len(batch.rows)} rows, to be thrown away")
-            learning = time.monotonic()
-            learner.update(batch.rows)
-            learned = time.monotonic() - learning
-        paths = [node.path for trace in traces for node in trace.chats]
-        calls = Counter("(no name)" if path is None else label(path, config.agents) for path in paths)
-        used = [tokens_of(node) for trace in traces for node in trace.chats]
-        chosen = config.agents or ("*",)
-        return Probe(
-            tried=_tried(outcomes, places, config),
-            rollouts=len(outcomes),
-            rollout_seconds=rolled,
-            update_seconds=learned,
-            tokens_prompt=sum(prompt for prompt, _ in used),
-            tokens_generated=sum(answer for _, answer in used),
-            tokens_in_rows=sum(len(row.tokens) for row in batch.rows),
-            calls=dict(sorted(calls.items())),
-            trained=sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)}),
-            load_seconds=loaded,
-            memory=_peak(),
-        )
+        ran = _run(config, [tasks[place] for place in places], store, local, progress)
+        learned = _learn(learner, ran.rows, progress) if update else 0.0
+        return _found(config, places, ran, load_seconds=loaded, update_seconds=learned)
+
+
+def _run(config: TrainConfig, tasks: Sequence[Task], store: Store, local: Local, progress: Progress) -> _Ran:
+    rollouts = plan(
+        tasks,
+        name=f"try-{uuid.uuid4().hex[:8]}:a",
+        size=config.group_size,
+        mode="train",
+        max_attempts=config.max_attempts,
+        timeout_s=config.timeout_s,
+    )
+    began = time.monotonic()
+    outcomes = local.run(rollouts, progress, "rollouts")
+    seconds = time.monotonic() - began
+    _refuse(outcomes, local.runner)
+    traces = traces_of(store, rollout_ids=[rollout.rollout_id for rollout in rollouts])
+    if not any(trace.chats for trace in traces):
+        raise AgentFailedError(nothing_captured(len(outcomes), local.runner.attached))
+    tried = config.model_copy(update={"credit": "identical", "algorithm": "grpo"}) if config.forked else config
+    batch = algorithm_by_name(tried.algorithm).batch(  # nothing is forked here: all calls learn instead
+        tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids), (), penalty=None
+    )
+    return _Ran(outcomes=outcomes, traces=traces, rows=batch.rows, seconds=seconds)
+
+
+def _learn(learner: Learner, rows: Sequence[Row], progress: Progress) -> float:
+    """Return the seconds of an update; 0 where no row has a gradient."""
+    if not any(row.has_gradient for row in rows):
+        return 0.0
+    progress.phase(f"learning from {len(rows)} rows, to be thrown away")
+    began = time.monotonic()
+    learner.update(rows)
+    return time.monotonic() - began
+
+
+def _found(
+    config: TrainConfig, places: Sequence[int], ran: _Ran, *, load_seconds: float, update_seconds: float
+) -> Probe:
+    paths = [node.path for trace in ran.traces for node in trace.chats]
+    calls = Counter("(no name)" if path is None else label(path, config.agents) for path in paths)
+    used = [tokens_of(node) for trace in ran.traces for node in trace.chats]
+    chosen = config.agents or ("*",)
+    return Probe(
+        tried=_tried(ran.outcomes, places, config),
+        rollouts=len(ran.outcomes),
+        rollout_seconds=ran.seconds,
+        update_seconds=update_seconds,
+        tokens_prompt=sum(prompt for prompt, _ in used),
+        tokens_generated=sum(answer for _, answer in used),
+        tokens_in_rows=sum(len(row.tokens) for row in ran.rows),
+        calls=dict(sorted(calls.items())),
+        trained=sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)}),
+        load_seconds=load_seconds,
+        memory=_peak(),
+    )
 
 
 def _refuse(outcomes: Sequence[Outcome], runner: Runner) -> None:

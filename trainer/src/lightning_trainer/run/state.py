@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import RolloutStatus
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.run.data import Task, digest
 
 STATE_NAME: Final = "state.json"

@@ -12,7 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.store import Store
 from lightning_trainer import registry
 from lightning_trainer.backends.protocol import Backend, Described, OpenRun, Start
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge
 from lightning_trainer.report import trackers

@@ -27,7 +27,7 @@ import psutil
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.runner.environment import allowed
-from lightning_trainer.runner.workfolder import LEFT_OVER, remove_left_over
+from lightning_trainer.runner.worker.workfolder import LEFT_OVER, remove_left_over
 
 logger = logging.getLogger("lightning_trainer")
 

@@ -18,13 +18,13 @@ from typing import IO, Any, Final
 from lightning_spans import errors
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record.stalls import waiting
-from lightning_trainer.runner.command import status_text
 from lightning_trainer.runner.environment import without_keys
-from lightning_trainer.runner.limits import NO_LIMITS, WorkerLimits
 from lightning_trainer.runner.own_users import OwnUsers
 from lightning_trainer.runner.protocol import Message, encode, receive
-from lightning_trainer.runner.subprocesses import WORKER, end_of_worker
 from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.worker.command import status_text
+from lightning_trainer.runner.worker.limits import NO_LIMITS, WorkerLimits
+from lightning_trainer.runner.worker.subprocesses import WORKER, end_of_worker
 from lightning_trainer.runner.workers import Blocking, Death
 
 IMPORT_LIMIT_S: Final = 300.0

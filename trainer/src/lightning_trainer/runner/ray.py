@@ -18,12 +18,12 @@ from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record.attach import attached
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.runner.environment import without_keys
-from lightning_trainer.runner.limits import NO_LIMITS, WorkerLimits
 from lightning_trainer.runner.protocol import Message
-from lightning_trainer.runner.subprocesses import WORKER
 from lightning_trainer.runner.target import Job
-from lightning_trainer.runner.worker import WorkerProgram as Running
-from lightning_trainer.runner.worker import load_job
+from lightning_trainer.runner.worker.limits import NO_LIMITS, WorkerLimits
+from lightning_trainer.runner.worker.program import WorkerProgram as Running
+from lightning_trainer.runner.worker.program import load_job
+from lightning_trainer.runner.worker.subprocesses import WORKER
 from lightning_trainer.runner.workers import Blocking, Death
 
 STOP_S: Final = 8.0

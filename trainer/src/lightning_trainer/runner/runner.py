@@ -25,11 +25,11 @@ from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.store import Store
 from lightning_trainer.runner.crashes import Ended
 from lightning_trainer.runner.fleet import Fleet
-from lightning_trainer.runner.limits import NO_LIMITS, WorkerLimits
 from lightning_trainer.runner.own_users import OwnUsers
 from lightning_trainer.runner.process import WorkerProcess
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.undumpable import keep_to_ourselves
+from lightning_trainer.runner.worker.limits import NO_LIMITS, WorkerLimits
 from lightning_trainer.runner.workers import Start
 
 logger = logging.getLogger("lightning_trainer")

@@ -9,7 +9,8 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config import explain, refuse, refuse_unknown, with_adapters
+from lightning_trainer.config.defaults import with_adapters
+from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
 
 OF_FILES: Final = frozenset({"data", "eval_every", "held_out", "loss", "origin", "patience"})  # and not of rounds
 

@@ -14,7 +14,7 @@ from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.store import open_store
 from lightning_trainer import registry
 from lightning_trainer.backends.protocol import Backend, Learner
-from lightning_trainer.config import CONFIG_NAME
+from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.export.export import selected
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import Wanted

@@ -15,7 +15,7 @@ from lightning_trainer.rl.scores import reward_of_failures, total
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
     from lightning_spans.schema.transitions import Transition
-    from lightning_trainer.rl.batch import Judged
+    from lightning_trainer.rl.batch.calls import Judged
     from lightning_trainer.rl.rollouts import Failed, Outcome
 
 CallKey: TypeAlias = tuple[str, str, int]  # attempt, span, choice

@@ -8,10 +8,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import Divergence
-from lightning_trainer.config import explain, refuse, refuse_unknown
+from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
 
 if TYPE_CHECKING:
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
 
 PLACE: Final = "{told}"
 HINT: Final = "This came of an earlier answer to the above:\n\n{told}\n\nAnswer again, with this in mind."

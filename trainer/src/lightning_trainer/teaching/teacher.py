@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from numpy.typing import NDArray
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config import SELF
+from lightning_trainer.choices import SELF
 from lightning_trainer.models import look
 from lightning_trainer.rl.algorithms.distil import DISTIL, distilled
 from lightning_trainer.teaching.options import read_self
 
 if TYPE_CHECKING:
     from lightning_trainer.backends.protocol import Learner
-    from lightning_trainer.config import TrainConfig
-    from lightning_trainer.rl.batch import Batch, Traces
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.rl.batch.attempts import Traces
+    from lightning_trainer.rl.batch.batch import Batch
     from lightning_trainer.rl.rollouts import Outcome
     from lightning_trainer.rl.rows import Row
 

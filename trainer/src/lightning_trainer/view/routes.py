@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import statistics
 import threading
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,44 +12,32 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
 
-from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import RefusedError, StoreError
-from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.json import dumps
-from lightning_spans.store.traces import each_trace, traces_of
+from lightning_spans.store.traces import each_trace
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.http.route import KeyedRoute
-from lightning_trainer.rl.batch import Judged
-from lightning_trainer.view import answers, others
-from lightning_trainer.view.calls import call_page
-from lightning_trainer.view.learning import account_of, credit_of, judged_in
-from lightning_trainer.view.names import chosen_by, names_of
+from lightning_trainer.view.answers.calls import CallPage
+from lightning_trainer.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
+from lightning_trainer.view.answers.learning import AccountPage, CreditPage, RewardsPage
+from lightning_trainer.view.answers.rollouts import RolloutPage
+from lightning_trainer.view.answers.runs import RunPage, RunRow
+from lightning_trainer.view.answers.store import FleetPage, LoosePage, SearchPage, ToolsPage
+from lightning_trainer.view.names import chosen_by
 from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading import others
+from lightning_trainer.view.reading.calls import call_page
+from lightning_trainer.view.reading.learning import account_of, credit_of
+from lightning_trainer.view.reading.rollouts import as_it_went, loose_trace, page_of, side_by_side, trace_of
+from lightning_trainer.view.reading.steps import Step, group_ids, groups_page, has_loose, overview
+from lightning_trainer.view.reading.summaries import run_row
+from lightning_trainer.view.reading.transcripts import facts_of
+from lightning_trainer.view.reading.tries import tries_of, tries_page
 from lightning_trainer.view.runs import Run, Runs
-from lightning_trainer.view.steps import (
-    Step,
-    crash_reward,
-    failed_of,
-    group_ids,
-    group_rows,
-    groups_page,
-    has_loose,
-    outcomes_of,
-    overview,
-    rollout_row,
-    seconds_of,
-    step_of,
-    task_text,
-)
-from lightning_trainer.view.summaries import run_row
-from lightning_trainer.view.transcripts import alike, events_of, facts_of, reward_row
-from lightning_trainer.view.tries import tries_of, tries_page
 
 MAY: Final = Needs("viewer", "admin")
 _GROUPS: Final = 200  # in a page
-_MEMBERS: Final = 8  # rollouts side by side in a page
 _FACTS: Final = 32  # rollouts counted at once
-_TASK: Final = 5000
 _POLL_S: Final = 1.0
 
 _Run = Annotated[str, Query(description="name of the run", alias="run")]
@@ -108,19 +93,19 @@ router: Final = APIRouter(prefix="/api/view", route_class=KeyedRoute, dependenci
 
 
 @router.get("/runs")
-def runs(views: _Views) -> list[answers.RunRow]:
+def runs(views: _Views) -> list[RunRow]:
     """List the runs, the newest first."""
     return [run_row(run) for run in views.runs.all()]
 
 
 @router.get("/run")
-def run_page(views: _Views, name: _Run) -> answers.RunPage:
+def run_page(views: _Views, name: _Run) -> RunPage:
     """Return a run: options, numbers of its steps, alarms, and what its store holds."""
     with views.opened(name) as (run, reader):
         lines = run.lines()
         with reader.reading() as connection:
             loose = has_loose(connection)
-        return answers.RunPage(
+        return RunPage(
             name=run.name,
             options=dict(run.options),
             train=[line for line in lines if line["kind"] == "train"],
@@ -134,7 +119,7 @@ def run_page(views: _Views, name: _Run) -> answers.RunPage:
 @router.get("/step")
 def step_page(
     views: _Views, name: _Run, *, step: int = 0, mode: str = "train", after: _After = 0, limit: _Limit = 50
-) -> answers.StepPage:
+) -> StepPage:
     """Return groups of a step with their rollouts and rewards."""
     with views.opened(name) as (run, reader):
         return groups_page(reader, run, Step(mode, step), after=after, limit=limit)
@@ -146,67 +131,17 @@ def facts(
     name: _Run,
     rollout: Annotated[list[str], Query(max_length=_FACTS)],
     text: Annotated[str, Query(max_length=500)] = "",
-) -> list[answers.Facts]:
+) -> list[Facts]:
     """Count what is in the traces of some rollouts, and say in which a text is found."""
     with views.opened(name) as (run, reader):
         return [facts_of(trace, text=text, chosen=chosen_by(run)) for trace in each_trace(reader, rollout_ids=rollout)]
 
 
 @router.get("/group")
-def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> answers.GroupPage:
+def group_page(views: _Views, name: _Run, group: str, after: _After = 0) -> GroupPage:
     """Return a group side by side: each rollout's transcript, and how far all are alike."""
     with views.opened(name) as (run, reader):
-        rollouts = reader.rollouts(group_ids=[group])
-        if not rollouts:
-            raise RefusedError(f"there is no group {group!r} in this run")
-        row = group_rows(reader, run, step_of(group), rollouts)[0]
-        judged, chosen = judged_in(reader, run, group), chosen_by(run)
-        traces: dict[str | None, Trace] = {}
-        shown = row.rollouts[after : after + _MEMBERS]
-        ids = [each.attempt_id for each in shown if each.attempt_id is not None]
-        for trace in traces_of(reader, attempt_ids=ids):
-            traces[trace.attempt_id] = trace
-        members = [
-            answers.Member(
-                row=each,
-                rewards=[reward_row(reward) for reward in trace.rewards] if trace is not None else [],
-                advantages=_advantages(judged, each.attempt_id, chosen),
-                events=_steps_of(trace, judged, chosen) if trace is not None else [],
-            )
-            for each in shown
-            for trace in [traces.get(each.attempt_id)]
-        ]
-        step = step_of(group)
-        following = after + _MEMBERS
-        return answers.GroupPage(
-            group_id=group,
-            mode=step.mode,
-            step=step.number,
-            task=task_text(rollouts[0], _TASK),
-            alike=alike([member.events for member in members]),
-            mean=row.mean,
-            deviation=row.deviation,
-            members=members,
-            total=len(row.rollouts),
-            next=following if following < len(row.rollouts) else None,
-        )
-
-
-def _steps_of(trace: Trace, judged: Sequence[Judged], chosen: Sequence[str] | None) -> list[answers.Event]:
-    """Return the model calls and tools of an attempt: what a comparison looks at."""
-    events = events_of(trace, judged, chosen)
-    return [event for event in events if event.turn is not None or event.operation == "execute_tool"]
-
-
-def _advantages(judged: Sequence[Judged], attempt_id: str | None, chosen: Sequence[str] | None) -> dict[str, float]:
-    """Return the mean advantage of each agent's calls in an attempt."""
-    own = [call for call in judged if call.transition.attempt_id == attempt_id]
-    names = names_of((call.transition.path for call in own), chosen)
-    by_agent: defaultdict[str, list[float]] = defaultdict(list)
-    for call in own:
-        if not math.isnan(call.advantage):
-            by_agent[names[call.transition.path] or ""].append(call.advantage)
-    return {agent: statistics.fmean(values) for agent, values in by_agent.items()}
+        return side_by_side(reader, run, group, after=after)
 
 
 @router.get("/tries")
@@ -218,7 +153,7 @@ def tries(
     worse: bool = False,
     after: _After = 0,
     limit: _Limit = 50,
-) -> answers.TriesPage:
+) -> TriesPage:
     """Return tasks that were run at several times, those that got the most better first; or the one of a group."""
     with views.opened(name) as (run, reader):
         if group is not None:
@@ -227,90 +162,17 @@ def tries(
 
 
 @router.get("/rollout")
-def rollout_page(views: _Views, name: _Run, rollout: str, attempt: str | None = None) -> answers.RolloutPage:
+def rollout_page(views: _Views, name: _Run, rollout: str, attempt: str | None = None) -> RolloutPage:
     """Return an attempt of a rollout as it went: by default the one that counts."""
     with views.opened(name) as (run, reader):
-        asked, trace = _trace_of(run, reader, rollout, attempt)
-        attempts = others.attempt_rows(reader, rollout)
-        group = asked.group_id if asked is not None else None
-        members = reader.rollouts(group_ids=[group]) if group is not None else []
-        row = None
-        if asked is not None:
-            outcome = outcomes_of(reader, run, [asked])[rollout]
-            row = rollout_row(run, outcome, crash_reward(reader, run, step_of(asked.group_id), [outcome]))
-        ids = [each.rollout_id for each in members]
-        return _rollout(run, reader, asked, trace, attempts=attempts, members=ids, row=row)
+        return as_it_went(reader, run, rollout, attempt)
 
 
 @router.get("/trace")
-def trace_page(views: _Views, name: _Run, trace: str) -> answers.RolloutPage:
+def trace_page(views: _Views, name: _Run, trace: str) -> RolloutPage:
     """Return a trace that belongs to no rollout, as it went."""
     with views.opened(name) as (run, reader):
-        return _rollout(run, reader, None, _loose(reader, trace), attempts=[], members=[], row=None)
-
-
-def _loose(reader: StoreReader, trace_id: str) -> Trace:
-    spans, calls = reader.spans(trace_ids=[trace_id]), reader.calls(trace_ids=[trace_id])
-    if not spans and not calls:
-        raise RefusedError(f"there is no trace {trace_id!r} in this store")
-    return Trace.build(spans, calls)
-
-
-def _trace_of(run: Run, reader: StoreReader, rollout: str, attempt: str | None) -> tuple[Rollout | None, Trace]:
-    """Return a rollout, and the trace of its attempt: the one asked for, else that which counts, else the last."""
-    asked = next(iter(reader.rollouts(rollout_ids=[rollout])), None)
-    if attempt is None and asked is not None:
-        outcome = outcomes_of(reader, run, [asked])[rollout]
-        counted = outcome.counts(failed_of(run)) or (outcome.attempts[-1] if outcome.attempts else None)
-        attempt = counted.attempt_id if counted is not None else None
-    attempts, rollouts = ([attempt], None) if attempt is not None else (None, [rollout])
-    read = traces_of(reader, attempt_ids=attempts, rollout_ids=rollouts)
-    found = [trace for trace in read if trace.rollout_id in (rollout, None)]
-    if not found and asked is None:
-        raise RefusedError(f"there is no rollout {rollout!r} in this store")
-    return asked, found[-1] if found else Trace.build([], rollout_id=rollout)
-
-
-def _rollout(
-    run: Run,
-    reader: StoreReader,
-    asked: Rollout | None,
-    trace: Trace,
-    *,
-    attempts: list[AttemptRecord],
-    members: list[str],
-    row: answers.RolloutRow | None,
-) -> answers.RolloutPage:
-    judged, chosen = judged_in(reader, run, asked.group_id if asked is not None else None), chosen_by(run)
-    events = events_of(trace, judged, chosen)
-    step = step_of(asked.group_id) if asked is not None else None
-    unjoined: dict[str, int] = {}
-    for half in trace.unjoined:
-        unjoined[half.reason] = unjoined.get(half.reason, 0) + 1
-    return answers.RolloutPage(
-        rollout_id=trace.rollout_id,
-        attempt_id=trace.attempt_id,
-        group_id=asked.group_id if asked is not None else None,
-        mode=step.mode if step is not None else None,
-        step=step.number if step is not None else None,
-        task=task_text(asked, _TASK) if asked is not None else "",
-        task_json=dumps(dict(asked.task)).decode().strip() if asked is not None else None,
-        status=row.status if row is not None else "",
-        reward=row.reward if row is not None else None,
-        attempts=[
-            answers.AttemptRow(
-                attempt_id=each.attempt_id, number=each.number, status=each.status, worker=each.worker,
-                error=each.error, seconds=seconds_of(each),
-            )
-            for each in attempts
-        ],
-        members=members,
-        agents=[name for name in names_of(trace.agent_paths, chosen).values() if name is not None],
-        rewards=[reward_row(reward) for reward in trace.rewards],
-        events=events,
-        unjoined=unjoined,
-        ms=max((event.start_ms + event.ms for event in events), default=0.0),
-    )  # fmt: skip
+        return page_of(run, reader, None, loose_trace(reader, trace), attempts=[], members=[], row=None)
 
 
 @router.get("/call")
@@ -323,40 +185,40 @@ def call(
     attempt: str | None = None,
     trace: str | None = None,
     whole: bool = False,
-) -> answers.CallPage:
+) -> CallPage:
     """Return a model call: of an attempt, or of a trace that belongs to none."""
     with views.opened(name) as (run, reader):
         if rollout is not None:
-            asked, found = _trace_of(run, reader, rollout, attempt)
+            asked, found = trace_of(run, reader, rollout, attempt)
         else:
-            asked, found = None, _loose(reader, trace or "")
+            asked, found = None, loose_trace(reader, trace or "")
         group = asked.group_id if asked is not None else None
         return call_page(reader, run, found, span, group_id=group, tokenizers=views.tokenizers, whole=whole)
 
 
 @router.get("/account")
-def account(views: _Views, name: _Run, step: int) -> answers.AccountPage:
+def account(views: _Views, name: _Run, step: int) -> AccountPage:
     """Return the account of a step: from calls seen to calls trained, each loss with some of its calls."""
     with views.opened(name) as (run, reader):
         return account_of(reader, run, step)
 
 
 @router.get("/credit")
-def credit(views: _Views, name: _Run, step: int | None = None, credit: str | None = None) -> answers.CreditPage:
+def credit(views: _Views, name: _Run, step: int | None = None, credit: str | None = None) -> CreditPage:
     """Return credit by agent and turn of a step, or of the whole run, by the run's assigner or by another."""
     with views.opened(name) as (run, reader):
         return credit_of(reader, run, step, credit)
 
 
 @router.get("/rewards")
-def rewards(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> answers.RewardsPage:
+def rewards(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> RewardsPage:
     """Return the rewards of a step by source."""
     with views.opened(name) as (run, reader):
         return others.rewards_page(reader, run, Step(mode, step))
 
 
 @router.get("/tools")
-def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> answers.ToolsPage:
+def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> ToolsPage:
     """Return what the tools of a step did."""
     with views.opened(name) as (run, reader):
         counted = others.Tools(chosen_by(run))
@@ -369,21 +231,21 @@ def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> answ
 
 
 @router.get("/fleet")
-def fleet(views: _Views, name: _Run) -> answers.FleetPage:
+def fleet(views: _Views, name: _Run) -> FleetPage:
     """Return the runners, the queue, and the attempts under way."""
     with views.opened(name) as (_, reader):
         return others.fleet_page(reader)
 
 
 @router.get("/loose")
-def loose(views: _Views, name: _Run, before: _Before = None) -> answers.LoosePage:
+def loose(views: _Views, name: _Run, before: _Before = None) -> LoosePage:
     """Return traces that belong to no rollout, the newest first."""
     with views.opened(name) as (_, reader):
         return others.loose_page(reader, before=before)
 
 
 @router.get("/search")
-def search(views: _Views, name: _Run, text: _Text, after: _After = 0) -> answers.SearchPage:
+def search(views: _Views, name: _Run, text: _Text, after: _After = 0) -> SearchPage:
     """Look for a text in everything that the store holds of spans; a page looks for a second at most."""
     with views.opened(name) as (_, reader):
         return others.search(reader, text, after=after)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config import CONFIG_NAME, TrainConfig
+from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import LOG_NAME, Line, read
 from lightning_trainer.view.reader import StoreReader
 

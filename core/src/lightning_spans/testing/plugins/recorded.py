@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_spans.record.delivery import otlp
-from lightning_spans.record.tracers import TRACERS
+from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import from_json, to_json
 from lightning_spans.schema.spans import Span

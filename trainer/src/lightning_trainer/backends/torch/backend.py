@@ -10,7 +10,8 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer import models
 from lightning_trainer.backends.torch.needs import check_disk, room, weights_of
 from lightning_trainer.backends.torch.options import make_options
-from lightning_trainer.config import SELF, TrainConfig
+from lightning_trainer.choices import SELF
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import look
 from lightning_trainer.policies import parse
 from lightning_trainer.run.data import load_tasks

@@ -19,7 +19,7 @@ from typing import Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import models
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
 from lightning_trainer.policies import parse
 from lightning_trainer.run.folders import RUNS

@@ -18,7 +18,7 @@ from lightning_trainer.backends.verl.process import run_verl
 from lightning_trainer.backends.verl.report import Reporter
 from lightning_trainer.backends.verl.resuming import newest_checkpoint, note_identity, step_of
 from lightning_trainer.backends.verl.serving import serving
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape
 from lightning_trainer.report.progress import Progress
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from lightning_spans.errors import LightningError
 from lightning_trainer.backends.verl.options.describe import composed, has_flash_attention
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape
 
 _LOOK_S: Final = 0.5

@@ -11,7 +11,7 @@ from lightning_trainer.backends.tokenizers import load_tokenizer
 from lightning_trainer.backends.verl.options.overrides import DEFAULT_CONTEXT, Site, flatten
 from lightning_trainer.backends.verl.options.profiles import LOGPROBS_MODE, logprobs_mode
 from lightning_trainer.backends.verl.report import Reporter
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 from lightning_trainer.models.shape import read_shape

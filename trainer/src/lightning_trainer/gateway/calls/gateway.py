@@ -15,20 +15,14 @@ from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.calls.answers import Record
 from lightning_trainer.gateway.calls.response import ResponseSender
-from lightning_trainer.gateway.http.asgi import (
-    ClientGoneError,
-    headers,
-    send_bytes,
-    send_json,
-    unless_gone,
-)
+from lightning_trainer.gateway.http.asgi import ClientGoneError, headers, send_bytes, send_json, unless_gone
 from lightning_trainer.gateway.http.errors import Refusal, store_down
 from lightning_trainer.gateway.http.intake import Intake
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.ingest.writer import RecordWriter
 from lightning_trainer.gateway.replay.answer import HEADER
+from lightning_trainer.gateway.replay.decisions import Own
 from lightning_trainer.gateway.replay.gate import ASKS, ReplayGate, ReplayStep, send_own
-from lightning_trainer.gateway.replay.session import Own
 from lightning_trainer.gateway.request.pending import AGENT_HEADER, PendingCall, begin
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.surfaces.messages import MessagesSurface

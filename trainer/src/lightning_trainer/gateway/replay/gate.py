@@ -25,9 +25,10 @@ from lightning_trainer.gateway.replay.answer import (
     say,
     send_verbatim,
 )
+from lightning_trainer.gateway.replay.decisions import Decision, DrawnAnew, FromRecord, ReplayRequest
 from lightning_trainer.gateway.replay.record import RecordedTool
 from lightning_trainer.gateway.replay.requests import read_request
-from lightning_trainer.gateway.replay.session import Decision, DrawnAnew, FromRecord, ReplayRequest, ReplaySession
+from lightning_trainer.gateway.replay.session import ReplaySession
 from lightning_trainer.gateway.replay.sessions import Sessions
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.surfaces.surface import Surface

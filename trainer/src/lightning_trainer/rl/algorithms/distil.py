@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_trainer.config import refuse
+from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.rl.algorithms.protocol import (
     Algorithm,
     Clip,
@@ -28,13 +28,16 @@ from lightning_trainer.rl.algorithms.protocol import (
     group_options_asked,
     value_head_asked,
 )
-from lightning_trainer.rl.batch import Batch, NoContrast, batch_of, calls_of
+from lightning_trainer.rl.batch.batch import Batch, batch_of
+from lightning_trainer.rl.batch.comparison import NoContrast
+from lightning_trainer.rl.batch.sharing import calls_of
 
 if TYPE_CHECKING:
     from lightning_spans.schema.rewards import Reward
     from lightning_spans.schema.transitions import Transition
-    from lightning_trainer.config import TrainConfig
-    from lightning_trainer.rl.batch import Penalty, Traces
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.rl.batch.attempts import Traces
+    from lightning_trainer.rl.batch.comparison import Penalty
     from lightning_trainer.rl.losses import PolicyLoss
     from lightning_trainer.rl.rollouts import Outcome
     from lightning_trainer.rl.rows import Row

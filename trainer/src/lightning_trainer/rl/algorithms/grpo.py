@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from lightning_trainer.config import refuse
+from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.rl.advantages import FloatArray, leave_one_out, transition_advantages
 from lightning_trainer.rl.algorithms.protocol import (
     Algorithm,
@@ -30,13 +30,16 @@ from lightning_trainer.rl.algorithms.protocol import (
     division_asked,
     value_head_asked,
 )
-from lightning_trainer.rl.batch import Batch, batch_of, calls_of, compared, no_contrast, penalties_of, weighed
+from lightning_trainer.rl.batch.batch import Batch, batch_of
+from lightning_trainer.rl.batch.comparison import compared, no_contrast, penalties_of, weighed
+from lightning_trainer.rl.batch.sharing import calls_of
 from lightning_trainer.rl.credit.played import AcrossAttempts
 from lightning_trainer.rl.rewards import source_weights
 
 if TYPE_CHECKING:
-    from lightning_trainer.config import TrainConfig
-    from lightning_trainer.rl.batch import Penalty, Traces
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.rl.batch.attempts import Traces
+    from lightning_trainer.rl.batch.comparison import Penalty
     from lightning_trainer.rl.credit.assigners import CreditAssigner
     from lightning_trainer.rl.losses import PolicyLoss
     from lightning_trainer.rl.rollouts import Outcome

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 from lightning_spans.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
-    from lightning_trainer.rl.batch import Batch, Penalty, Traces
+    from lightning_trainer.rl.batch.attempts import Traces
+    from lightning_trainer.rl.batch.batch import Batch
+    from lightning_trainer.rl.batch.comparison import Penalty
     from lightning_trainer.rl.losses import PolicyLoss
     from lightning_trainer.rl.rollouts import Outcome
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_trainer.config import refuse
+from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.rl.advantages import FloatArray, generalised_advantages, uncompared, whitened
 from lightning_trainer.rl.algorithms.protocol import (
     Algorithm,
@@ -33,12 +33,16 @@ from lightning_trainer.rl.algorithms.protocol import (
     division_asked,
     group_options_asked,
 )
-from lightning_trainer.rl.batch import FINAL, Batch, batch_of, calls_of, compared, no_contrast
+from lightning_trainer.rl.batch.batch import Batch, batch_of
+from lightning_trainer.rl.batch.calls import FINAL
+from lightning_trainer.rl.batch.comparison import compared, no_contrast
+from lightning_trainer.rl.batch.sharing import calls_of
 from lightning_trainer.rl.rewards import source_weights
 
 if TYPE_CHECKING:
-    from lightning_trainer.config import TrainConfig
-    from lightning_trainer.rl.batch import Penalty, Traces
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.rl.batch.attempts import Traces
+    from lightning_trainer.rl.batch.comparison import Penalty
     from lightning_trainer.rl.losses import PolicyLoss
     from lightning_trainer.rl.rollouts import Outcome
 

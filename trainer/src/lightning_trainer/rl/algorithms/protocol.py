@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightning_trainer.config import TrainConfig
-    from lightning_trainer.rl.batch import Batch, Penalty, Traces
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.rl.batch.attempts import Traces
+    from lightning_trainer.rl.batch.batch import Batch
+    from lightning_trainer.rl.batch.comparison import Penalty
     from lightning_trainer.rl.credit.assigners import CreditAssigner
     from lightning_trainer.rl.credit.played import AcrossAttempts
     from lightning_trainer.rl.losses import PolicyLoss

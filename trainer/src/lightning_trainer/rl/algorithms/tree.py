@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from lightning_trainer.config import refuse
+from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.rl.advantages import uncompared
 from lightning_trainer.rl.algorithms.grpo import Grpo
 from lightning_trainer.rl.algorithms.protocol import Algorithm
@@ -29,7 +29,7 @@ from lightning_trainer.rl.credit.played import AcrossAttempts
 from lightning_trainer.rl.credit.trees import tree_advantages
 
 if TYPE_CHECKING:
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
 
 TREE: Final = "tree-grpo"
 

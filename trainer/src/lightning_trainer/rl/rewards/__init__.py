@@ -9,7 +9,7 @@ from lightning_trainer.rl.rewards.rules import Finding
 from lightning_trainer.runner.target import JUDGE
 
 if TYPE_CHECKING:
-    from lightning_trainer.config import TrainConfig
+    from lightning_trainer.config.train import TrainConfig
 
 __all__ = ["Finding", "Judge", "installed", "read_rules", "source_weights", "weights_of"]
 

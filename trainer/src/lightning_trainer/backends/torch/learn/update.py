@@ -120,28 +120,41 @@ def update(
         norms.append(norm)
         skipped += not taken
         first = (first + len(piece)) % len(parts)
-    steps = len(norms) or 1
-    taught = sums["taught_tokens"]
-    count = sums["tokens"] or 1.0
-    watched = ("clip_fraction", "kl", "entropy", "logprob_gap", *(("value_mean",) if policy.value else ()))
+    packed = sum(len(part.packed.tokens_N) for part in parts)
+    found = _metrics(
+        sums, norms, packed, options, ratio_max=ratio_max, skipped=skipped, valued=policy.value is not None
+    )
+    return {**found, "seconds": time.perf_counter() - started}
+
+
+def _metrics(
+    sums: Counter[str],
+    norms: Sequence[float],
+    packed: int,
+    options: TorchOptions,
+    *,
+    ratio_max: float,
+    skipped: int,
+    valued: bool,
+) -> dict[str, float]:
+    """Return what `update` does, from sums over the tokens of all passes and the gradients' norms."""
+    steps, taught, count = len(norms) or 1, sums["taught_tokens"], sums["tokens"] or 1.0
+    watched = ("clip_fraction", "kl", "entropy", "logprob_gap", *(("value_mean",) if valued else ()))
     means = {name: sums[name] / count for name in watched}
-    if policy.value is not None:
+    if valued:
         means["value_loss"] = float(sums["value_loss"]) / steps
-    return {
+    found = {
         "loss": float(sums["loss"]) / steps,
         "grad_norm": sum(norms) / steps,
         **means,
         "ratio_max": ratio_max,
         "tokens": float(sums["tokens"]) / options.update_epochs,
-        "packed_tokens": float(sum(len(part.packed.tokens_N) for part in parts)),
+        "packed_tokens": float(packed),
         "skipped": float(skipped),
-        **(
-            {"teacher_kl": sums["teacher_kl"] / taught, "taught_tokens": taught / options.update_epochs}
-            if taught
-            else {}
-        ),
-        "seconds": time.perf_counter() - started,
     }
+    if taught:
+        found |= {"teacher_kl": sums["teacher_kl"] / taught, "taught_tokens": taught / options.update_epochs}
+    return found
 
 
 def minibatches(rows: Sequence[Row], options: TorchOptions, steps: int) -> list[list[Row]]:

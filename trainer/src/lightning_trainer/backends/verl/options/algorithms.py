@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import Aggregation
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 
 # What ends the name of an estimator of ours, by how the loss weighs responses.
 AGGREGATIONS: Final[Mapping[Aggregation, str]] = {

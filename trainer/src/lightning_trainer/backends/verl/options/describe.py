@@ -12,7 +12,7 @@ from lightning_trainer.backends.verl.options.grammar import as_hydra
 from lightning_trainer.backends.verl.options.needs import GIB, estimate
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.options.profiles import Values
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import Shape, read_shape
 from lightning_trainer.run.data import load_tasks
 

@@ -15,7 +15,9 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.verl.options.algorithms import AGGREGATIONS, on_verl
 from lightning_trainer.backends.verl.options.profiles import Values, defaults, model_path, on_cpu
-from lightning_trainer.config import CONFIG_NAME, TrainConfig, refuse
+from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.mistakes import refuse
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import Shape
 
 HERE: Final = "lightning_trainer.backends.verl"

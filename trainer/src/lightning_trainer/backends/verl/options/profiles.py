@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from lightning_trainer.backends.verl.options.algorithms import on_verl
 from lightning_trainer.backends.verl.options.needs import tensor_parallel
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import Shape
 
 Values = dict[str, Any]

@@ -31,11 +31,12 @@ from lightning_trainer.backends.verl.options.algorithms import on_verl
 from lightning_trainer.backends.verl.steps.gathered import Gathered
 from lightning_trainer.backends.verl.steps.groups import Groups
 from lightning_trainer.backends.verl.steps.trajectories import Trajectory, VerlPrompt, trajectories
-from lightning_trainer.config import TrainConfig
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging.options import read_judge
 from lightning_trainer.report import step_metrics
 from lightning_trainer.rl.algorithms import algorithm_by_name
-from lightning_trainer.rl.batch import Batch, Traces
+from lightning_trainer.rl.batch.attempts import Traces
+from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rewards.judge import PLUGIN, Judge, read_rules
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.rl.rows import Row

@@ -9,7 +9,7 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.rewards import Reward
 from lightning_trainer.report import step_metrics
 from lightning_trainer.rl.account import Account
-from lightning_trainer.rl.batch import Batch
+from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rollouts import Failed, Outcome
 from lightning_trainer.rl.scores import by_source, score
 

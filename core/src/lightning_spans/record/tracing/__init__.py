@@ -1,0 +1,1 @@
+"""How spans are made and who is told of them: the two tracers, OpenTelemetry's processors, the hooks of each span."""

@@ -1,0 +1,1 @@
+"""Commands that read what was recorded: shown, compared, exported, done again, deleted."""

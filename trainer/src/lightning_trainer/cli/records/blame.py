@@ -1,0 +1,185 @@
+"""`lightning-rl blame`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.cli.options import given, key_file_option, print_json, reading, rewards_option, screen
+
+if TYPE_CHECKING:
+    from lightning_spans.schema.attempts import Rollout
+    from lightning_spans.schema.rewards import Reward
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.report.credit_report import CreditReport, TurnCredit
+    from lightning_trainer.rl.batch.calls import Judged
+
+
+@click.command(name="blame")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--credit", help="Share rewards out in this way instead of the run's.")
+@click.option("--gamma", type=float, help="Discount of that credit.")
+@click.option("--step", "steps", multiple=True, type=int, help="Only rollouts of this step. May be repeated.")
+@click.option("--val", "held_out", is_flag=True, help="Rollouts of held-out tasks instead of training ones.")
+@click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Show the calls of this one. May be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line for each turn or call, and the account, as JSON.")
+@rewards_option
+@click.option("--store", metavar="URL", help="Where the run's traces are, if not in its folder.")
+@key_file_option
+def command(
+    *,
+    run: Path,
+    credit: str | None,
+    gamma: float | None,
+    steps: Sequence[int],
+    held_out: bool,
+    rollouts: Sequence[str],
+    as_json: bool,
+    automatic: tuple[str, ...],
+    store: str | None,
+    key_file: Path | None,
+) -> None:
+    """Say who earned the reward in the folder RUN of a training run: credit by agent and turn, and the account behind.
+
+    Credit is what a call got of the rewards of its attempt. Its advantage says how much better that was than what it is
+    compared with. With several agents, all that have a name are compared, trained or not.
+    """
+    from lightning_trainer.report.credit_report import credit_report, turns_of
+    from lightning_trainer.report.recomputed import judged
+
+    config = _config(run, credit, gamma, given({"rewards": automatic}).get("rewards", {}))
+    with reading(store or config.store or str(run / "lightning.db"), key_file) as source:
+        batch, outcomes = judged(config, source, _chosen(source.rollouts(), steps, held_out=held_out))
+        rewards = [reward for outcome in outcomes for reward in outcome.rewards]
+    report = credit_report(batch, outcomes, [*rewards, *batch.automatic], config.credit)
+    calls = [call for call in batch.calls if call.transition.rollout_id in rollouts]
+    if rollouts and not calls:
+        raise ConfigError(f"no call of {', '.join(rollouts)} counts. See lightning-rl traces --rollout {rollouts[0]}.")
+    turns = turns_of(batch.calls, config.agents)
+    if as_json:
+        for line in [_call_json(call) for call in _ordered(calls)] if rollouts else [turn.to_json() for turn in turns]:
+            print_json(line)
+        print_json({"account": report.to_json()})
+        return
+    _print_calls(_ordered(calls)) if rollouts else _print_turns(turns)
+    _print_report(report)
+
+
+def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[str, Any]) -> TrainConfig:
+    import json
+
+    from lightning_trainer.config.train import TrainConfig
+
+    path = run / "config.json"
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no {path.name} in {run}. Give the folder of a run, such as runs/2026-11-20."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} can't be read: {error}. Give the folder of a run, such as runs/2026-11-20."
+        ) from None
+    if credit is not None:
+        values |= {"credit": credit, "gamma": None, "credit_options": {}}
+    if gamma is not None:
+        values["gamma"] = gamma
+    values["rewards"] = {**(values.get("rewards") or {}), **rewards}
+    return TrainConfig(**{name: value for name, value in values.items() if value is not None})
+
+
+def _chosen(rollouts: Iterable[Rollout], steps: Sequence[int], *, held_out: bool) -> list[Rollout]:
+    """Keep the rollouts that have ended, of these steps; their ids say which: ``RUN:tSTEP-PLACE-MEMBER``."""
+    over = [r for r in rollouts if r.status in ("succeeded", "failed")]
+    ended = [r for r in over if r.mode == ("val" if held_out else "train")]
+    groups = {rollout.group_id for rollout in ended}
+    ended += [r for r in over if r.replay is not None and r.group_id in groups]  # forks that the run made
+    if steps:
+        names = tuple(f"t{step}{mark}" for step in steps for mark in ("-", "r"))
+        ended = [rollout for rollout in ended if rollout.rollout_id.rpartition(":")[2].startswith(names)]
+    if not ended:
+        raise ConfigError("no rollout of that kind has ended in this run. Look with lightning-rl traces.")
+    return ended
+
+
+def _ordered(calls: Iterable[Judged]) -> list[Judged]:
+    return sorted(calls, key=lambda c: (c.transition.attempt_id, c.transition.turn, c.transition.choice))
+
+
+def _call_json(call: Judged) -> dict[str, Any]:
+    transition = call.transition
+    return {
+        "rollout_id": transition.rollout_id,
+        "attempt_id": transition.attempt_id,
+        "turn": transition.turn,
+        "choice": transition.choice,
+        "agent": transition.agent,
+        "span_id": transition.span_id,
+        "credit": _known(call.credit),
+        "advantage": _known(call.advantage),
+        "left_out": call.left_out,
+        "rewards": [_reward_json(reward) for reward in transition.rewards],
+    }
+
+
+def _reward_json(reward: Reward) -> dict[str, Any]:
+    return {"source": reward.source, "agent": reward.agent, "value": reward.value}
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.3f}"
+
+
+def _print_turns(turns: Sequence[TurnCredit]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("agent", "turn", "trained", "calls", "credit", "sum", "contrast", "better", "worse")
+    for column in (table.columns[1], *table.columns[3:]):
+        column.justify = "right"
+    for turn in turns:
+        table.add_row(
+            turn.agent or Text("(no name)", style="dim"),
+            str(turn.turn),
+            Text("yes", style="green") if turn.trained else Text("no", style="dim"),
+            f"{turn.calls}",
+            _number(turn.credit),
+            _number(turn.credit_sum if turn.credited else None),
+            "-" if turn.contrast is None else f"{turn.contrast:.3f}",
+            f"{turn.better:.0%}",
+            f"{turn.worse:.0%}",
+        )
+    screen().print(table)
+
+
+def _print_calls(calls: Sequence[Judged]) -> None:
+    from rich.table import Table
+
+    table = Table("attempt", "turn", "agent", "credit", "advantage", "rewards of its own, or why it was left out")
+    for call in calls:
+        own = " ".join(f"{reward.source} {reward.value:+.3g}" for reward in call.transition.rewards)
+        table.add_row(
+            call.transition.attempt_id,
+            str(call.transition.turn),
+            call.transition.agent or "(no name)",
+            _number(_known(call.credit)),
+            _number(_known(call.advantage)),
+            call.left_out or own,
+        )
+    screen().print(table)
+
+
+def _print_report(report: CreditReport) -> None:
+    click.echo(f"credit: {report.credit}")
+    for line in report.lines():
+        click.echo(line)

@@ -1,0 +1,1 @@
+"""Commands that serve: models, stores, runners, and the keys that they ask for."""

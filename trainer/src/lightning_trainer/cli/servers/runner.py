@@ -1,0 +1,225 @@
+"""`lightning-rl runner`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lightning_trainer.cli.options import print_json, read_key, take_work, work_options
+
+if TYPE_CHECKING:
+    from lightning_spans.store.http import HttpStore
+    from lightning_trainer.runner.runner import Runner
+    from lightning_trainer.runner.target import Job
+    from lightning_trainer.runner.worker.limits import WorkerLimits
+    from lightning_trainer.runner.workers import Start
+
+
+@click.command(name="runner")
+@click.argument("target", required=False)
+@click.option("--server", "url", required=True, metavar="URL", help="The server's URL, without /v1.")
+@click.option("--key-file", type=click.Path(path_type=Path), help="File with the runners' key; else LIGHTNING_KEY.")
+@click.option("--command", "program", help="The agent as a command, instead of TARGET.")
+@click.option("--reward", help="Reward function module:function, called as score(task, result).")
+@work_options
+@click.option("--workers", type=click.IntRange(1), help="Worker processes; as many as there are cores by default.")
+@click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1), help="Rollouts at once in each.")
+@click.option(
+    "--drain-s",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="Seconds that rollouts get to end when it is stopped; a second signal ends them at once.",
+)
+@click.option(
+    "--lease-s",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(1, 86_400),
+    help="A runner that dies is noticed after so many seconds, and its rollouts run again.",
+)
+@click.option(
+    "--pass-env",
+    "passed",
+    multiple=True,
+    metavar="NAME,...",
+    help="Variables of this environment that the agent gets besides the usual ones (PATH, HOME, ...), or globs such as"
+    " MYAPP_*. May be repeated.",
+)
+@click.option(
+    "--isolate",
+    is_flag=True,
+    help="A process for each attempt, ended with all that it started.",
+)
+@click.option(
+    "--isolate-users",
+    "users",
+    metavar="FIRST-LAST",
+    help="A user id of its own for each attempt's process, out of these, which nobody has (Linux, as root).",
+)
+@click.option("--ray", "on_ray", is_flag=True, help="Workers are actors of a Ray cluster; one a core by default.")
+@click.option("--ray-address", metavar="ADDRESS", help="Of the cluster, else RAY_ADDRESS; local starts one here.")
+@click.option("--ray-cpus", default=1.0, show_default=True, type=click.FloatRange(0), help="Cores of each actor.")
+@click.option("--ray-env", metavar="JSON", help='Ray\'s runtime_env of the actors, such as {"working_dir": "."}.')
+@click.option("--worker-memory", metavar="SIZE", help="Most memory of each worker process, such as 2GiB (Linux).")
+@click.option("--worker-cores", type=click.IntRange(1), help="Processor cores that each worker may use (Linux).")
+@click.option(
+    "--logs",
+    default="lightning-logs",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Folder for what the agents print.",
+)
+def command(
+    *,
+    target: str | None,
+    url: str,
+    key_file: Path | None,
+    program: str | None,
+    reward: str | None,
+    workers: int | None,
+    concurrency: int,
+    drain_s: float,
+    lease_s: float,
+    passed: tuple[str, ...],
+    isolate: bool,
+    users: str | None,
+    on_ray: bool,
+    ray_address: str | None,
+    ray_cpus: float,
+    ray_env: str | None,
+    worker_memory: str | None,
+    worker_cores: int | None,
+    logs: Path,
+    **flags: Any,
+) -> None:
+    """Claim rollouts from a server and run the program TARGET (module:function) on them, until Ctrl-C or SIGTERM.
+
+    When it is ready, it says so in one line of JSON on stdout. Run it on as many machines as you like. Once stopped it
+    claims no more, and lets what runs go on for a while; what has not ended then goes back to the queue, without
+    using up a try.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.cli.processes import handed_over
+    from lightning_trainer.config.workers import cores
+    from lightning_trainer.runner.environment import allowed
+    from lightning_trainer.runner.own_users import check_key_file, parse_users
+    from lightning_trainer.runner.runner import Runner
+    from lightning_trainer.runner.target import Job
+    from lightning_trainer.runner.worker.limits import WorkerLimits, parse_bytes
+
+    if (target is None) == (program is None):
+        raise ConfigError("name the agent: a TARGET module:function, or --command, and not both.")
+    handed = handed_over()
+    if (path := handed.get("key_file")) is not None:
+        key_file = Path(path)
+    key = _checked_key(url, key_file, handed.get("key"))
+    limits = WorkerLimits(memory_bytes=parse_bytes(worker_memory) if worker_memory else None, cores=worker_cores)
+    job = Job(target=target, command=program, reward=reward, work=take_work(flags))
+    start = None
+    if users is not None and key_file is not None:
+        check_key_file(key_file)
+    if on_ray and users is not None:
+        raise ConfigError("--isolate-users is about processes of this machine, and with --ray there are none.")
+    if on_ray:
+        workers, start = _ray(
+            job, concurrency, limits=limits, workers=workers, address=ray_address, cpus=ray_cpus, env=ray_env
+        )
+    elif ray_address or ray_env:
+        raise ConfigError("--ray-address and --ray-env say how to use Ray. Add --ray.")
+    count = workers or cores()
+    names = [name.strip() for one in passed for name in one.split(",") if name.strip()]
+    runner = Runner(
+        job,
+        workers=count,
+        concurrency=concurrency,
+        logs=logs,
+        lease_s=lease_s,
+        limits=limits,
+        environment=allowed(os.environ, names),
+        isolate=isolate or users is not None,
+        users=None if users is None else parse_users(users),
+        start=start,
+    )
+    with closing(_store(url, key, key_file)) as store:
+        _work_until_stopped(runner, store, {"server": url, "workers": count}, drain_s)
+
+
+def _store(url: str, key: str, key_file: Path | None) -> HttpStore:
+    """Open the server's store, with the key that is in the file at each time."""
+    from lightning_spans.store.http import HttpStore
+    from lightning_trainer.runner.key_file import KeyFromFile
+
+    return HttpStore(url, key=key, auth=None if key_file is None else KeyFromFile(key_file))
+
+
+def _checked_key(url: str, key_file: Path | None, key: str | None) -> str:
+    """Read the key, and see that the server is there and takes it."""
+    from lightning_spans.errors import ConfigError, StoreError
+    from lightning_spans.store.http import HttpStore
+
+    key = read_key(key_file) if key_file is not None or key is None else key
+    if key is None:
+        raise ConfigError("a runner needs a key: --key-file FILE. The server names the file in its first line.")
+    with closing(HttpStore(url, key=key, patience_s=5.0)) as probe:
+        try:
+            probe.heartbeat([])
+        except StoreError as error:
+            raise ConfigError(f"server {url}: {error}. Check --server and --key-file.") from None
+    return key
+
+
+def _work_until_stopped(runner: Runner, store: HttpStore, facts: dict[str, Any], drain_s: float) -> None:
+    """Work until a first signal, then let rollouts end for so long, or until a second one."""
+    asked, again = threading.Event(), threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets its own
+        signal.signal(number, lambda *_: (again if asked.is_set() else asked).set())
+    try:
+        runner.start()
+        runner.serve(store)
+        print_json({"runner": runner.name, **facts})
+        while not asked.wait(0.5) and runner.alive:
+            pass
+        runner.drain(drain_s)
+        while not again.wait(0.1) and runner.alive:
+            pass
+        runner.stop()
+        runner.check()
+    finally:
+        runner.stop()
+
+
+def _ray(
+    job: Job,
+    concurrency: int,
+    *,
+    limits: WorkerLimits,
+    workers: int | None,
+    address: str | None,
+    cpus: float,
+    env: str | None,
+) -> tuple[int, Start]:
+    """Join the cluster, and give the number of workers and what starts one there."""
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.runner.ray import Placement, RayWorker, connect
+
+    try:
+        environment: Any = json.loads(env) if env else {}
+    except ValueError:
+        environment = None
+    if not isinstance(environment, dict):
+        raise ConfigError(f"""--ray-env {env!r}: give a JSON object, such as '{{"working_dir": "."}}'.""")
+    cores = connect(address)
+    placement = Placement(cpus=cpus, memory_bytes=limits.memory_bytes, environment=environment)
+
+    async def start(number: int) -> RayWorker:
+        return await RayWorker.start(job, concurrency, number=number, limits=limits, placement=placement)
+
+    return workers or max(1, int(cores / cpus) if cpus else cores), start

@@ -1,0 +1,85 @@
+"""`lightning-rl serve`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lightning_trainer.cli.options import given
+from lightning_trainer.cli.servers.serving import tls_options
+
+
+@click.command(name="serve")
+@click.argument("checkpoint", metavar="MODEL")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--name", help="Name of the model; policy by default. Adapters of agents have their own names.")
+@click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
+@click.option("--tool-format", help="How the model writes tool calls; by default as its chat template does.")
+@click.option("--device", help="auto, cpu, cuda, ...")
+@click.option("--dtype", help="auto, float32 or bfloat16.")
+@click.option("--max-model-len", type=click.IntRange(2), help="Most tokens of prompt and answer together.")
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), help="Where to keep the key; else it goes with the server."
+)
+@click.option("--store", metavar="URL", help="Keep every call there; by default none is kept.")
+@tls_options
+def command(
+    *,
+    checkpoint: str,
+    host: str,
+    port: int,
+    name: str | None,
+    key_file: Path | None,
+    store: str | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    plain_http: bool,
+    **options: Any,
+) -> None:
+    """Serve MODEL behind an OpenAI-compatible endpoint.
+
+    MODEL is what a run came to (its folder, or a checkpoint), a model folder, a hub id (owner/model or
+    owner/model@revision), or smollm2-135m.
+
+    Of a run in which agents have adapters of their own, each is served under its name, and the starting model as base.
+
+    When it is ready, one line of JSON on stdout names the URL and the file with the key: give clients URL/v1 as base
+    URL and the key as API key.
+    """
+    from lightning_spans.store.null import NullStore
+    from lightning_trainer import models
+    from lightning_trainer.backends.torch.backend import need_torch, open_torch
+    from lightning_trainer.cli.servers.serving import Place, check_place, key_files, serve_until_stopped
+    from lightning_trainer.gateway.app import create_app
+    from lightning_trainer.run.local import opened
+
+    need_torch()
+    place = Place(host, port, tls_cert, tls_key, plain_http)
+    check_place(place)
+    folder = models.resolve(checkpoint)
+    with ExitStack() as stack:
+        learner = stack.enter_context(
+            closing(open_torch(str(folder), **given({"name": _name(name, folder), **options})))
+        )
+        kept = stack.enter_context(opened(store)) if store else NullStore()
+        files = stack.enter_context(key_files(key_file))
+        app = create_app(kept, keys=files.keys, engine=learner.engines)
+        names = [engine.model for engine in learner.engines]
+        facts: dict[str, Any] = {"model": names[0]} if len(names) == 1 else {"models": names}
+        serve_until_stopped(app, place, files, **facts)
+
+
+def _name(name: str | None, folder: Path) -> str | None:
+    """Name the model, unless the folder has adapters, which are named."""
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.policies import ADAPTERS_NAME
+
+    if not (folder / ADAPTERS_NAME).is_file():
+        return name or "policy"
+    if name is not None:
+        raise ConfigError(f"{folder} holds adapters, which are served under their own names. Leave --name out.")
+    return None

@@ -1,0 +1,246 @@
+"""`lightning-rl server`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import click
+
+from lightning_trainer.cli.options import DEFAULT_STORE, name_by_option
+from lightning_trainer.cli.servers.serving import tls_options
+
+if TYPE_CHECKING:
+    from lightning_trainer.gateway.settings import Routing
+    from lightning_trainer.gateway.upstream.upstream import Upstream
+
+
+@click.command(name="server")
+@click.option(
+    "--store", default=DEFAULT_STORE, show_default=True, metavar="URL", help="A path, sqlite:/// or postgresql://."
+)
+@click.option(
+    "--upstream",
+    "upstreams",
+    multiple=True,
+    metavar="MODEL=URL[,URL...]",
+    help="OpenAI-compatible servers that answer for MODEL. May be repeated.",
+)
+@click.option(
+    "--adapters",
+    type=click.Path(path_type=Path),
+    help="Checkpoint of a run with --policy: vLLM at the one --upstream loads its adapters, each under its name.",
+)
+@click.option(
+    "--tokenizer",
+    "tokenizers",
+    multiple=True,
+    metavar="MODEL=FOLDER",
+    help="The upstream model's folder: conversations go to it as token ids, each continued exactly. May be repeated.",
+)
+@click.option(
+    "--tool-format",
+    "tool_formats",
+    multiple=True,
+    metavar="MODEL=NAME",
+    help="How MODEL writes tool calls, where --tokenizer's chat template does not show it. May be repeated.",
+)
+@click.option(
+    "--upstream-key",
+    "upstream_keys",
+    multiple=True,
+    metavar="MODEL=FILE",
+    help="File with the key that MODEL's servers want; else LIGHTNING_UPSTREAM_KEY_MODEL. May be repeated.",
+)
+@click.option(
+    "--upstream-timeout", type=click.FloatRange(0, min_open=True), help="Most seconds of an answer; none by default."
+)
+@click.option(
+    "--provider",
+    metavar="URL",
+    help="Where named agents' calls go that are none of --agents; by default to --model too.",
+)
+@click.option("--unrecorded", is_flag=True, help="Keep no record of the calls that go to --provider.")
+@click.option(
+    "--agents", "names", metavar="NAME,...", help="Agents whose calls runners send to the gateway; none by default."
+)
+@name_by_option
+@click.option("--model", help="The upstream model that these calls go to; the first one by default.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for other machines."
+)
+@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option(
+    "--live-sample", default="1", show_default=True, metavar="SHARE", help="Share of production's traces that is kept."
+)
+@click.option(
+    "--redact",
+    "rules",
+    multiple=True,
+    metavar="RULE",
+    help="Field name, glob or /pattern/ that is masked in production's spans. Repeatable; see docs/how-to/live.md.",
+)
+@click.option("--endpoint", help="Base URL given to agents, where it is not the one that runners use.")
+@click.option(
+    "--key-file",
+    default="lightning.key",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Where the admin key is written; those of runners, evaluators and live agents lie beside it.",
+)
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="NAME=NUMBER",
+    help="Another bound than the server's own, such as attempt_calls=50000; a wrong NAME lists them all.",
+)
+@click.option("--rotate-keys", is_flag=True, help="Sign with a new secret; keys of the one before it stay good.")
+@tls_options
+def command(
+    *,
+    store: str,
+    upstreams: Sequence[str],
+    adapters: Path | None,
+    tokenizers: Sequence[str],
+    tool_formats: Sequence[str],
+    upstream_keys: Sequence[str],
+    upstream_timeout: float | None,
+    provider: str | None,
+    unrecorded: bool,
+    names: str | None,
+    name_by: tuple[str, ...],
+    model: str | None,
+    host: str,
+    port: int,
+    live_sample: str,
+    rules: Sequence[str],
+    endpoint: str | None,
+    key_file: Path,
+    limits: Sequence[str],
+    rotate_keys: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    plain_http: bool,
+) -> None:
+    """Run the store, a gateway to the upstreams named, and a receiver of traces (OTLP), for several machines.
+
+    When it is ready, one line of JSON on stdout names the URL and the files with the keys: key_file for everything,
+    runner_key_file for runners, evaluator_key_file for those who give rewards, live_key_file for agents in production.
+    LIGHTNING_UPSTREAM_KEY_MODEL is sent to the servers of MODEL (letters in upper case, others as _), or, where there
+    is but one upstream, LIGHTNING_UPSTREAM_KEY; LIGHTNING_PROVIDER_KEY to the provider.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_spans.record.production import Live, parse_rate
+    from lightning_spans.record.redaction import read_rules
+    from lightning_trainer.cli.servers.serving import (
+        Place,
+        check_place,
+        key_files,
+        opened_when_ready,
+        serve_until_stopped,
+    )
+    from lightning_trainer.cli.servers.upstream_keys import with_keys
+    from lightning_trainer.gateway.app import create_app
+    from lightning_trainer.gateway.http.masking import remember, remember_password
+    from lightning_trainer.gateway.settings import parse_limits
+    from lightning_trainer.gateway.upstream.adapters import load_adapters
+    from lightning_trainer.gateway.upstream.upstream import parse_provider, parse_upstream
+    from lightning_trainer.naming import parse_rules
+    from lightning_trainer.view.pages import add_view
+    from lightning_trainer.view.routes import Views
+    from lightning_trainer.view.runs import Runs
+
+    forwarded = with_keys(
+        [parse_upstream(text, total_s=upstream_timeout) for text in upstreams], upstream_keys, os.environ
+    )
+    forwarded += load_adapters(adapters, forwarded) if adapters else []
+    forwarded = _with_formats(_with_tokenizers(forwarded, tokenizers), tool_formats)
+    if unrecorded and provider is None:
+        raise ConfigError("--unrecorded is about calls that go to --provider URL, which is not given.")
+    provider_key = os.environ.get("LIGHTNING_PROVIDER_KEY")
+    elsewhere = parse_provider(provider, key=provider_key) if provider else None
+    remember(provider_key)
+    for url in (store, provider or "", *(url for each in forwarded for url in (each.url, *each.replicas))):
+        remember_password(url)
+    routing = replace(
+        _routing(names, model, [upstream.model for upstream in forwarded], endpoint), name_by=parse_rules(name_by)
+    )
+    known_as = (urlsplit(endpoint).hostname or "",) if endpoint else ()
+    place = Place(host, port, tls_cert, tls_key, plain_http, known_as)
+    check_place(place)
+    bounds = parse_limits(limits)
+    live = Live(rate=parse_rate(live_sample), redaction=read_rules(rules, os.environ))
+    with (
+        opened_when_ready(store) as kept,
+        key_files(key_file, "runner", "evaluator", "live", rotate=rotate_keys) as files,
+    ):
+        app = create_app(
+            kept,
+            keys=files.keys,
+            upstreams=forwarded,
+            routing=routing,
+            live=live,
+            provider=elsewhere,
+            limits=bounds,
+            record_untrained=not unrecorded,
+        )
+        views = Views(Runs(store=store), [Path(text.partition("=")[2]) for text in tokenizers])
+        add_view(app, views)
+        serve_until_stopped(app, place, files, stopping=views.stopping.set)
+
+
+def _routing(names: str | None, model: str | None, models: Sequence[str], endpoint: str | None) -> Routing:
+    """Say which agents' calls go to which model."""
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.gateway.settings import Routing
+
+    agents = tuple(name.strip() for name in names.split(",") if name.strip()) if names else ()
+    if (agents or model) and not models:
+        raise ConfigError("agents can't be sent to a model that is not there. Name one with --upstream MODEL=URL.")
+    if model is not None and model not in models:
+        raise ConfigError(f"--model {model} is none of the upstreams: {', '.join(models)}.")
+    return Routing(agents=agents, model=model or (models[0] if models else "policy"), endpoint=endpoint)
+
+
+def _with_tokenizers(upstreams: Sequence[Upstream], named: Sequence[str]) -> list[Upstream]:
+    """Return upstreams with the tokenizers that are named for them.
+
+    Raises:
+        ConfigError: a name is no upstream's, or a folder has no tokenizer with a chat template.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.backends.tokenizers import load_tokenizer
+
+    folders = {}
+    for text in named:
+        model, _, folder = text.partition("=")
+        if not folder or model not in {upstream.model for upstream in upstreams}:
+            raise ConfigError(f"--tokenizer {text!r}: must be MODEL=FOLDER, with the MODEL of an --upstream.")
+        folders[model] = folder
+    return [
+        replace(each, tokenizer=load_tokenizer(folders[each.model])) if each.model in folders else each
+        for each in upstreams
+    ]
+
+
+def _with_formats(upstreams: Sequence[Upstream], named: Sequence[str]) -> list[Upstream]:
+    """Return upstreams with the formats of tool calls that are named for them.
+
+    Raises:
+        ConfigError: a name is no upstream's with a tokenizer, or there is no such format.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.gateway.formats.table import by_name
+
+    formats = dict(text.partition("=")[::2] for text in named)
+    models = {upstream.model for upstream in upstreams if upstream.tokenizer is not None}
+    for model, name in formats.items():
+        if model not in models:
+            raise ConfigError(f"--tool-format {model}={name}: must be MODEL=NAME, with the MODEL of a --tokenizer.")
+        by_name(name)
+    return [replace(each, tool_format=formats.get(each.model)) for each in upstreams]

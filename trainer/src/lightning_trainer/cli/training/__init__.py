@@ -1,0 +1,1 @@
+"""Commands that run a program on tasks, to learn from it or to measure it."""

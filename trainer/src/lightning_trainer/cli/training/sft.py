@@ -1,0 +1,96 @@
+"""`lightning-rl sft`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.cli.options import config_options, given, print_json
+from lightning_trainer.sft.config import RoundsConfig, SftConfig
+
+
+@click.command(name="sft")
+@click.argument("data", nargs=-1, metavar="[DATA... | TARGET]")
+@click.option("--data", "tasks", type=click.Path(path_type=Path), help="Tasks to sample on (rounds).")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    help="Go on with the rounds in this folder, after the last that was done.",
+)
+@config_options(RoundsConfig, leave_out=frozenset({"data", "target", "tasks"}))
+def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, **flags: Any) -> None:
+    """Learn from conversations: files (.jsonl, .json, .parquet) that `export` wrote or a public data set, and stores.
+
+    Only what the agents said is learned, with the tokens that were recorded where they are this model's. With --rounds
+    the program TARGET runs on the tasks of --data, the best of each group is learned, and again. The last line on
+    stdout is JSON with the loss before and after and the checkpoint, which train --model goes on from.
+    """
+    flags = given(flags)
+    if resume is not None:
+        _go_on(resume, sorted({*flags, *(["data"] if tasks else []), *data}))
+        return
+    if "rounds" in flags:
+        _sample_and_learn(data, tasks, flags)
+        return
+    of_rounds = sorted(flags.keys() - SftConfig.model_fields.keys())
+    if tasks is not None or of_rounds:
+        names = ["data"] if tasks is not None else of_rounds
+        raise ConfigError(f"--{names[0].replace('_', '-')} is of rejection sampling: add --rounds N.")
+    _learn(data, flags)
+
+
+def _sample_and_learn(data: tuple[str, ...], tasks: Path | None, flags: dict[str, Any]) -> None:
+    if tasks is None:
+        raise ConfigError("give the tasks to sample on: --data FILE.")
+    if len(data) > 1:
+        raise ConfigError(f"--rounds samples with one program: name one TARGET, not {', '.join(data)}.")
+    config = RoundsConfig(**{"tasks": tasks, **({"target": data[0]} if data else {}), **flags})
+    _rounds(config)
+
+
+def _go_on(folder: Path, given_too: list[str]) -> None:
+    from lightning_trainer.sft.rounds.rejection import resumed
+
+    if given_too:
+        raise ConfigError(f"rounds that go on have the options that they began with: leave out {', '.join(given_too)}.")
+    _rounds(resumed(folder), folder)
+
+
+def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:
+    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.sft.rounds.rejection import rejection_sampling
+
+    with Shown(f"sampling and learning: {config.target or config.command} with {config.model}") as progress:
+        done = rejection_sampling(config, progress, resume=resume)
+    click.echo(f"go on from it: lightning-rl train ... --model {done.checkpoint}", err=True)
+    print_json(done.to_json())
+
+
+def _learn(data: tuple[str, ...], flags: dict[str, Any]) -> None:
+    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.sft.sft import sft
+
+    config = SftConfig(data=data, **flags)
+    with Shown(f"learning from {', '.join(data)} with {config.model}") as progress:
+        done = sft(config, progress)
+    click.echo(f"go on from it: lightning-rl train ... --model {done.checkpoint}", err=True)
+    fitted = done.fitted
+    print_json(
+        {
+            "loss_before": fitted.before,
+            "loss_after": fitted.after,
+            "checkpoint": str(done.checkpoint),
+            "folder": str(done.folder),
+            "steps": fitted.steps,
+            "best_step": fitted.best,
+            "rows": done.rows,
+            "held_out": done.held_out,
+            "recorded": done.recorded,
+            "tokens": fitted.tokens,
+            "left_out": done.left_out,
+            "seconds": round(fitted.seconds, 1),
+        }
+    )

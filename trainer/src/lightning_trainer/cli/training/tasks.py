@@ -1,0 +1,138 @@
+"""`lightning-rl tasks`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json, screen
+from lightning_trainer.config.files import merge
+
+if TYPE_CHECKING:
+    from lightning_trainer.report.forecast import Tried
+    from lightning_trainer.run.data import Task
+
+
+LEFT_OUT = frozenset(
+    {
+        "target",
+        "group_size",
+        "steps",
+        "epochs",
+        "until",
+        "batch_size",
+        "out",
+        "resume",
+        "val",
+        "env_held_out",
+        "val_every",
+        "val_samples",
+        "save_every",
+        "keep",
+        "checkpoint",
+        "trackers",
+        "store",
+        "port",
+    }
+)  # fmt: skip - a trial takes no step and keeps nothing
+
+
+@click.command(name="tasks", cls=GroupedCommand)
+@click.argument("target", required=False)
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with these options as keys.")
+@click.option("--samples", default=4, show_default=True, type=click.IntRange(2), help="Rollouts of each task.")
+@click.option("--first", type=click.IntRange(1), help="Try only the first N tasks.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Write the tasks that teach something here, as JSONL.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a task.")
+@config_options(leave_out=LEFT_OUT)
+def command(
+    *,
+    target: str | None,
+    file: Path | None,
+    samples: int,
+    first: int | None,
+    keep: Path | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Say how hard each task is for the model, and which of them teach something, from a few samples of each.
+
+    A task of which all samples earn the same teaches nothing: it is too hard, or solved already. --keep writes the
+    others to a file for `train --data`. Samples are few: a task that is dropped here may have been unlucky, so take
+    more --samples for hard ones.
+    """
+    from lightning_spans import hooks
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer import registry
+    from lightning_trainer.report.forecast import verdict
+    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.run.data import load_tasks
+    from lightning_trainer.run.embedded import Embedded
+
+    config = merge(file, {**given(flags), **({"target": target} if target else {}), "group_size": samples})
+    hooks.load_all()
+    backend = registry.by_name("backend", config.backend)
+    if not isinstance(backend, Embedded):
+        raise ConfigError(f"tasks are tried with a model in this process, and backend = {config.backend} has none.")
+    tasks = load_tasks(config.data)[:first]
+    with Shown(f"trying {len(tasks)} tasks, {samples} times each") as progress:
+        tried = backend.probe(config, tasks, range(len(tasks)), progress, update=False).tried
+    if as_json:
+        for one in tried:
+            print_json(_facts(one, tasks[one.place]))
+    else:
+        _print(tried, tasks)
+    click.echo(verdict(tried), err=as_json)
+    if keep is not None:
+        _keep(keep, tried, tasks)
+
+
+def _facts(one: Tried, task: Task) -> dict[str, Any]:
+    mean = one.mean
+    return {
+        "task": task,
+        "place": one.place,
+        "mean": mean,
+        "best": max(one.rewards, default=None),
+        "rewards": list(one.rewards),
+        "failed": one.failed,
+        "teaches": one.contrast,
+    }
+
+
+def _print(tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from lightning_trainer.report.terminal import printable
+
+    table = Table("task", "mean", "best", "worst", "failed", "teaches", "what")
+    for one in sorted(tried, key=lambda one: (one.mean is None, one.mean or 0.0)):
+        known = one.mean is not None
+        table.add_row(
+            f"{one.place + 1}",
+            f"{one.mean:.3f}" if known else "-",
+            f"{max(one.rewards):.3f}" if known else "-",
+            f"{min(one.rewards):.3f}" if known else "-",
+            f"{one.failed}",
+            Text("yes", style="green") if one.contrast else Text("no", style="red"),
+            Text(printable(json.dumps(tasks[one.place], ensure_ascii=False)[:60])),
+        )
+    screen().print(table)
+
+
+def _keep(path: Path, tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
+    from lightning_spans.errors import ConfigError
+
+    kept = [tasks[one.place] for one in sorted(tried, key=lambda one: one.place) if one.contrast]
+    if not kept:
+        raise ConfigError(f"no task teaches anything, so {path} is not written.")
+    try:
+        path.write_text("".join(json.dumps(task, ensure_ascii=False) + "\n" for task in kept), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}.") from None
+    click.echo(f"{len(kept)} of {len(tried)} tasks in {path}", err=True)

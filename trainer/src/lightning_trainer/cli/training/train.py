@@ -1,0 +1,108 @@
+"""`lightning-rl train`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json
+from lightning_trainer.config.files import merge
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.report.progress import Progress
+
+EXAMPLE = (
+    "lightning-rl train my_app:run --data train.jsonl --val dev.jsonl --agents writer --model smollm2-135m --steps 20"
+)
+
+
+@click.command(name="train", cls=GroupedCommand)
+@click.argument("target", required=False)
+@click.option(
+    "--config",
+    "file",
+    type=click.Path(path_type=Path),
+    help="TOML file with these options as keys, _ for -. Flags go first.",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Run one step's rollouts and an update that nobody keeps, and say what a run would take and could learn: time,"
+    " memory, disk, a forecast for GPUs. With verl: its configuration and needs, and nothing is started.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object as the last line.")
+@click.option("--view", "viewed", is_flag=True, help="Show the run in a web page while it trains: lightning-rl view.")
+@config_options(leave_out=frozenset({"target"}))
+def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bool, viewed: bool, **flags: Any) -> None:
+    """Train the agents that you name in the program TARGET (module:function), which is called as run(task).
+
+    It returns the reward: a number, or numbers by agent name. The last line on stdout is JSON with the rewards before
+    and after, of what they are and how sure, the run's folder and its checkpoint.
+
+    Exit status: 0 done, 2 an option or a file is wrong, 3 the agent failed, 4 there was nothing to learn, 130 stopped.
+    """
+    from lightning_trainer.cli.training.viewed import Viewed, with_folder
+    from lightning_trainer.report.progress import Shown
+    from lightning_trainer.run.train import describe, train
+
+    config = _config(file, {**given(flags), **({"target": target} if target else {})})
+    if dry_run:
+        with Shown(_title(config, "trying")) as shown:
+            described = describe(config, shown)
+        click.echo(described.text)
+        if as_json:
+            print_json(described.facts)
+        return
+    with ExitStack() as stack:
+        watched: Progress = stack.enter_context(Shown(_title(config)))
+        if viewed:
+            config = with_folder(config)
+            watched = stack.enter_context(Viewed(watched, config.resume or config.out))
+        result = train(config, watched)
+    rewards = {"reward_before": result.reward_before, "reward_after": result.reward_after}
+    if result.checkpoint is not None:
+        click.echo(f"curve: {result.folder / 'curve.png'}\nserve it: lightning-rl serve {result.checkpoint}", err=True)
+    before, after = result.scores()
+    for name, told in (("before", before), ("after", after)):
+        if told["mean"] is None:
+            click.echo(f"{name}: unknown ({told['of']})", err=True)
+        else:
+            click.echo(
+                f"{name}: {told['mean']:.3f} ({told['low']:.3f} to {told['high']:.3f}, 95 %) on {told['tasks']} tasks,"
+                f" {told['rollouts']} rollouts: {told['of']}",
+                err=True,
+            )
+    agents_before, agents_after = result.by_agent()
+    print_json(
+        {
+            **rewards,
+            "before": before,
+            "after": after,
+            "by_agent_before": agents_before,
+            "by_agent_after": agents_after,
+            "steps": result.steps,
+            "alarms": [{"after_steps": alarm.step, "text": alarm.text} for alarm in result.alarms],
+            "folder": str(result.folder),
+            "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+            "seconds": round(result.seconds, 1),
+        }
+    )
+
+
+def _config(file: Path | None, flags: dict[str, Any]) -> TrainConfig:
+    """Put the options together: a run that goes on has those it began with, then the file's, then the flags."""
+    if flags.get("resume"):
+        from lightning_trainer.run.folders import read_config
+
+        return merge(file, flags, base=read_config(Path(flags["resume"])))
+    return merge(file, flags)
+
+
+def _title(config: TrainConfig, what: str = "training") -> str:
+    agents = "all agents" if config.agents is None else ", ".join(config.agents)
+    return f"{what} {agents} of {config.env or config.target or config.command} from {config.model}"
+
+
+command.example = EXAMPLE

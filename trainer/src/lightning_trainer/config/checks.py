@@ -1,0 +1,109 @@
+"""Options of a run that contradict each other; each message says which one to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lightning_trainer import registry
+from lightning_trainer.choices import SELF
+from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
+from lightning_trainer.config.mistakes import refuse
+from lightning_trainer.naming import parse_rules
+
+if TYPE_CHECKING:
+    from lightning_trainer.config.train import TrainConfig
+
+_ORDERS: Final = "orders is of credit = shapley. Set it, or leave orders out."
+
+
+def cross_check(config: TrainConfig) -> None:
+    """Refuse options that contradict each other; each message says which one to change."""
+    registry.by_name("algorithm", config.algorithm).check(config)
+    parse_rules(config.name_by)
+    config.work.check(command=config.command, reward=config.reward)
+    problems = {
+        "Name the agent: a target module:function, or a command.": config.target is None and config.command is None,
+        "target and command are two agents. Give one of them.": None not in (config.target, config.command),
+        "steps and epochs are two lengths. Give one of them.": None not in (config.steps, config.epochs),
+        "agents is empty. Name the agents to train, or leave it out to train all.": config.agents == (),
+        "lora_alpha needs lora_rank. Give a rank, or leave alpha out.": (
+            config.lora_alpha is not None and not config.lora_rank
+        ),
+        "gamma has no effect with credit = identical. Set credit to discounted, or leave gamma out.": (
+            config.gamma is not None and config.credit == "identical"
+        ),
+        "kl_estimator = k1 has no gradient in the loss: what is expected of it is 0. Use k3 or k2, or set kl_in to"
+        " reward.": config.kl_coef > 0 and config.kl_in == "loss" and config.kl_estimator == "k1",
+        "min_lr_ratio is where a falling learning rate ends. Set lr_schedule to cosine or linear, or leave it out.": (
+            config.min_lr_ratio > 0 and config.lr_schedule == "constant"
+        ),
+        "teacher is of algorithm = distil. Set it, leave teacher out, or let the policy teach itself (self).": (
+            config.teacher not in (None, SELF) and config.algorithm != "distil"
+        ),
+        "teacher_options are of teacher = self. Set it, or leave them out.": (
+            bool(config.teacher_options) and config.teacher != SELF
+        ),
+        **_of_forks(config),
+        "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
+    }
+    refuse(problems)
+
+
+def _of_forks(config: TrainConfig) -> dict[str, bool]:
+    """Return what can't be together with forks, and what is nothing without them."""
+    across = looks_at_forks(config.credit)
+    if not config.forked:
+        given = (config.forks, config.alternatives, config.fork_at, config.fork_tools) != (None, 3, "agents", {})
+        return {
+            "forks, alternatives, fork_at and fork_tools are of credit = counterfactual and algorithm = tree-grpo. Set"
+            " one of these, or leave them out.": given,
+            _ORDERS: config.orders != 2,
+        }
+    what = f"credit = {config.credit}" if across else f"algorithm = {config.algorithm}"
+    able = bool(getattr(chosen_algorithm(config.algorithm), "alternatives", False))
+    return {
+        f"algorithm = {config.algorithm} can't compare a call with its alternatives alone. With {what} use grpo,"
+        " dr-grpo, gspo, cispo or rloo.": not able,
+        f"{what} has the program run again up to a call, with the tools' results from the record; a command of another"
+        " language would run its tools twice. Give a Python target.": config.command is not None,
+        f"a judge compares rollouts with others of their group, and {what} forks of one rollout. Give a reward"
+        " function, or let the agent return the reward.": config.reward == "judge" or bool(config.judge),
+        f"resample replaces groups before {what} has drawn anything again. Set resample = 0.": config.resample > 0,
+        f"alone = batch has no effect with {what}. Leave it out.": config.alone == "batch",
+        f"normalise_std divides by the deviation of a few alternatives with {what}, which makes noise as large as work."
+        " Leave it out.": across and config.normalise_std,
+        **(_of_coalitions(config) if config.by_coalitions else _of_alternatives(config)),
+    }
+
+
+def _of_alternatives(config: TrainConfig) -> dict[str, bool]:
+    """Return what can't be where single calls are drawn again."""
+    return {
+        f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: no call could be drawn so often."
+        " Raise forks, or lower alternatives.": config.fork_count < config.alternatives,
+        _ORDERS: config.orders != 2,
+    }
+
+
+def _of_coalitions(config: TrainConfig) -> dict[str, bool]:
+    """Return what can't be where the frozen base stands in for agents."""
+    what, agents = f"credit = {config.credit}", config.agents or ()
+    least = config.group_size * config.coalitions
+    return {
+        f"{what} has the frozen base answer in an agent's place, and only adapters have one beside them that is served."
+        " Give policies, such as --policy writer=lora,checker=lora.": not config.policies,
+        f"{what} shares a reward out over a team, and {agents[0] if agents else 'nobody'} is the only agent to be"
+        " trained. Use credit = identical, or train two or more.": len(agents) == 1 and config.coalitions > 0,
+        f"{what} runs whole rollouts again, no alternatives of calls. Leave alternatives and fork_at out; orders says"
+        " how often.": (config.alternatives, config.fork_at) != (3, "agents"),
+        f"orders = {config.orders} is odd: each order comes beside its reverse. Give an even number.": bool(
+            config.orders % 2
+        ),
+        f"{what} compares what an agent added with other rollouts of the task. Set group_size to 2 or more.": (
+            config.group_size < 2
+        ),
+        f"agents has a glob, so nobody knows how many continuations {what} comes to. Say with forks how many a step"
+        " may take.": config.forks is None and not config.coalitions,
+        f"forks = {config.forks} is fewer than the {least} continuations that {config.group_size} rollouts of one task"
+        " take. Raise forks.": config.forks is not None and config.forks < least,
+    }

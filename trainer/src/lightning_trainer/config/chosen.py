@@ -1,0 +1,40 @@
+"""What the algorithm and the credit that are chosen by name say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lightning_trainer import registry
+
+
+class ChosenAlgorithm(Protocol):
+    """What is asked of an algorithm here; see `lightning_trainer.rl.algorithms.protocol`, a floor above."""
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Options that it sets where they are not given."""
+
+    @property
+    def critic(self) -> bool:
+        """Whether it learns values."""
+
+
+def chosen_algorithm(name: str) -> ChosenAlgorithm:
+    """Return the algorithm that is registered under a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    algorithm: ChosenAlgorithm = registry.by_name("algorithm", name)
+    return algorithm
+
+
+def looks_at_forks(credit: str) -> bool:
+    """Whether this credit compares forks; an unknown name is refused when credit is asked for."""
+    return bool(credit_says(credit, "across"))
+
+
+def credit_says(credit: str, what: str) -> object:
+    """Return what a credit says of itself under this name; False where it says nothing, or nobody registers it."""
+    return getattr(registry.registered("credit").get(credit), what, False)

@@ -1,0 +1,81 @@
+"""Where options stand: TOML files, flags, the folder of an earlier run."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.config.mistakes import refuse_unknown
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.environments import options as environment
+
+CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
+# Alternatives: an option of a flag goes before these of the file, and one of the file before these of an earlier run.
+_INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
+    "steps": ("epochs",),
+    "epochs": ("steps",),
+    "target": ("command", *environment.NAMES),
+    "command": ("target", *environment.NAMES),
+    "env": ("target", "command", "data"),
+    "env_held_out": ("val",),
+    "val": ("env_held_out",),
+}
+
+
+def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Make the configuration from a TOML file and command-line flags; a flag goes before the file's key.
+
+    Args:
+        file: TOML file; None for none.
+        flags: options by field name; those that are None were not given.
+        base: options that both go before.
+
+    Raises:
+        ConfigError: see `TrainConfig`.
+    """
+    own = read_toml(file) if file is not None else {}
+    given = {name: value for name, value in flags.items() if value is not None}
+    began = environment.of_a_run(base or {}, {**own, **given})
+    return TrainConfig(**_over(_over(began, own), given))
+
+
+def _over(values: Mapping[str, Any], nearer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with nearer ones in their place, and in that of their alternatives."""
+    replaced = {other for one in nearer for other in _INSTEAD.get(one, ())}
+    return {**{name: value for name, value in values.items() if name not in replaced}, **nearer}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read options from a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or has an unknown key.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}. Give the path of a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not TOML: {error}") from None
+    try:
+        if tables := [key for key, value in values.items() if isinstance(value, dict) and _is_heading(key)]:
+            raise ConfigError(f"options stand at the top of the file, not in a table. Take [{tables[0]}] out.")
+        refuse_unknown(values, TrainConfig.model_fields)
+    except ConfigError as error:
+        raise ConfigError(f"config file {path}: {error}") from None
+    return values
+
+
+def _is_heading(key: str) -> bool:
+    """Whether a table is no option, and none misspelt."""
+    return not difflib.get_close_matches(key, TrainConfig.model_fields, n=1, cutoff=0.8)
+
+
+def to_json(config: TrainConfig) -> str:
+    """Return the configuration as JSON text, as kept in the run's folder."""
+    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"

@@ -1,0 +1,50 @@
+"""Mistakes in options: told in one error, which says what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from lightning_spans.errors import ConfigError
+
+
+def refuse(problems: Mapping[str, bool]) -> None:
+    """Raise the first problem that there is.
+
+    Args:
+        problems: what is wrong and what to do, with whether it is so.
+
+    Raises:
+        ConfigError: one is so.
+    """
+    for message, wrong in problems.items():
+        if wrong:
+            raise ConfigError(message)
+
+
+def refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse keys that are no options.
+
+    Raises:
+        ConfigError: names the first unknown key and the nearest known one.
+    """
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known options: {', '.join(sorted(known))}."
+            raise ConfigError(f"unknown option {key!r}. {hint}")
+
+
+def explain(error: ValidationError) -> str:
+    """Say what is wrong with options, and what to do, a line each."""
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False):
+        name = str(problem["loc"][0]) if problem["loc"] else "configuration"
+        if problem["type"] == "missing":
+            lines.append(f"{name} is missing. Give --{name.replace('_', '-')}, or {name} = ... in the config file.")
+            continue
+        lines.append(f"{name} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}.")
+    return "\n".join(dict.fromkeys(lines))

@@ -1,0 +1,246 @@
+"""Measuring one subject: samples that are missing are drawn, those that are there already are taken up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+from lightning_spans.errors import LightningError
+from lightning_spans.schema.agents import check_known, selects
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import Store
+from lightning_trainer.config.workers import worker_count
+from lightning_trainer.evaluation import folder as files
+from lightning_trainer.evaluation.config import EvalConfig
+from lightning_trainer.evaluation.samples import Sample, read_samples
+from lightning_trainer.evaluation.subjects import Answering, Subject, answering
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.judging import JUDGE
+from lightning_trainer.judging.judge import GroupJudge
+from lightning_trainer.naming import parse_rules
+from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.failures import last_error
+from lightning_trainer.report.progress import Progress
+from lightning_trainer.rl.rollouts import Outcome, outcomes
+from lightning_trainer.run.data import Task
+from lightning_trainer.run.local import Local, serving, unnamed
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+_AT_ONCE: Final = 512  # rollouts that are queued together
+_ENDED: Final = ("succeeded", "failed")
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """Measures one subject.
+
+    Attributes:
+        config: what is measured, and how.
+        subject: what answers.
+        tasks: that it is asked.
+        store: where rollouts and spans go.
+        name: of the evaluation, with a letter more for what it is compared with.
+        folder: of the samples.
+        progress: told what happens.
+        check: raises where the evaluation is to stop.
+        judge: gives the rewards; None: they come with the attempts.
+        prompted: whether the prompts of the configuration are put in the place of the agents' own.
+        samples: that there are, by task and number.
+    """
+
+    config: EvalConfig
+    subject: Subject
+    tasks: Sequence[Task]
+    store: Store
+    name: str
+    folder: Path
+    progress: Progress
+    check: Callable[[], None]
+    judge: GroupJudge | None = None
+    prompted: bool = True
+    samples: dict[tuple[int, int], Sample] = field(default_factory=dict)
+
+    def measure(self) -> list[Sample]:
+        """Draw what is missing, and return all samples."""
+        generation = self._take_up()
+        missing = [
+            (task, sample)
+            for task in range(len(self.tasks))
+            for sample in range(self.config.samples)
+            if (task, sample) not in self.samples
+        ]
+        if self.samples:
+            self.progress.note(f"{len(self.samples)} samples are there already; {len(missing)} are missing")
+        if missing:
+            self._draw(missing, generation)
+        samples = list(self.samples.values())
+        if all(sample.status == "failed" for sample in samples):
+            raise LightningError(
+                f"all {len(samples)} samples of {self.subject.name} failed. The last error:\n"
+                f"{last_error(samples[-1].error or '')}\nRun the agent by itself on one task, to see what is wrong."
+            )
+        return samples
+
+    def _draw(self, missing: Sequence[tuple[int, int]], generation: int) -> None:
+        config, prompts = self.config, self.config.read_prompts() if self.prompted else {}
+        carried = {self._rollout(place, generation).rollout_id: prompts for place in missing} if prompts else {}
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        self.progress.phase("importing the agent")
+        runner = self._runner(len(missing), logs)
+        with _started(runner), answering(self.subject, **config.load) as answers:
+            self.check()
+            with serving(
+                self.store,
+                runner,
+                routing=replace(self._routing(answers), prompts=carried),
+                engine=list(answers.engines) or None,
+                upstreams=answers.upstreams,
+            ) as local:
+                for some in _together(missing):
+                    self._draw_some(local, answers, some, generation)
+
+    def _draw_some(self, local: Local, answers: Answering, places: Sequence[tuple[int, int]], generation: int) -> None:
+        rollouts = [self._rollout(place, generation) for place in places]
+        try:
+            found = local.run(rollouts, self.progress, f"samples of {self.subject.name}", check=self.check)
+        except BaseException:
+            self._take_up()  # what has ended until now
+            raise
+        if self.judge is not None:
+            self.progress.phase("judging")
+            found = self.judge.judge(found)
+        ids = {rollout.rollout_id: place for rollout, place in zip(rollouts, places, strict=True)}
+        new = read_samples(self.store, ids, found, self.config.agents)
+        self.samples |= {(sample.task, sample.sample): sample for sample in new}
+        files.write_samples(self.folder, list(self.samples.values()))
+        self._refuse_unheard(new, answers, local.runner.attached)
+
+    def _refuse_unheard(self, samples: Sequence[Sample], answers: Answering, attached: Sequence[str]) -> None:
+        """Refuse an evaluation in which something else was measured than what was named.
+
+        Raises:
+            LightningError: not one call reached what is evaluated.
+        """
+        seen = {name for sample in samples for name in sample.usage if name}
+        if self.config.agents is not None and seen and not any(selects(self.config.agents, name) for name in seen):
+            check_known(self.config.agents, seen)
+        if answers.model is None or all(sample.status == "failed" for sample in samples):
+            return
+        calls = [usage for sample in samples for usage in sample.usage.values()]
+        if not calls:
+            raise LightningError(nothing_captured(len(samples), attached))
+        elsewhere = sum(usage.elsewhere for usage in calls)
+        made = sum(usage.calls for usage in calls)
+        if made and elsewhere == made:
+            raise LightningError(
+                f"not one of {made} model calls reached {self.subject.name}: calls without an agent's name stay at"
+                " their own endpoint. Make them inside `with lightning_spans.agent(...)`, or leave out --model and"
+                " --endpoint to evaluate the program as it is."
+            )
+        if elsewhere:
+            self.progress.note(
+                f"{elsewhere} of {made} model calls went to their own endpoint, and not to {self.subject.name}:"
+                " those of agents that are not named, or have no name"
+            )
+
+    def _take_up(self) -> int:
+        """Take the samples that are in the store already, end what nobody waits for, and number what comes now."""
+        groups = [self._group(task) for task in range(len(self.tasks))]
+        old = [
+            rollout
+            for first in range(0, len(groups), _AT_ONCE)
+            for rollout in self.store.rollouts(group_ids=groups[first : first + _AT_ONCE])
+        ]
+        if not old:
+            return 0
+        self.store.cancel([rollout.rollout_id for rollout in old if rollout.status in {"queued", "running"}])
+        ended = [rollout for rollout in old if rollout.status in _ENDED]
+        places = {rollout.rollout_id: _place(rollout.rollout_id) for rollout in ended}
+        for first in range(0, len(ended), _AT_ONCE):
+            some = [o for o in outcomes(self.store, ended[first : first + _AT_ONCE]) if self._has_verdict(o)]
+            for sample in read_samples(self.store, places, some, self.config.agents):
+                if sample.status != "failed" and sample.sample < self.config.samples:
+                    self.samples[sample.task, sample.sample] = sample
+        if self.samples:
+            files.write_samples(self.folder, list(self.samples.values()))
+        return 1 + max(_generation(rollout.rollout_id) for rollout in old)
+
+    def _has_verdict(self, outcome: Outcome) -> bool:
+        """Whether a sample of before needs no judge, or has had its reward of one."""
+        missing = self.judge is not None and outcome.attempt is not None and outcome.crash is None
+        return not missing or any(reward.source == JUDGE for reward in outcome.rewards)
+
+    def _group(self, task: int) -> str:
+        return f"{self.name}:{task}"
+
+    def _rollout(self, place: tuple[int, int], generation: int) -> Rollout:
+        task, sample = place
+        return Rollout(
+            # seeds follow from what stands after the colon: the same for both sides, and for one that goes on
+            rollout_id=f"{self.name}.{generation}:{task}-{sample}",
+            group_id=self._group(task),
+            task=self.tasks[task],
+            mode="eval",
+            max_attempts=self.config.max_attempts,
+            timeout_s=self.config.timeout_s,
+        )
+
+    def _runner(self, work: int, logs: Path) -> Runner:
+        config = self.config
+        job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
+        workers = worker_count(config.workers, work, config.concurrency)
+        return Runner(job, workers=workers, concurrency=config.concurrency, logs=logs)
+
+    def _routing(self, answers: Answering) -> Routing:
+        config = self.config
+        if answers.model is None:
+            return Routing()
+        seed = 0 if config.seed is None and answers.engines else config.seed
+        return Routing(
+            agents=tuple(answers.policies.by_agent) or config.agents or ("*",),
+            model=answers.model,
+            policies=answers.policies,
+            seed=seed,
+            temperature=config.temperature,
+            plain=config.sampling == "plain",
+            max_tokens=config.max_tokens,
+            unnamed=unnamed(config.command, config.agents, config.name_by),
+            name_by=parse_rules(config.name_by),
+        )
+
+
+@contextmanager
+def _started(runner: Runner) -> Iterator[None]:
+    runner.start()
+    try:
+        yield
+    finally:
+        runner.stop()
+
+
+def _place(rollout_id: str) -> tuple[int, int]:
+    task, _, sample = rollout_id.rpartition(":")[2].partition("-")
+    return int(task), int(sample)
+
+
+def _together(places: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Cut what is to be drawn into pieces; the samples of a task stay together, for a judge compares them."""
+    piece: list[tuple[int, int]] = []
+    for _, its in groupby(places, key=lambda place: place[0]):
+        group = list(its)
+        if piece and len(piece) + len(group) > _AT_ONCE:
+            yield piece
+            piece = []
+        piece += group
+    if piece:
+        yield piece
+
+
+def _generation(rollout_id: str) -> int:
+    return int(rollout_id.rpartition(":")[0].rpartition(".")[2])

@@ -1,0 +1,55 @@
+"""What is said of a step: its score, what its failures come to, and why nothing can be learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_trainer.choices import SELF
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.rl.algorithms.distil import DISTIL
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.scores import Score
+
+
+def score_line(result: Score) -> str:
+    """Say a score in a line."""
+    reward = "no rollout succeeded" if result.reward is None else f"reward {result.reward:.3f}"
+    agents = "".join(f", {name} {value:.3f}" for name, value in result.by_agent.items())
+    failed = f", {result.failed} of {result.rollouts} failed" if result.failed else f" ({result.rollouts} rollouts)"
+    return f"{reward}{agents}{failed}"
+
+
+def how_they_count(crashed: int, reward: float, config: TrainConfig) -> str:
+    """Say what the failures of the policy's come to, and with which option to change it."""
+    if not crashed:
+        return " and are left out, for no answer of a model led to it"
+    if config.failed == "exclude":
+        return f", {crashed} of them after a model's answer: all left out, which teaches to crash (--failed lowest)"
+    return f", {crashed} of them after a model's answer, which count as reward {reward:g} (--failed)"
+
+
+def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -> str:
+    """Say that the first steps taught nothing, and what to do."""
+    seen = sorted({reward for reward in rewards if reward is not None})
+    mean = ", ".join(f"{reward:g}" for reward in seen[:5])
+    untold = "no call had anything that its teacher could be told of"
+    equal = f"the rewards of each group were all equal (mean reward {mean})"
+    tell = "Give tasks at which tools fail sometimes, or let the teacher be told more (--teacher-options told=...)."
+    vary = (
+        "Give tasks that the agent solves sometimes, a reward with more steps between bad and good, a larger "
+        "--group-size, or a higher temperature."
+    )
+    taught = config.teacher == SELF
+    alone = taught and config.algorithm == DISTIL
+    what = untold if alone else f"{equal}, and {untold}" if taught else equal
+    return f"in the first {steps} steps {what}, so there is nothing to learn from.\n{tell if taught else vary}"
+
+
+def no_rows(batch: Batch) -> str:
+    """Say that nothing of a batch can be trained on, and why."""
+    agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
+    facts = "\n".join(f"  {line}" for line in batch.account.lines())
+    return (
+        f"not one of the model calls can be trained on. Agents seen: {agents}.\n{facts}\n"
+        "Calls without a name need `with lightning_spans.agent(...)`; calls without tokens did not reach the gateway."
+    )

@@ -1,0 +1,126 @@
+"""Calls compared within their groups: advantages, what each source gave by itself."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_trainer.rl.advantages import FloatArray
+from lightning_trainer.rl.batch.calls import FINAL, Calls
+from lightning_trainer.rl.rows import Row, make_rows
+
+if TYPE_CHECKING:
+    pass
+
+Parts: TypeAlias = "dict[str, FloatArray]"  # by source: (M,) its part of the advantages
+# rows -> for each of them (K,), what is taken off the reward at each of its trained tokens
+Penalty: TypeAlias = "Callable[[Sequence[Row]], Sequence[NDArray[Any]]]"
+
+
+def compared(
+    calls: Calls,
+    compare: Callable[..., FloatArray],
+    *,
+    penalties_M: FloatArray | float = 0.0,
+    normalise: bool,
+    eps: float,
+    over_batch: bool = False,
+) -> Parts:
+    """Compare calls within their groups, what each source gave by itself.
+
+    Each agent is compared with itself, over the attempts in which it spoke: what an answerer could reach depends on
+    whether it was asked at all.
+
+    Args:
+        calls: of whole groups.
+        compare: turns values into advantages, with the arguments of `advantages.transition_advantages`.
+        penalties_M: (M,) what is taken off the values before, except those of automatic rules.
+        normalise: divide by the deviation of the group.
+        eps: added to that deviation.
+        over_batch: whether calls of an agent that spoke in one attempt of its group alone are compared with the
+            agent's calls in the whole batch; else they have an advantage of 0.
+
+    Returns:
+        By source, (M,) the weighted sum of the comparisons that the credit asks for; `FINAL` is there always.
+    """
+    rules = sorted({source for call in calls.compared for source in call.parts} - {FINAL})
+    compare = functools.partial(compare, normalise=normalise, eps=eps)
+    parts = {FINAL: _compared(calls, FINAL, compare, penalties_M, over_batch=over_batch)}
+    return parts | {rule: _compared(calls, rule, compare, 0.0, over_batch=over_batch) for rule in rules}
+
+
+def _compared(
+    calls: Calls,
+    source: str,
+    compare: Callable[..., FloatArray],
+    penalties_M: FloatArray | float,
+    *,
+    over_batch: bool,
+) -> FloatArray:
+    total_M = np.zeros(len(calls.compared))
+    for level, values in enumerate(zip(*(call.values for call in calls.compared), strict=True)):
+        given = [call.parts[source][level] if source in call.parts else 0.0 for call in calls.compared]
+        given_M = np.array(given, dtype=np.float64) - penalties_M
+        attempts = [t.attempt_id for t in calls.transitions]
+        groups = [call.group_id for call in calls.compared]
+        agents = [f"{t.agent or ''}\0{v.place}" for t, v in zip(calls.transitions, values, strict=True)]
+        by_step = values[0].by_step
+        advantages_M = compare(given_M, range(len(values)) if by_step else attempts, groups, agent_M=agents)
+        if over_batch and not by_step:
+            with_all_M = compare(given_M, attempts, [""] * len(groups), agent_M=agents)
+            advantages_M = np.where(_lone(attempts, groups, agents), with_all_M, advantages_M)
+        total_M += values[0].weight * advantages_M
+    return total_M
+
+
+def _lone(attempts: Sequence[str], groups: Sequence[str], agents: Sequence[str]) -> NDArray[np.bool_]:
+    """(M,) whether the agent called in no other attempt of the group."""
+    calling: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for attempt, *cell in zip(attempts, groups, agents, strict=True):
+        calling[cell[0], cell[1]].add(attempt)
+    return np.array([len(calling[cell]) == 1 for cell in zip(groups, agents, strict=True)], dtype=np.bool_)
+
+
+def penalties_of(calls: Calls, penalty: Penalty | None) -> FloatArray:
+    """(M,) the penalties of each call's tokens, added up; 0 for one that has no row, and where there is no penalty."""
+    found_M = np.zeros(len(calls.compared))
+    if penalty is None:
+        return found_M
+    # Rows whose advantages are the calls' numbers say which token belongs to which call.
+    rows, _ = make_rows(calls.transitions, np.arange(1.0, len(found_M) + 1.0), calls.groups)
+    for row, penalties in zip(rows, penalty(rows), strict=True):
+        np.add.at(found_M, row.advantages[row.mask].astype(np.int64) - 1, penalties)
+    return found_M
+
+
+def weighed(parts: Parts, weights: Mapping[str, float]) -> FloatArray:
+    """(M,) the parts of the advantages added up, those of automatic rules by their weights' sizes."""
+    total_M = parts[FINAL]
+    for rule in parts.keys() - {FINAL}:
+        total_M = total_M + abs(weights[rule]) * parts[rule]
+    return total_M
+
+
+@dataclass(frozen=True, slots=True)
+class NoContrast:
+    """Groups in which nothing is learned; see `Batch`."""
+
+    flat: frozenset[str]
+    tied: frozenset[str]
+
+
+def no_contrast(calls: Calls, parts: Parts) -> NoContrast:
+    """Return the groups in which no call has an advantage: none at all, and none that is not of automatic rules."""
+    flat = _still(calls, list(parts.values()))
+    return NoContrast(flat, _still(calls, [parts[FINAL]]) if calls.judged else flat)
+
+
+def _still(calls: Calls, parts: Sequence[FloatArray]) -> frozenset[str]:
+    alive = {c.group_id for part_M in parts for c, advantage in zip(calls.compared, part_M, strict=True) if advantage}
+    return frozenset(call.group_id for call in calls.compared) - alive

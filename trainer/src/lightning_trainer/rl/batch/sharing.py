@@ -1,0 +1,203 @@
+"""The rewards of each attempt shared out over its calls, and the calls that are compared."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_spans.adapter.trace import count_joins
+from lightning_spans.schema.agents import check_spelling, selects
+from lightning_spans.schema.replays import REPLAYED
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.transitions import Transition
+from lightning_trainer.rl import account as reasons
+from lightning_trainer.rl.account import Account
+from lightning_trainer.rl.batch.attempts import (
+    CountedAttempt,
+    Traces,
+    counted_attempt,
+    fork_ended,
+    transitions_by_attempt,
+)
+from lightning_trainer.rl.batch.calls import FINAL, Calls, CreditedCall, CreditedValue, Judged
+from lightning_trainer.rl.credit.assigners import CreditAssigner, unclaimed
+from lightning_trainer.rl.credit.played import AcrossAttempts
+from lightning_trainer.rl.credit.values import Level, levels_of, lost_in
+from lightning_trainer.rl.rollouts import Failed, Outcome
+from lightning_trainer.rl.scores import reward_of_failures
+from lightning_trainer.rl.sources import Shares, take_apart
+
+if TYPE_CHECKING:
+    pass
+
+
+def calls_of(
+    outcomes: Sequence[Outcome],
+    traces: Traces,
+    *,
+    credit: CreditAssigner | AcrossAttempts,
+    failed: Failed,
+    agents: tuple[str, ...] | None,
+    weights: Mapping[str, float],
+    apart: bool,
+    known_agents: Iterable[str] = (),
+    lone: bool = False,
+) -> Calls:
+    """Share the rewards of each attempt out over its calls, and choose the calls that are compared.
+
+    Args:
+        outcomes: all rollouts of whole groups.
+        traces: reads the traces of attempts.
+        credit: shares the rewards of an attempt out. One that looks at all attempts is given forks too; any other is
+            not, for what they came to is no sample of what the policy does.
+        failed: the reward of a rollout that failed by the policy's doing; ``exclude`` leaves it out.
+        agents: names or globs of the agents to train; None: all that have a name.
+        weights: of automatic rules, by their sources.
+        apart: whether each rule is compared by itself and weighed after, as where advantages are divided by a
+            deviation. What others give is added up as it is.
+        known_agents: names seen earlier in the run: an agent need not speak in every batch.
+        lone: whether the calls of a rollout that is alone in its group are compared too.
+
+    Raises:
+        UnknownAgentError: an agent was selected by a name that was never seen, and is nearly one that was.
+    """
+    read = list(traces([a.attempt_id for o in outcomes for a in o.attempts]))
+    by_attempt, joins = transitions_by_attempt(read, agents), count_joins(read)
+    account = Account(joined=joins.joined, unjoined=joins.unjoined)
+    seen_agents = Counter(t.agent for ts, _ in by_attempt.values() for t in ts)
+    patterns = ("*",) if agents is None else agents
+    if agents is not None and seen_agents:
+        check_spelling(patterns, {*known_agents, *(name for name in seen_agents if name is not None)})
+
+    across = isinstance(credit, AcrossAttempts)
+    counted, account = _that_count(outcomes, by_attempt, account, failed=failed, forks=across)
+    values = credit([its.played for its in counted]) if isinstance(credit, AcrossAttempts) else None
+    episodes = [
+        _episode(its, credit, None if values is None else values[n], weights=weights, apart=apart)
+        for n, its in enumerate(counted)
+    ]
+    for episode in episodes:
+        account = account.plus_unclaimed(episode.unclaimed)
+    chosen, left_out = _chosen(episodes, patterns, across=across, lone=lone)
+    for reason, count in Counter(call.left_out for call in left_out if call.left_out is not None).items():
+        account = account.plus_dropped(reason, count)
+    automatic = tuple(reward for its in counted for reward in its.automatic)
+    judged = any(episode.judged for episode in episodes)
+    return Calls(tuple(chosen), tuple(left_out), account, seen_agents, automatic, judged)
+
+
+def _that_count(
+    outcomes: Sequence[Outcome],
+    by_attempt: Mapping[str, tuple[list[Transition], list[Reward]]],
+    account: Account,
+    *,
+    failed: Failed,
+    forks: bool,
+) -> tuple[list[CountedAttempt], Account]:
+    """Return the attempts that count, forks among them where they are wanted, and the account with others' calls."""
+    counted: list[CountedAttempt] = []
+    crashed = reward_of_failures(outcomes, failed)
+    for outcome in outcomes:
+        attempt = outcome.counts(failed)
+        seen = sum(len(by_attempt[a.attempt_id][0]) for a in outcome.attempts if a.attempt_id in by_attempt)
+        if outcome.rollout.replay is not None and (not forks or fork_ended(outcome, by_attempt)):
+            account = account.plus_dropped(reasons.FORK_ENDED if forks else reasons.FORK, seen)
+            continue
+        its = None if attempt is None else counted_attempt(outcome, attempt, by_attempt, crashed)
+        account = account.plus_dropped(reasons.ATTEMPT_FAILED, seen - (len(its.transitions) if its else 0))
+        counted += [its] if its else []
+    return counted, account
+
+
+def _chosen(
+    episodes: Sequence[Episode], patterns: Sequence[str], *, across: bool, lone: bool
+) -> tuple[list[CreditedCall], list[Judged]]:
+    """Return the calls that are compared, and the others, each with its reason."""
+    members = Counter(episode.group_id for episode in episodes)
+    chosen: list[CreditedCall] = []
+    left_out: list[Judged] = []
+    for episode in episodes:
+        alone = not lone and not across and members[episode.group_id] < 2
+        for call in episode.calls():
+            reason = _why_left_out(call.transition, call.credit, patterns, alone=alone)
+            reason = reasons.NO_ALTERNATIVE if across and reason == reasons.NO_REWARD else reason
+            if reason is None:
+                chosen.append(call)
+            else:
+                left_out.append(Judged(call.transition, call.group_id, call.credit, left_out=reason))
+    return chosen, left_out
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """An attempt that counts: all its transitions, and their credit.
+
+    Attributes:
+        group_id: its group.
+        transitions: of every agent, selected or not.
+        levels: what is compared of them: a value for each, NaN where no reward concerns the call.
+        unclaimed: rewards that reach nobody, as those for agents that made no call.
+        shares: the values of each level, taken apart; None where automatic rules are not compared by themselves.
+        judged: whether anybody but automatic rules gave a reward.
+    """
+
+    group_id: str
+    transitions: tuple[Transition, ...]
+    levels: tuple[Level, ...]
+    unclaimed: tuple[Reward, ...]
+    shares: Shares | None
+    judged: bool
+
+    def calls(self) -> Iterator[CreditedCall]:
+        """Return each transition with its values."""
+        for m, transition in enumerate(self.transitions):
+            values = tuple(_at(level, m) for level in self.levels)
+            yield CreditedCall(transition, self.group_id, values, self._parts(m))
+
+    def _parts(self, m: int) -> dict[str, tuple[float, ...]]:
+        if self.shares is None:
+            return {FINAL: tuple(level.values[m] for level in self.levels)}
+        parts = {FINAL: self.shares.rest, **self.shares.by_source}
+        return {source: tuple(level[m] for level in levels) for source, levels in parts.items()}
+
+
+def _at(level: Level, m: int) -> CreditedValue:
+    place = "" if level.places is None else level.places[m]
+    return CreditedValue(level.values[m], place, level.weight, level.by_step)
+
+
+def _episode(
+    its: CountedAttempt,
+    credit: CreditAssigner | AcrossAttempts,
+    values: Sequence[float] | None,
+    *,
+    weights: Mapping[str, float],
+    apart: bool,
+) -> Episode:
+    """Share out what an attempt earned; where credit looked at all attempts, `values` is what it said of this one."""
+    shares, unheard = None, tuple(unclaimed(its.transitions, its.rewards))
+    if not isinstance(credit, AcrossAttempts):
+        values = credit(its.transitions, its.rewards)
+        shares = take_apart(credit, its.transitions, its.rewards, weights) if apart and weights else None
+        unheard = (*unheard, *lost_in(values))
+    judged = any(reward.source not in weights for reward in its.rewards)
+    return Episode(
+        its.outcome.rollout.group_id, tuple(its.transitions), levels_of(values or []), unheard, shares, judged
+    )
+
+
+def _why_left_out(transition: Transition, value: float, patterns: Sequence[str], *, alone: bool) -> str | None:
+    """Say why a transition takes no part in the comparison of its group; None when it does.
+
+    Nothing else is left out before advantages are made: a call without tokens is part of its group's baseline.
+    """
+    if not selects(patterns, transition.path):
+        return reasons.NOT_SELECTED
+    if REPLAYED in transition.sampling:
+        return reasons.REPLAYED
+    if alone:
+        return reasons.GROUP_INCOMPLETE
+    return reasons.NO_REWARD if math.isnan(value) else None

@@ -1,0 +1,77 @@
+"""A worker process: `python -m lightning_trainer.runner.worker FD PIPE HOW MARK`. Runs the agent, many attempts on one loop.
+
+The runner speaks to it through the socket FD, so that whatever the agent prints goes to the log and never between the
+messages, and PIPE carries its signs of life. The process knows the contexts of its attempts and no other key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from lightning_spans.errors import LightningError
+from lightning_spans.record import stalls as watch
+from lightning_spans.record.attach import attached
+from lightning_trainer.runner.protocol import encode, receive, receive_blocking
+from lightning_trainer.runner.target import Job
+from lightning_trainer.runner.undumpable import gain_nothing, in_fresh_memory, keep_to_ourselves
+from lightning_trainer.runner.worker.execution import Agent, Score
+from lightning_trainer.runner.worker.limits import WorkerLimits
+from lightning_trainer.runner.worker.program import WorkerProgram, load_job
+from lightning_trainer.runner.worker.watchdog import LoopWatch, leaked_threads
+
+
+async def _serve(sock: socket.socket, pipe: int, agent: Agent, score: Score | None, job: Job) -> bool:
+    reader, writer = await asyncio.open_connection(sock=sock)
+    writer.write(encode({"type": "ready", "attached": attached(), "threads": leaked_threads()}))
+    worker = WorkerProgram(
+        agent,
+        score,
+        needs_reward=job.needs_reward and not job.judged,
+        send=lambda message: writer.write(encode(message)),
+    )
+    watch = LoopWatch(pipe, worker.number_of)
+    while (message := await receive(reader)) is not None and message["type"] != "stop":
+        worker.take(message)
+    await worker.stop()
+    watch.close()
+    return worker.busy
+
+
+def main(fd: int, pipe: int, how: str) -> None:
+    """Serve the runner at the other end of this socket, then end the process.
+
+    Args:
+        fd: the socket.
+        pipe: for signs of life.
+        how: ``shared`` by attempts, ``isolated`` from others of the same user, or as a ``user`` of its own.
+    """
+    keep_to_ourselves()  # before the keys of attempts come
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)  # what the agent starts must not hold the runner's line open
+    os.set_inheritable(pipe, False)  # noqa: FBT003 - the system call's only form
+    settings = receive_blocking(sock)
+    job = Job(**settings["job"])
+    threads = ThreadPoolExecutor(settings["concurrency"], thread_name_prefix="attempt")
+    try:
+        if how == "isolated":
+            in_fresh_memory()
+        elif how == "user":
+            gain_nothing()
+        watch.configure(os.environ.get("LIGHTNING_BOUNDS"))
+        WorkerLimits(**settings["limits"]).apply(settings["n"])
+        # Before there is an event loop, for modules that run one of their own while they are imported.
+        agent, score = load_job(job, threads)
+    except LightningError as error:
+        sock.sendall(encode({"type": "refused", "kind": type(error).__name__, "message": str(error)}))
+        return
+    busy = asyncio.run(_serve(sock, pipe, agent, score, job))
+    if busy:
+        os._exit(1)  # a thread of the agent's never ended, and Python would wait for it
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

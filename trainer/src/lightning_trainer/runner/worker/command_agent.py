@@ -1,0 +1,198 @@
+"""A command as an agent: its work folder, what it changed there, and the reward of a second command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from lightning_spans.errors import RewardError
+from lightning_spans.record.delivery.http import Posts
+from lightning_spans.record.delivery.otlp import PROTOBUF, encode
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.json import dumps
+from lightning_spans.schema.spans import Json, Span, Status
+from lightning_trainer.runner.target import Job, split_command
+from lightning_trainer.runner.worker.command import (
+    ENVIRONMENT_LIMIT,
+    ProcessEnd,
+    filled,
+    run_command,
+    run_to_end,
+    status_text,
+    texts,
+)
+from lightning_trainer.runner.worker.execution import Agent
+from lightning_trainer.runner.worker.limits import parse_bytes
+from lightning_trainer.runner.worker.workfolder import WorkFolder, WorkFolderError, check, remove_left_over, source_of
+from lightning_trainer.work import Work
+
+logger = logging.getLogger("lightning_trainer")
+
+DIFF: Final = "lightning.workdir.diff"  # attribute of a span: what the agent changed
+_NOTHING: Final[Mapping[str, Json]] = MappingProxyType({})
+OUTPUT: Final = "lightning.output"  # attribute of a span: the end of what a program printed
+_LOOK_S: Final = 2.0  # between looks at how large a folder has grown
+_NOT_RUN: Final = (126, 127)  # a shell's exit statuses for a program that can't be run
+
+
+def command_agent(job: Job) -> Agent:
+    """Return the agent that a job's command is.
+
+    Raises:
+        ConfigError: its program, its folder or the program of its reward is not there.
+    """
+    work = job.work
+    words = split_command(job.command or "", folder=work.workdir)
+    reward = None if work.reward_command is None else split_command(work.reward_command, folder=work.workdir)
+    most_bytes = parse_bytes(work.workdir_size)
+    if work.workdir is not None:
+        check(work.workdir)
+        remove_left_over()
+
+    async def agent(task: dict[str, Any], attempt: Attempt) -> Any:
+        if work.workdir is None:
+            result = await run_command(words, task, attempt)
+            return result if reward is None else await _reward(work, reward, None, task, attempt)
+        folder = await asyncio.to_thread(WorkFolder, source_of(work.workdir, task), most_bytes)
+        try:
+            result = await _watched(folder, run_command(words, task, attempt, folder=folder.path), attempt)
+            if reward is None:
+                return result
+            await asyncio.to_thread(folder.restore, work.restore)
+            return await _reward(work, reward, folder.path, task, attempt)
+        finally:
+            await asyncio.to_thread(folder.remove)
+
+    return agent
+
+
+async def _watched(folder: WorkFolder, work: Coroutine[Any, Any, Any], attempt: Attempt) -> Any:
+    """Do some work in a folder; keep what it changed there, however it ends.
+
+    Raises:
+        WorkFolderError: the folder has grown too large.
+    """
+    began = time.time_ns()
+    running = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({running}, timeout=_LOOK_S))[0]:
+            await asyncio.to_thread(folder.check_size)
+        await asyncio.to_thread(folder.check_size)
+        return await running
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        try:
+            diff = await asyncio.to_thread(folder.diff)
+            await _keep(attempt, "workdir", _counted(diff), began, attributes={DIFF: diff})
+        except WorkFolderError as error:
+            await _keep(attempt, "workdir", "not known", began, error=str(error))
+
+
+def _counted(diff: str) -> str:
+    """Say how much was changed."""
+    lines = diff.splitlines()
+    files = sum(line.startswith("diff --git ") for line in lines)
+    added = sum(line.startswith("+") and not line.startswith("+++ ") for line in lines)
+    removed = sum(line.startswith("-") and not line.startswith("--- ") for line in lines)
+    return f"{files} file{'' if files == 1 else 's'} changed, +{added} -{removed}"
+
+
+async def _reward(work: Work, words: list[str], folder: Path | None, task: dict[str, Any], attempt: Attempt) -> Any:
+    """Return the reward that a command gives: the number on its last line, else 1 for exit status 0 and 0 for others.
+
+    Raises:
+        RewardError: it can't be run.
+    """
+    body = dumps(task).strip()
+    given = {"LIGHTNING_TASK": body.decode()} if len(body) <= ENVIRONMENT_LIMIT else {}
+    filled_words = [filled(word, texts(task)) for word in words]
+    began = time.time_ns()
+    try:
+        ended = await asyncio.wait_for(run_to_end(filled_words, body, given, folder), work.reward_timeout_s)
+    except TimeoutError:  # which is an OSError too
+        await _keep(attempt, "reward", work.reward_command or "", began, error=f"over {work.reward_timeout_s:g} s")
+        return 0.0
+    except OSError as error:
+        raise RewardError(f"the reward command {work.reward_command!r} can't be run: {error}") from None
+    if ended.status in _NOT_RUN:
+        raise RewardError(f"the reward command ended with {status_text(ended.status)}:\n{ended.told()}")
+    told = f"{ended.output}\n{ended.errors}".strip()[-20_000:]
+    name = f"{work.reward_command}: {status_text(ended.status)}"
+    kept = {OUTPUT: told, "lightning.exit_status": ended.status}
+    await _keep(attempt, "reward", name, began, attributes=kept)
+    return reward_of(ended)
+
+
+def reward_of(ended: ProcessEnd) -> Any:
+    """Return the reward that a program's end means."""
+    for line in _last_line(ended.output):
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if _is_reward(value):
+                return value
+    return 1.0 if ended.status == 0 else 0.0
+
+
+def _last_line(text: str) -> Iterator[str]:
+    lines = text.strip().splitlines()
+    if lines:
+        yield lines[-1]
+
+
+def _is_reward(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and all(_is_number(each) for each in value.values())
+    return _is_number(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+async def _keep(
+    attempt: Attempt,
+    operation: str,
+    name: str,
+    began: int,
+    *,
+    attributes: Mapping[str, Json] = _NOTHING,
+    error: str = "",
+) -> None:
+    """Send a span of the attempt; what can't be sent is told in the worker's log."""
+    status: Status = "error" if error else "ok"
+    span = Span(
+        operation=operation,
+        name=name,
+        trace_id=os.urandom(16).hex(),
+        span_id=os.urandom(8).hex(),
+        start_ns=began,
+        end_ns=max(began, time.time_ns()),
+        status=status,
+        status_message=error,
+        rollout_id=attempt.rollout_id,
+        attempt_id=attempt.attempt_id,
+        attributes=attributes,
+    )
+    try:
+        await asyncio.to_thread(_send, attempt, encode([span]))
+    except Exception as problem:  # noqa: BLE001 - what became of the attempt does not hang on its record
+        logger.warning("the span %s of attempt %s is not kept: %s", operation, attempt.attempt_id, problem)
+
+
+def _send(attempt: Attempt, body: bytes) -> None:
+    if attempt.endpoint is None:
+        raise ValueError("there is no server")
+    headers = {"content-type": PROTOBUF, "authorization": f"Bearer {attempt.key}"}
+    answer = Posts(timeout_s=30.0)(f"{attempt.endpoint}/v1/traces", body, headers)
+    if answer.status != 200:
+        raise ValueError(f"{answer.status}: {answer.content[:500].decode(errors='replace')}")

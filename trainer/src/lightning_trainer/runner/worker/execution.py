@@ -1,0 +1,142 @@
+"""One attempt inside a worker: the user's agent, then its reward. Whatever goes wrong becomes part of the result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from lightning_spans.errors import RewardError
+from lightning_spans.record.context import use_attempt
+from lightning_spans.record.program.emit import collecting
+from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.rewards import Reward, as_rewards
+
+LATER = object()  # what a score gives where the reward comes once the attempt has ended, as a judge's does
+ERROR_LIMIT = 20_000  # characters kept of a traceback: its end, where the error is
+
+Agent = Callable[[dict[str, Any], Attempt], Awaitable[Any]]
+Score = Callable[[dict[str, Any], Any], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptResult:
+    """How one attempt ended.
+
+    Attributes:
+        status: ``cancelled`` when the runner cut it short.
+        rewards: of the attempt; empty unless it succeeded.
+        error: why it failed, with the traceback; None for one that succeeded.
+    """
+
+    status: Literal["succeeded", "failed", "cancelled"]
+    rewards: tuple[Reward, ...] = field(default=())
+    error: str | None = None
+
+
+async def execute(
+    agent: Agent,
+    score: Score | None,
+    task: Mapping[str, Any],
+    attempt: Attempt,
+    *,
+    needs_reward: bool,
+    on_score: Callable[[], None] = lambda: None,
+) -> AttemptResult:
+    """Run one attempt to its end. Never raises.
+
+    Args:
+        agent: gives what the agent returned.
+        score: gives the reward of (task, result); None: the result is the reward.
+        task: the row of the user's data; the agent gets a copy.
+        attempt: what root spans begun inside belong to.
+        needs_reward: whether an attempt that gave no reward has failed.
+        on_score: called when the agent has answered and its reward begins.
+    """
+    with use_attempt(attempt), collecting() as emitted:
+        try:
+            result = await agent(copy.deepcopy(dict(task)), attempt)
+            if score is not None:
+                on_score()
+            value = result if score is None else await score(dict(task), result)
+            given = _rewards(value, attempt, "run" if score is None else "score", emitted, needs_reward)
+        except asyncio.CancelledError as error:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                return AttemptResult("cancelled", error="the runner cancelled this attempt")
+            return AttemptResult("failed", error=describe(error))  # it came from inside the agent
+        except RewardError as error:
+            return AttemptResult("failed", error=f"RewardError: {error}")
+        except BaseException as error:  # noqa: BLE001 - also SystemExit: an agent that calls sys.exit has failed
+            return AttemptResult("failed", error=describe(error))
+        return AttemptResult("succeeded", rewards=(*emitted, *given))
+
+
+def _rewards(
+    value: object, attempt: Attempt, source: str, emitted: list[Reward], needs_reward: bool
+) -> tuple[Reward, ...]:
+    if value is LATER or (value is None and (emitted or (not needs_reward and source == "run"))):
+        return ()  # whoever only looks at the agent need have no reward yet; a wrong one is told all the same
+    values = as_rewards(value)
+    given = partial(Reward, rollout_id=attempt.rollout_id, attempt_id=attempt.attempt_id, source=source)
+    return tuple(given(value=number, agent=name) for name, number in values.items())
+
+
+def describe(error: BaseException) -> str:
+    """Return the traceback as text, without the frames of this package at its top; what was noted on it comes first.
+
+    So the last line is the error's own: LangGraph notes on each the node it came from.
+    """
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__ and frames.tb_next:
+        frames = frames.tb_next
+    told = traceback.TracebackException(type(error), error, frames)
+    notes, told.__notes__ = getattr(told, "__notes__", None) or (), None
+    text = "\n".join([*map(str, notes), "".join(told.format()).rstrip()])
+    return text if len(text) <= ERROR_LIMIT else f"...{text[-ERROR_LIMIT:]}"
+
+
+def plain(text: str) -> str:
+    """Make text that every store can hold: lone surrogates and zero characters become their escapes."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+def in_loop_or_thread(function: Callable[..., Any], threads: Executor) -> Callable[..., Awaitable[Any]]:
+    """Make a function awaitable: an async one runs on the event loop, another one in a thread with a copied context."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+        return function
+
+    async def call(*args: Any) -> Any:
+        result = await _in_thread(function, args, threads)
+        return await result if inspect.isawaitable(result) else result
+
+    return call
+
+
+async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], threads: Executor) -> Any:
+    def guarded() -> tuple[Any, BaseException | None]:
+        # A future can't carry StopIteration, and SystemExit would stop the event loop.
+        try:
+            return function(*args), None
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+            return None, error
+
+    future: Future[tuple[Any, BaseException | None]] = threads.submit(contextvars.copy_context().run, guarded)
+    try:
+        result, error = await asyncio.wrap_future(future)
+    except asyncio.CancelledError:
+        # A thread can't be stopped. The attempt has ended when its thread has, and not before: the runner waits a
+        # little, then ends the whole process.
+        if not future.done():
+            await asyncio.wait([asyncio.wrap_future(future)])
+        raise
+    if error is not None:
+        raise error
+    return result

@@ -1,0 +1,162 @@
+"""What a worker does wherever it runs: it imports the agent, runs many attempts on one loop, tells how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import asdict
+from typing import Any
+
+from lightning_spans.record import unrecorded
+from lightning_spans.record.attach import attached
+from lightning_spans.record.pipeline import live_recorder
+from lightning_trainer.runner.protocol import Message, attempt_from_json
+from lightning_trainer.runner.target import Job, load_function
+from lightning_trainer.runner.worker.command_agent import command_agent
+from lightning_trainer.runner.worker.execution import (
+    LATER,
+    Agent,
+    AttemptResult,
+    Score,
+    describe,
+    execute,
+    in_loop_or_thread,
+    plain,
+)
+from lightning_trainer.runner.worker.subprocesses import Subprocesses
+from lightning_trainer.runner.worker.watchdog import leaked_threads
+
+FLUSH_S = 30.0
+STOP_S = 5.0
+
+_NUMBER: ContextVar[int | None] = ContextVar("lightning-attempt-number", default=None)
+
+
+class WorkerProgram:
+    """The worker's state: its agent, and the attempts that run.
+
+    Args:
+        agent: what it runs.
+        score: gives the reward of a task and its result; None: the result is the reward.
+        needs_reward: whether an attempt that gave no reward has failed.
+        send: takes messages for the runner.
+    """
+
+    def __init__(
+        self, agent: Agent, score: Score | None, *, needs_reward: bool, send: Callable[[Message], None]
+    ) -> None:
+        self._agent = agent
+        self._score = score
+        self._needs_reward = needs_reward
+        self._send = send
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._subprocesses = Subprocesses(_NUMBER.get)
+        self._subprocesses.watch()
+
+    def take(self, message: Message) -> None:
+        """Take a message of the runner's: begin an attempt, or cancel one."""
+        if message["type"] == "run":
+            self._start(message)
+        elif message["type"] == "cancel" and (task := self._running.get(message["id"])):
+            task.cancel()
+            self._send({"type": "cancelling", "id": message["id"]})
+
+    async def stop(self) -> None:
+        """Cancel what runs, and deliver the spans so far."""
+        for task in self._running.values():
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running.values(), timeout=STOP_S)
+        await _flush()
+
+    def number_of(self, task: asyncio.Task[object]) -> int | None:
+        """Return the attempt that a task runs, or was started by where Python can tell."""
+        own = next((number for number, running in list(self._running.items()) if running is task), None)
+        if own is None and hasattr(task, "get_context"):  # from Python 3.12 on
+            own = task.get_context().get(_NUMBER)
+        return own
+
+    @property
+    def busy(self) -> bool:
+        """Whether an attempt still runs: a thread that did not end."""
+        return bool(self._running)
+
+    def _start(self, message: Message) -> None:
+        number = message["id"]
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._running.pop(number, None)
+            if task.cancelled():  # before its first step, or while it delivered its spans
+                self._send(_ended(number, AttemptResult("cancelled", error="cancelled"), flushed=False))
+            elif (error := task.exception()) is not None:  # ours: the attempt must not wait for its time limit
+                self._send(_ended(number, AttemptResult("failed", error=describe(error)), flushed=False))
+
+        self._running[number] = asyncio.create_task(self._run(message))
+        self._running[number].add_done_callback(done)
+
+    async def _run(self, message: Message) -> None:
+        _NUMBER.set(message["id"])
+        attempt = attempt_from_json(message["context"])
+        outcome = await execute(
+            self._agent,
+            self._score,
+            message["task"],
+            attempt,
+            needs_reward=self._needs_reward,
+            on_score=lambda: self._send({"type": "scoring", "id": message["id"]}),
+        )
+        left = await asyncio.to_thread(self._subprocesses.end, message["id"])
+        if left:
+            names = ", ".join(left)
+            sys.stderr.write(f"attempt {attempt.attempt_id} left processes running, ended with it: {names}\n")
+        self._send({"type": "flushing", "id": message["id"]})
+        self._send(_ended(message["id"], outcome, await _flush()))
+
+
+def _ended(number: int, outcome: AttemptResult, flushed: bool) -> Message:
+    return {
+        "type": "ended",
+        "id": number,
+        "status": outcome.status,
+        "rewards": [asdict(reward) for reward in outcome.rewards],
+        "error": None if outcome.error is None else plain(outcome.error),
+        "attached": attached(),
+        "unrecorded": unrecorded.take(),
+        "flushed": flushed,
+        "threads": leaked_threads(),
+    }
+
+
+async def _flush() -> bool:
+    """Deliver the spans so far, so that an attempt's spans are in the store when its end is reported."""
+    recorder = live_recorder()
+    return recorder is None or await asyncio.to_thread(recorder.tracer.flush, FLUSH_S)
+
+
+def load_job(job: Job, threads: ThreadPoolExecutor) -> tuple[Agent, Score | None]:
+    """Import the agent and its reward function.
+
+    Raises:
+        LightningError: one of them can't be imported or called.
+    """
+    score: Score | None = None
+    if job.judged:
+        score = _left_to_the_judge
+    elif job.reward is not None:
+        score = in_loop_or_thread(load_function(job.reward, option="reward", parameters=("task", "result")), threads)
+    if job.command is not None:
+        return command_agent(job), score
+    run = in_loop_or_thread(load_function(job.target or "", option="target", parameters=("task",)), threads)
+
+    async def agent(task: dict[str, Any], _: object) -> Any:
+        return await run(task)
+
+    return agent, score
+
+
+async def _left_to_the_judge(_task: dict[str, Any], _result: object) -> object:
+    """Give no reward now."""
+    return LATER

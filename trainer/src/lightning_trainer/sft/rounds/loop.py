@@ -1,0 +1,198 @@
+"""The rounds: sampled on the current weights, what earned most is learned, and again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from lightning_spans.errors import AgentFailedError, NothingToLearnError
+from lightning_spans.schema.agents import earns
+from lightning_spans.store import Store
+from lightning_trainer.backends.protocol import Learner
+from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.export.export import selected
+from lightning_trainer.export.files import Line
+from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.judging.judge import GroupJudge
+from lightning_trainer.policies import parse
+from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.metrics import MetricLog, write_atomically
+from lightning_trainer.report.progress import Progress
+from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.rl.rows import Row
+from lightning_trainer.rl.scores import Score, score
+from lightning_trainer.run.data import Task
+from lightning_trainer.run.local import Local
+from lightning_trainer.sft.batches import make_rows
+from lightning_trainer.sft.config import RoundsConfig
+from lightning_trainer.sft.data import read_lines_of_store
+from lightning_trainer.sft.fit import CHECKPOINT, Fit, Fitted
+from lightning_trainer.sft.render import Renderer
+from lightning_trainer.sft.rounds.state import STATE_NAME, Round, Rounds, RoundsState
+from lightning_trainer.sft.sft import steps_of
+
+NOT_BETTER: Final = "earned no more than the worst of the round"
+
+
+@dataclass(kw_only=True)
+class RoundLoop:
+    """Takes the rounds."""
+
+    config: RoundsConfig
+    tasks: Sequence[Task]
+    val: Sequence[Task]
+    folder: Path
+    store: Store
+    local: Local
+    learner: Learner
+    judge: GroupJudge | None
+    log: MetricLog
+    progress: Progress
+    check: Callable[[], None]
+    name: str = field(default_factory=lambda: f"rounds-{uuid.uuid4().hex[:8]}")  # unique in the store
+    state: RoundsState
+    steps: int = 0
+
+    def run(self) -> Rounds:
+        """Take the rounds that are to come; one in which nothing is better than the rest is the last."""
+        done = list(self.state.done)
+        before = self.state.before if done else self._held_out(0)
+        for number in range(len(done) + 1, self.config.rounds + 1):
+            try:
+                done.append(self._round(number))
+                if number < self.config.rounds:
+                    self._keep(replace(self.state, done=tuple(done), before=before, weights=f"{CHECKPOINT}-{number}"))
+            except NothingToLearnError as error:
+                if not done:
+                    raise
+                self.progress.note(f"there is no round {number}: {str(error).splitlines()[0]}")
+                break
+        self._forget()
+        return Rounds(rounds=tuple(done), folder=self.folder, checkpoint=self.folder / CHECKPOINT, before=before)
+
+    def _keep(self, state: RoundsState) -> None:
+        """Keep what going on exactly needs; what a round before kept goes."""
+        self.progress.phase("saving")
+        self.learner.save(self.folder / state.weights)
+        text = json.dumps(asdict(state), indent=2) + "\n"
+        write_atomically(self.folder / STATE_NAME, text.encode())
+        if self.state.weights:
+            shutil.rmtree(self.folder / self.state.weights)
+        self.state = state
+
+    def _forget(self) -> None:
+        (self.folder / STATE_NAME).unlink(missing_ok=True)
+        if self.state.weights:
+            shutil.rmtree(self.folder / self.state.weights, ignore_errors=True)
+
+    def _round(self, number: int) -> Round:
+        name, size = f"{self.name}:t{number}", self.config.samples
+        outcomes = self._sample(self.tasks, name, size, f"samples of round {number}")
+        found = score(outcomes, "lowest")
+        self.log.add("train", self.steps, {**found.metrics(), "round": float(number)})
+        self.progress.note(f"round {number}: {_told(found)}")
+        rows, left_out = self._best(outcomes)
+        fitted = self._learn(rows)
+        self.steps += fitted.steps
+        after = self._held_out(number)
+        return Round(
+            number=number, reward=found.reward, rows=len(rows), fitted=fitted, held_out=after, left_out=dict(left_out)
+        )
+
+    def _sample(self, tasks: Sequence[Task], name: str, size: int, what: str, mode: str = "train") -> list[Outcome]:
+        config = self.config
+        rollouts = plan(
+            tasks, name=name, size=size, mode=mode, max_attempts=config.max_attempts, timeout_s=config.timeout_s
+        )  # fmt: skip
+        outcomes = self.local.run(rollouts, self.progress, what, check=self.check)
+        if self.judge is not None:
+            self.progress.phase("judging")
+            outcomes = self.judge.judge(outcomes)
+        if all(outcome.attempt is None for outcome in outcomes):
+            error = "\n".join((outcomes[-1].error or "").splitlines()[-12:])
+            raise AgentFailedError(
+                f"all {len(outcomes)} {what} failed. The last error:\n{error}\n"
+                "Run the agent by itself on one task, to see what is wrong."
+            )
+        return outcomes
+
+    def _held_out(self, number: int) -> float | None:
+        """Run the held-out tasks, with the same seeds each time."""
+        if not self.val:
+            return None
+        name = f"{self.name}.{number}:v"  # seeds follow from what stands after the colon
+        outcomes = self._sample(self.val, name, self.config.val_samples, "held-out tasks", "val")
+        found = score(outcomes, "lowest")
+        self.log.add("val", self.steps, found.metrics())
+        self.progress.note(f"held out after {number} rounds: {_told(found)}")
+        return found.reward
+
+    def _best(self, outcomes: Sequence[Outcome]) -> tuple[list[Row], Counter[str]]:
+        """Return rows of what earned most.
+
+        Raises:
+            NothingToLearnError: no attempt earned more than another.
+        """
+        config = self.config
+        ids = tuple(outcome.rollout.rollout_id for outcome in outcomes)
+        wanted = Wanted(
+            format="sft", agents=config.agents, min_reward=config.min_reward, best=config.kept, rollout_ids=ids
+        )
+        with selected(self.store, wanted) as chosen:
+            lines, left_out = list(chosen.training()), Counter(chosen.left_out)
+        if not lines and not left_out:
+            raise AgentFailedError(nothing_captured(len(outcomes), self.local.runner.attached))
+        if config.min_reward is None:
+            better = [line for line in lines if _is_better(line, outcomes)]
+            left_out += Counter({NOT_BETTER: len(lines) - len(better)})
+            lines = better
+        if not lines:
+            raise NothingToLearnError(_nothing(score(outcomes, "lowest"), left_out))
+        made = make_rows(
+            read_lines_of_store(lines, "the round's samples"),
+            Renderer(self.learner.engine.tokenizer, self.learner.end_tokens),
+            agents=config.agents,
+            policies=parse(config.policies),
+            max_tokens=min(config.max_tokens or self.learner.engine.max_model_len, self.learner.engine.max_model_len),
+        )
+        return made.rows, left_out + made.left_out
+
+    def _learn(self, rows: list[Row]) -> Fitted:
+        config = self.config
+        if not (self.folder / CONFIG_NAME).exists():  # from here on the folder stays
+            write_atomically(self.folder / CONFIG_NAME, (config.model_dump_json(indent=2) + "\n").encode())
+        return Fit(
+            learner=self.learner, rows=rows, held_out=(), folder=self.folder, log=self.log, progress=self.progress,
+            check=self.check, batch_size=config.batch_size, steps=steps_of(config, rows), seed=config.seed,
+            from_step=self.steps,
+        ).run()  # fmt: skip
+
+
+def _is_better(line: Line, outcomes: Sequence[Outcome]) -> bool:
+    """Whether an agent earned more in an attempt than in the worst of the round."""
+    earned = [
+        sum(reward.value for reward in outcome.rewards if earns(reward.agent, line.get("agent_path") or line["agent"]))
+        for outcome in outcomes
+        if outcome.attempt is not None and outcome.unjudged is None
+    ]
+    return line["reward"] is not None and line["reward"] > min(earned)
+
+
+def _told(found: Score) -> str:
+    reward = "no reward" if found.reward is None else f"mean reward {found.reward:.3f}"
+    return f"{reward} of {found.rollouts} samples, {found.failed} failed"
+
+
+def _nothing(found: Score, left_out: Counter[str]) -> str:
+    why = "\n".join(f"  {count}: {reason}" for reason, count in left_out.most_common() if count)
+    return (
+        f"nothing of the round's samples is worth learning ({_told(found)}).\n{why}\n"
+        "Give tasks that the agent solves sometimes, more --samples, or a reward with more steps between bad and good."
+        " Where it never succeeds, begin with what others said: lightning-rl sft DATA."
+    )

@@ -1,0 +1,151 @@
+"""`rejection_sampling()`: opens what rounds need, begins or goes on, and stops when asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from lightning_spans import hooks
+from lightning_spans.errors import ConfigError
+from lightning_trainer import registry
+from lightning_trainer.backends.protocol import Backend
+from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.workers import worker_count
+from lightning_trainer.gateway.engine import tool_format
+from lightning_trainer.gateway.prompt.template import check_calls
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
+from lightning_trainer.judging.options import read_judge
+from lightning_trainer.models import look
+from lightning_trainer.policies import parse
+from lightning_trainer.report.metrics import MetricLog
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.run.data import digest, load_tasks
+from lightning_trainer.run.folders import STORE_NAME, held, new_folder
+from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.run.local import UNKNOWN_POLICY, opened, serving, unnamed
+from lightning_trainer.run.state import OPEN
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+from lightning_trainer.sft.config import OF_FILES, RoundsConfig
+from lightning_trainer.sft.fit import CHECKPOINT, schedule
+from lightning_trainer.sft.rounds.loop import RoundLoop
+from lightning_trainer.sft.rounds.state import STATE_NAME, Rounds, RoundsState
+from lightning_trainer.sft.sft import options_of
+
+
+def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *, resume: Path | None = None) -> Rounds:
+    """Sample, keep the best, learn, and again.
+
+    Args:
+        config: on what, and how; of rounds that go on, what `resumed` returned.
+        progress: told what happens; by default nobody is.
+        resume: folder of rounds to go on with, after the last one that was done.
+
+    Raises:
+        LightningError: an option, a file or the agent is wrong, or the first round has nothing to learn. No folder is
+            left then.
+        Interrupted: somebody asked to stop; what was learned is saved.
+    """
+    progress = progress or Silent()
+    hooks.load_all()
+    backend: Backend = registry.by_name("backend", config.backend)
+    look(config.model)  # or refuse
+    tasks, val = load_tasks(config.tasks), load_tasks(config.val) if config.val else []
+    judging = read_judge(config.reward, config.judge)
+    state = RoundsState(data=digest([*tasks, *val])) if resume is None else _resumable(resume, digest([*tasks, *val]))
+    with ExitStack() as stack:
+        check = stack.enter_context(deferred(progress.stopping))
+        folder = stack.enter_context(new_folder(config.out) if resume is None else _again(resume))
+        runner = stack.enter_context(_started(config, folder, len(tasks), progress))
+        check()
+        store = stack.enter_context(opened(str(folder / STORE_NAME)))
+        store.cancel([r.rollout_id for status in OPEN for r in store.rollouts(status=status)])  # of an earlier life
+        judge = None
+        if judging is not None:
+            judge = stack.enter_context(
+                closing(GroupJudge(judging, store, seed=config.seed, cache=folder / CACHE_NAME))
+            )
+        progress.phase(f"loading {config.model}")
+        learner = stack.enter_context(closing(backend.learner(config.model, _options(config, len(tasks)))))
+        check_calls(learner.engine.tokenizer, tool_format(learner.engine))
+        if state.weights:
+            learner.load(folder / state.weights)
+        log = stack.enter_context(closing(MetricLog(folder, from_step=state.steps)))
+        routing = _routing(config, learner.engine.model)
+        local = stack.enter_context(serving(store, runner, routing=routing, engine=learner.engines))
+        loop = RoundLoop(
+            config=config, tasks=tasks, val=val, folder=folder, store=store, local=local, learner=learner, judge=judge,
+            log=log, progress=progress, check=check, state=state, steps=state.steps,
+        )  # fmt: skip
+        try:
+            return loop.run()
+        except Interrupted:
+            saved = (folder / CHECKPOINT).exists()
+            what = f"what was learned is in {folder / CHECKPOINT}" if saved else "before anything was learned"
+            done = (folder / STATE_NAME).exists()
+            then = f". Go on after the last round with: lightning-rl sft --resume {folder}" if done else ""
+            raise Interrupted(f"stopped: {what}{then}") from None
+
+
+def resumed(folder: Path) -> RoundsConfig:
+    """Return the options of rounds that go on.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    RoundsState.read(folder)  # or refuse
+    try:
+        values = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / CONFIG_NAME} can't be read: {error}. Begin anew.") from None
+    own = {name: value for name, value in values.items() if value is not None and name not in OF_FILES}
+    return RoundsConfig(**{**own, "out": None})
+
+
+def _resumable(folder: Path, data: str) -> RoundsState:
+    state = RoundsState.read(folder)
+    if state.data != data:
+        raise ConfigError(f"the tasks have changed since {folder} began. Begin anew, in another folder.")
+    return state
+
+
+@contextmanager
+def _again(folder: Path) -> Iterator[Path]:
+    with held(folder):
+        yield folder
+
+
+@contextmanager
+def _started(config: RoundsConfig, folder: Path, tasks: int, progress: Progress) -> Iterator[Runner]:
+    progress.phase("importing the agent")
+    job = Job(target=config.target, command=config.command, reward=config.reward)
+    workers = worker_count(config.workers, tasks * config.samples, config.concurrency)
+    runner = Runner(job, workers=workers, concurrency=config.concurrency, logs=folder / "logs")
+    runner.start()
+    try:
+        yield runner
+    finally:
+        runner.stop()
+
+
+def _options(config: RoundsConfig, tasks: int) -> dict[str, object]:
+    """Return the learner's options. How many steps are to come is not known, so the learning rate rises and stays."""
+    steps = config.rounds * (config.steps or max(1, tasks * config.kept // config.batch_size))
+    return {"warmup_steps": schedule(steps)[0], **options_of(config)}
+
+
+def _routing(config: RoundsConfig, model: str) -> Routing:
+    own = parse(config.policies)
+    return Routing(
+        agents=tuple(own.by_agent) or config.agents or ("*",),
+        model=UNKNOWN_POLICY if own.by_agent else model,
+        policies=own,
+        seed=config.seed,
+        temperature=config.temperature,
+        plain=True,
+        max_tokens=config.answer_tokens,
+        unnamed=unnamed(config.command, config.agents),
+    )

@@ -1,0 +1,114 @@
+"""What came of rounds, and where they stand, as kept in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.sft.fit import CHECKPOINT, Fitted
+
+STATE_NAME: Final = "rounds.json"  # in the run's folder, while rounds are to come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What came of one round.
+
+    Attributes:
+        number: from 1.
+        reward: mean of what was sampled, before the round's learning.
+        rows: learned from.
+        fitted: losses and steps.
+        held_out: mean reward of the held-out tasks after it; None without such tasks.
+        left_out: calls and conversations in no row, by reason.
+    """
+
+    number: int
+    reward: float | None
+    rows: int
+    fitted: Fitted
+    held_out: float | None = None
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the command prints of it."""
+        return {
+            "round": self.number, "reward": self.reward, "rows": self.rows, "steps": self.fitted.steps,
+            "loss_before": self.fitted.before, "loss_after": self.fitted.after, "held_out": self.held_out,
+            "left_out": self.left_out,
+        }  # fmt: skip
+
+    @classmethod
+    def from_state(cls, values: Mapping[str, Any]) -> Round:
+        """Read what `dataclasses.asdict` gave."""
+        return cls(**{**values, "fitted": Fitted(**values["fitted"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundsState:
+    """Where the rounds stand, as kept in the run's folder.
+
+    Attributes:
+        done: the rounds that are.
+        before: mean reward of the held-out tasks before the first.
+        data: fingerprint of the tasks.
+        weights: folder beside it with weights and optimiser; "" before the first round is done.
+    """
+
+    data: str
+    done: tuple[Round, ...] = ()
+    before: float | None = None
+    weights: str = ""
+
+    @property
+    def steps(self) -> int:
+        """Steps taken."""
+        return sum(each.fitted.steps for each in self.done)
+
+    @classmethod
+    def read(cls, folder: Path) -> RoundsState:
+        """Read it.
+
+        Raises:
+            ConfigError: there is none, or it can't be read.
+        """
+        try:
+            values = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
+            return cls(**{**values, "done": tuple(Round.from_state(each) for each in values["done"])})
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{folder} has no rounds to go on with: none was done, or all were. Begin anew; from what all of them"
+                f" made with --model {folder / CHECKPOINT}."
+            ) from None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{folder / STATE_NAME} can't be read: {error!r}. Begin anew.") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """What came of all rounds.
+
+    Attributes:
+        rounds: those in which something was learned; at least one.
+        folder: the run's.
+        checkpoint: a model folder with the weights of the last one.
+        before: mean reward of the held-out tasks before the first; None without such tasks.
+    """
+
+    rounds: tuple[Round, ...]
+    folder: Path
+    checkpoint: Path
+    before: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the command prints."""
+        first, last = self.rounds[0], self.rounds[-1]
+        return {
+            "loss_before": first.fitted.before, "loss_after": last.fitted.after, "checkpoint": str(self.checkpoint),
+            "folder": str(self.folder), "reward_before": self.before, "reward_after": last.held_out,
+            "rounds": [each.to_json() for each in self.rounds],
+        }  # fmt: skip

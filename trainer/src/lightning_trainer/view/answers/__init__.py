@@ -1,0 +1,1 @@
+"""What the viewer's interface answers with. FastAPI describes these records; the pages' types are made of that."""

@@ -1,0 +1,95 @@
+"""A model call with its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_trainer.view.answers.rollouts import RewardRow, Said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token. All but its id and text is known of sampled ones alone, and there only where it was recorded.
+
+    Attributes:
+        id: in the vocabulary.
+        text: that it stands for.
+        logprob: natural log-probability with which the engine drew it.
+        trained: whether the loss looks at it.
+        advantage: what it is pushed by.
+        gap: log-probability under the trainer less `logprob`, as the update saw it.
+        entropy: in nats, of the distribution that it was drawn from, as the update saw it.
+    """
+
+    id: int
+    text: str
+    logprob: float | None = None
+    trained: bool | None = None
+    advantage: float | None = None
+    gap: float | None = None
+    entropy: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallChoice:
+    """One answer of a call, as tokens and as the message that the program got."""
+
+    index: int
+    finish: str | None
+    message: Said
+    tokens: list[Token]
+    credit: float | None
+    advantage: float | None
+    left_out: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPlace:
+    """The training row that a call is in: `calls` share it, by their span ids."""
+
+    calls: list[str]
+    tokens: int
+    trained: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallPage:
+    """A model call. `untrained` says why it is in no training row, `unread` why no update saw its tokens."""
+
+    rollout_id: str | None
+    attempt_id: str | None
+    span_id: str
+    agent: str | None
+    turn: int
+    turns: list[str]
+    model: str | None
+    version: int | None
+    error: str | None
+    ms: float
+    texts: bool
+    prompt: list[Token]
+    prompt_total: int
+    choices: list[CallChoice]
+    messages: list[Said]
+    sampling: dict[str, Any]
+    row: RowPlace | None
+    untrained: str | None
+    unread: str | None
+    rewards: list[RewardRow]
+    request: str
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLink:
+    """A call that something is said about."""
+
+    rollout_id: str
+    attempt_id: str
+    span_id: str
+    agent: str | None
+    turn: int
+    credit: float | None = None
+    advantage: float | None = None
+    text: str = ""

@@ -1,0 +1,130 @@
+"""Groups of rollouts: of a step, side by side, and of one task at several times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_trainer.view.answers.rollouts import Event, RewardRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRow:
+    """A rollout in its group.
+
+    Attributes:
+        rollout_id: its id.
+        attempt_id: the attempt that counts, else its last; None before one began.
+        status: ``succeeded``, ``crashed`` (by the policy's doing), ``failed``, ``running``, ``queued``, ``cancelled``.
+        attempts: how many there were.
+        reward: what it counts as; None where it does not count.
+        by_agent: rewards of agents, where given by agent.
+        error: the end of the error, where there was one.
+        kind: the error's type in a word.
+        seconds: that its attempt took; None while it runs.
+    """
+
+    rollout_id: str
+    attempt_id: str | None
+    status: str
+    attempts: int
+    reward: float | None
+    by_agent: dict[str, float]
+    error: str | None
+    kind: str | None
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
+    """A group: rollouts of one task, whose rewards are compared."""
+
+    group_id: str
+    task: str
+    mean: float | None
+    deviation: float | None
+    signal: bool
+    rollouts: list[RolloutRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPage:
+    """Some groups of a step; `next` is where to go on, None at the end."""
+
+    mode: str
+    step: int
+    groups: list[GroupRow]
+    total: int
+    next: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What happened in a rollout, counted in its trace: the same numbers as `lightning-rl traces --json` has lines."""
+
+    rollout_id: str
+    attempt_id: str
+    spans: int
+    calls: int
+    tools: dict[str, int]
+    tool_errors: int
+    call_errors: int
+    agents: dict[str, int]
+    prompt_tokens: int
+    response_tokens: int
+    found: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A rollout beside the others of its group, with the mean advantage of each agent's calls."""
+
+    row: RolloutRow
+    rewards: list[RewardRow]
+    advantages: dict[str, float]
+    events: list[Event]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPage:
+    """Some members of a group side by side; `alike` leading calls are the same in all of them."""
+
+    group_id: str
+    mode: str
+    step: int | None
+    task: str
+    alike: int
+    mean: float | None
+    deviation: float | None
+    members: list[Member]
+    total: int
+    next: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedGroup:
+    """A task at one time: `name` is that of the batch, `mean` over the rollouts that succeeded and were rewarded."""
+
+    group_id: str
+    mode: str
+    step: int
+    name: str
+    rollouts: int
+    mean: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedTask:
+    """A task and its groups, the oldest first."""
+
+    task: str
+    groups: list[TriedGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriesPage:
+    """Tasks that were run at several times. `commands` run the one asked for anew, with tuned and base model."""
+
+    tasks: list[TriedTask]
+    total: int
+    next: int | None
+    commands: list[str]

@@ -1,0 +1,95 @@
+"""What a step learned from: account, credit, rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_trainer.view.answers.calls import CallLink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Calls that were left out for a reason, and some of them."""
+
+    reason: str
+    calls: int
+    links: list[CallLink]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountPage:
+    """From calls seen to calls trained. `losses` add up to the difference."""
+
+    step: int
+    seen: int
+    trained: int
+    rows: int
+    merged: int
+    rows_without_gradient: int
+    tokens: int
+    tokens_in_rows: int
+    tokens_steered: int
+    losses: list[Loss]
+    continued: int
+    not_continued: dict[str, int]
+    unclaimed: dict[str, int]
+    joined: int
+    unjoined: dict[str, int]
+    same_as_run: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnCell:
+    """The calls of an agent at a turn."""
+
+    agent: str | None
+    turn: int
+    calls: int
+    credit: float | None
+    contrast: float | None
+    better: float
+    worse: float
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditPage:
+    """Credit by agent and turn, and the best and worst calls."""
+
+    credit: str
+    credits: list[str]
+    cells: list[TurnCell]
+    best: list[CallLink]
+    worst: list[CallLink]
+    lines: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRow:
+    """What one source gave."""
+
+    source: str
+    rule: bool
+    rewards: int
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """An attempt's rewards by source: a point of the scatter. `attempt_id` and the span tell where to look."""
+
+    rollout_id: str
+    attempt_id: str
+    outcome: float | None
+    by_source: dict[str, float]
+    span_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardsPage:
+    """Rewards of a step by source."""
+
+    sources: list[SourceRow]
+    attempts: list[Judgement]

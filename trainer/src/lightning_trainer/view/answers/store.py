@@ -1,0 +1,109 @@
+"""What the store holds besides: tools, workers, loose traces, what a search finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_trainer.view.answers.calls import CallLink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolRow:
+    """A tool, over the rollouts that were looked at."""
+
+    tool: str
+    agent: str | None
+    calls: int
+    errors: int
+    repeated: int
+    ms_median: float
+    ms_slowest: float
+    error: str | None
+    slowest: CallLink | None
+    failed: CallLink | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolsPage:
+    """Tools of a step."""
+
+    rollouts: int
+    tools: list[ToolRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRow:
+    """A runner's worker, from the attempts that it claimed."""
+
+    worker: str
+    attempts: int
+    running: int
+    status: dict[str, int]
+    last_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningRow:
+    """An attempt under way; `lease_s` is what is left of its lease as far as the store's clock tells."""
+
+    rollout_id: str
+    attempt_id: str
+    worker: str
+    seconds: float
+    limit_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPage:
+    """Runners, queue and attempts under way."""
+
+    queued: int
+    running: int
+    workers: list[WorkerRow]
+    oldest: list[RunningRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LooseRow:
+    """A trace outside of any rollout, as an attached program records it."""
+
+    trace_id: str
+    name: str
+    origin: str
+    start_s: float
+    spans: int
+    calls: int
+    errors: int
+    agents: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoosePage:
+    """Some traces, the newest first."""
+
+    traces: list[LooseRow]
+    next: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """A span or call in which a text was found."""
+
+    rollout_id: str | None
+    attempt_id: str | None
+    trace_id: str | None
+    span_id: str | None
+    name: str
+    agent: str | None
+    before: str
+    match: str
+    behind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchPage:
+    """Where a text was found so far; `next` is where to go on, None when everything was looked through."""
+
+    hits: list[Hit]
+    looked: int
+    next: int | None

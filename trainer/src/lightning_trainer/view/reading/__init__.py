@@ -1,0 +1,1 @@
+"""What each answer says, read from a run's store and folder."""

@@ -1,0 +1,231 @@
+"""What a run made of its calls: the account, credit by agent and turn, the rows that calls share."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from lightning_spans import hooks
+from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.transitions import Transition
+from lightning_spans.store.protocol import Where, whole_list
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.report.credit_report import credit_report, turns_of
+from lightning_trainer.report.recomputed import judged
+from lightning_trainer.rl import account as reasons
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.resampling import with_contrast
+from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.rl.rollouts import outcomes as outcomes_of
+from lightning_trainer.rl.rows import Row, why_untrainable
+from lightning_trainer.view.answers.calls import CallLink, RowPlace
+from lightning_trainer.view.answers.learning import AccountPage, CreditPage, Loss, TurnCell
+from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading.steps import OPEN, Step, group_ids, step_of
+from lightning_trainer.view.reading.texts import said
+from lightning_trainer.view.reading.transcripts import known
+from lightning_trainer.view.runs import Run
+
+_LINKS: Final = 50  # calls named for each reason
+_ENDS: Final = 12  # best and worst calls
+_SHORT: Final = 200
+
+
+def ended(reader: StoreReader, groups: Sequence[str]) -> list[Rollout]:
+    """Return the rollouts of groups in which all have ended."""
+    by_group: defaultdict[str, list[Rollout]] = defaultdict(list)
+    for rollout in whole_list(reader, Rollout, Where(group_ids=list(groups))):
+        by_group[rollout.group_id].append(rollout)
+    return [each for its in by_group.values() if not any(r.status in OPEN for r in its) for each in its]
+
+
+def batch_of(
+    reader: StoreReader, run: Run, groups: Sequence[str], *, config: TrainConfig | None = None, every_agent: bool = True
+) -> tuple[Batch, list[Outcome]] | None:
+    """Make the batch of some groups again; None where the run's options are not known, or nothing has ended."""
+    config = config or run.config
+    rollouts = ended(reader, groups) if config is not None else []
+    if config is None or not rollouts:
+        return None
+    return judged(config, reader, rollouts, every_agent=every_agent)
+
+
+def judged_in(reader: StoreReader, run: Run, group_id: str | None) -> tuple[Judged, ...]:
+    """Return the calls of a group with credit and advantage; none where they can't be known."""
+    made = None
+    if group_id is not None and step_trains(group_id):
+        try:
+            made = batch_of(reader, run, [group_id])
+        except LightningError:  # a reward's rule that is not installed here, an assigner of another version
+            return ()
+    return made[0].calls if made is not None else ()
+
+
+def step_trains(group_id: str) -> bool:
+    """Whether a group is one of training."""
+    return step_of(group_id).mode == "train"
+
+
+def account_of(reader: StoreReader, run: Run, step: int) -> AccountPage:
+    """Return the account of a step, each loss with some of its calls.
+
+    Raises:
+        ConfigError: the run's options are not known, or nothing of the step has ended.
+    """
+    made = _as_trained(reader, run, group_ids(reader, run, Step("train", step)))
+    if made is None:
+        raise ConfigError("there is no account: the run's options are not known, or no group of this step has ended.")
+    batch, outcomes = made
+    account = batch.account
+    links: defaultdict[str, list[CallLink]] = defaultdict(list)
+    for call in batch.calls:
+        reason = call.left_out or why_untrainable(call.transition)
+        if reason is not None and len(links[reason]) < _LINKS:
+            links[reason].append(link_of(call))
+    _link_failed(links, outcomes, batch.calls)
+    told = next((line for line in run.lines() if line["kind"] == "train" and line["step"] == step), None)
+    return AccountPage(
+        step=step,
+        seen=account.seen,
+        trained=account.trained,
+        rows=account.rows,
+        merged=account.merged,
+        rows_without_gradient=account.rows_without_gradient,
+        tokens=account.tokens,
+        tokens_in_rows=account.tokens_in_rows,
+        tokens_steered=account.tokens_steered,
+        losses=[
+            Loss(reason=reason, calls=count, links=links[reason]) for reason, count in sorted(account.dropped.items())
+        ],
+        continued=account.continued,
+        not_continued=dict(account.not_continued),
+        unclaimed=dict(account.unclaimed),
+        joined=account.joined,
+        unjoined=dict(account.unjoined),
+        same_as_run=None if told is None else _same(told, account.metrics()),
+    )
+
+
+def _as_trained(reader: StoreReader, run: Run, groups: Sequence[str]) -> tuple[Batch, list[Outcome]] | None:
+    """Make the batch of a step again; where groups without contrast were replaced, round after round as the run did."""
+    config, rounds = run.config, [[each for each in groups if _round(each) == 0]]
+    made = batch_of(reader, run, rounds[0], every_agent=False)
+    if made is None or config is None or not config.resample:
+        return made
+
+    def judge(some: Sequence[Outcome]) -> Batch:
+        return judged(config, reader, [each.rollout for each in some], every_agent=False)[0]
+
+    def roll(_count: int, number: int) -> list[Outcome]:
+        return outcomes_of(reader, ended(reader, [each for each in groups if _round(each) == number]))
+
+    return with_contrast(made[1], config.resample, judge, roll)
+
+
+def _round(group_id: str) -> int:
+    """Read from a group's id in which round it replaced another; 0: it was there from the beginning."""
+    found = re.search(r":t\d+(?:r(\d+))?-\d+$", group_id)
+    return int(found[1] or 0) if found else 0
+
+
+def _same(told: Mapping[str, Any], now: Mapping[str, float]) -> bool:
+    return all(told.get(name) == now[name] for name in ("calls_seen", "calls_trained", "rows", "rows_without_gradient"))
+
+
+def _link_failed(links: dict[str, list[CallLink]], outcomes: Sequence[Outcome], calls: Iterable[Judged]) -> None:
+    """Name attempts that do not count: their calls are seen, and were never shared out."""
+    counted = {call.transition.attempt_id for call in calls}
+    for outcome in outcomes:
+        for attempt in outcome.attempts:
+            if attempt.attempt_id not in counted and len(links[reasons.ATTEMPT_FAILED]) < _LINKS:
+                links[reasons.ATTEMPT_FAILED].append(
+                    CallLink(
+                        rollout_id=outcome.rollout.rollout_id,
+                        attempt_id=attempt.attempt_id,
+                        span_id="",
+                        agent=None,
+                        turn=0,
+                        text=(attempt.error or attempt.status)[-_SHORT:],
+                    )
+                )
+
+
+def link_of(call: Judged) -> CallLink:
+    """Return what leads to a call."""
+    transition = call.transition
+    return CallLink(
+        rollout_id=transition.rollout_id,
+        attempt_id=transition.attempt_id,
+        span_id=transition.span_id,
+        agent=transition.agent,
+        turn=transition.turn,
+        credit=known(call.credit),
+        advantage=known(call.advantage),
+        text=_shown(transition),
+    )
+
+
+def _shown(transition: Transition) -> str:
+    read = said(transition.message, _SHORT)
+    return read.text or ", ".join(f"{use.name}({use.arguments[:80]})" for use in read.calls)
+
+
+def credit_of(reader: StoreReader, run: Run, step: int | None, credit: str | None) -> CreditPage:
+    """Return credit by agent and turn, under the run's assigner or another.
+
+    Raises:
+        ConfigError: the run's options are not known, nothing has ended, or there is no such assigner.
+    """
+    config = run.config
+    if config is not None and credit is not None and credit != config.credit:
+        config = config.model_copy(update={"credit": credit, "gamma": None, "credit_options": {}})
+    where = Step("train", step) if step is not None else None
+    groups = [each for each in group_ids(reader, run, where) if step_trains(each)]
+    made = batch_of(reader, run, groups, config=config)
+    if made is None or config is None:
+        raise ConfigError("there is no credit: the run's options are not known, or nothing of this step has ended.")
+    batch, outcomes = made
+    rewards = [reward for outcome in outcomes for reward in outcome.rewards]
+    report = credit_report(batch, outcomes, [*rewards, *batch.automatic], config.credit)
+    ranked = sorted((c for c in batch.calls if not math.isnan(c.advantage)), key=lambda call: call.advantage)
+    return CreditPage(
+        credit=config.credit,
+        credits=sorted(hooks.registry("lightning_register_credit")),
+        cells=[
+            TurnCell(
+                agent=turn.agent, turn=turn.turn, calls=turn.calls, credit=turn.credit, contrast=turn.contrast,
+                better=turn.better, worse=turn.worse, trained=turn.trained,
+            )
+            for turn in turns_of(batch.calls, config.agents if run.config is None else run.config.agents)
+        ],
+        best=[link_of(call) for call in reversed(ranked[-_ENDS:]) if call.advantage > 0],
+        worst=[link_of(call) for call in ranked[:_ENDS] if call.advantage < 0],
+        lines=report.lines(),
+    )  # fmt: skip
+
+
+def row_of(batch: Batch, transition: Transition) -> tuple[Row, RowPlace] | None:
+    """Find the row that a call is in, and the calls that share it; None where it is in none."""
+    mine = [row for row in batch.rows if row.attempt_id == transition.attempt_id and row.agent == transition.agent]
+    calls = [c.transition for c in batch.calls if c.transition.attempt_id == transition.attempt_id]
+    for row in mine:
+        inside = [call for call in calls if _is_in(call, row)]
+        if any(call.span_id == transition.span_id and call.choice == transition.choice for call in inside):
+            place = RowPlace(
+                calls=[call.span_id for call in inside], tokens=len(row.tokens), trained=int(row.mask.sum())
+            )
+            return row, place
+    return None
+
+
+def _is_in(call: Transition, row: Row) -> bool:
+    if call.tokens is None or call.agent != row.agent:
+        return False
+    ids = call.tokens.prompt + call.tokens.response
+    begins = len(ids) <= len(row.tokens) and tuple(row.tokens[: len(ids)].tolist()) == ids
+    return begins and bool(row.mask[len(call.tokens.prompt) : len(ids)].any())

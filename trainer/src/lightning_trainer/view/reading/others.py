@@ -1,0 +1,283 @@
+"""Rewards by source, tools, the fleet, traces outside of rollouts, and search."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy import func, or_, select
+
+from lightning_spans.adapter.nodes import Node
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.json import loads
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import CHAT, TOOL_ARGUMENTS
+from lightning_spans.store.protocol import Where, whole_list
+from lightning_spans.store.sql import schema
+from lightning_spans.store.sql.read import among
+from lightning_trainer.report.step_metrics import tool_name
+from lightning_trainer.rl.scores import total
+from lightning_trainer.view.answers.calls import CallLink
+from lightning_trainer.view.answers.learning import Judgement, RewardsPage, SourceRow
+from lightning_trainer.view.answers.store import (
+    FleetPage,
+    Hit,
+    LoosePage,
+    LooseRow,
+    RunningRow,
+    SearchPage,
+    ToolRow,
+    ToolsPage,
+    WorkerRow,
+)
+from lightning_trainer.view.names import names_in
+from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading.steps import Step, group_ids
+from lightning_trainer.view.reading.texts import legible
+from lightning_trainer.view.runs import Run
+
+_MOST: Final = 2000  # attempts in a scatter
+_NEWEST: Final = 20_000  # spans that one page of loose traces looks through
+_LOOK_S: Final = 1.0  # that one page of a search takes
+_AT_ONCE: Final = 2000  # records of a search between looks at the clock
+_AROUND: Final = 60
+_HITS: Final = 50
+
+
+def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
+    """Return the rewards of a step by source, and of each attempt."""
+    rollouts = whole_list(reader, Rollout, Where(group_ids=group_ids(reader, run, step)))
+    rewards = whole_list(reader, Reward, Where(rollout_ids=[each.rollout_id for each in rollouts]))
+    by_source: defaultdict[str, list[float]] = defaultdict(list)
+    by_attempt: defaultdict[str, list[Reward]] = defaultdict(list)
+    for reward in rewards:
+        by_source[reward.source].append(reward.value)
+        by_attempt[reward.attempt_id].append(reward)
+    sources = [
+        SourceRow(
+            source=source, rule=source in run.rules, rewards=len(values), mean=statistics.fmean(values),
+            low=min(values), high=max(values),
+        )
+        for source, values in sorted(by_source.items())
+    ]  # fmt: skip
+    return RewardsPage(sources=sources, attempts=[_judgement(run, its) for its in list(by_attempt.values())[:_MOST]])
+
+
+def _judgement(run: Run, rewards: Sequence[Reward]) -> Judgement:
+    outcome = [reward for reward in rewards if reward.source not in run.rules]
+    by_source: defaultdict[str, float] = defaultdict(float)
+    for reward in rewards:
+        by_source[reward.source] += reward.value
+    return Judgement(
+        rollout_id=rewards[0].rollout_id,
+        attempt_id=rewards[0].attempt_id,
+        outcome=total(outcome) if outcome else None,
+        by_source=dict(by_source),
+        span_id=next((reward.span_id for reward in rewards if reward.span_id), None),
+    )
+
+
+class Tools:
+    """Counts tool calls, trace by trace.
+
+    Args:
+        chosen: names or globs of the agents that the run trains.
+    """
+
+    def __init__(self, chosen: Sequence[str] | None = None) -> None:
+        self._chosen = chosen
+        self._calls: defaultdict[tuple[str, str | None], list[tuple[Trace, Node]]] = defaultdict(list)
+        self._repeated: Counter[tuple[str, str | None]] = Counter()
+        self._rollouts = 0
+
+    def add(self, trace: Trace) -> None:
+        """Count what a trace's tools did."""
+        self._rollouts += 1
+        seen: Counter[tuple[str, str | None, str]] = Counter()
+        names = names_in(trace, self._chosen)
+        for node in trace.tools:
+            key = (tool_name(node), names[node])
+            self._calls[key].append((trace, node))
+            seen[*key, str(node.span.attributes.get(TOOL_ARGUMENTS))] += 1
+        for (tool, agent, _), times in seen.items():
+            self._repeated[tool, agent] += times - 1
+
+    def page(self) -> ToolsPage:
+        """Return a row for each tool of each agent, the most errors first."""
+        rows = [self._row(key, calls) for key, calls in self._calls.items()]
+        return ToolsPage(rollouts=self._rollouts, tools=sorted(rows, key=lambda row: (-row.errors, -row.calls)))
+
+    def _row(self, key: tuple[str, str | None], calls: Sequence[tuple[Trace, Node]]) -> ToolRow:
+        times = [(node.span.end_ns - node.span.start_ns) / 1e6 for _, node in calls]
+        failed = [(trace, node) for trace, node in calls if node.span.status == "error"]
+        slowest = calls[max(range(len(times)), key=times.__getitem__)]
+        return ToolRow(
+            tool=key[0],
+            agent=key[1],
+            calls=len(calls),
+            errors=len(failed),
+            repeated=self._repeated[key],
+            ms_median=statistics.median(times),
+            ms_slowest=max(times),
+            error=(failed[0][1].error or "")[:300] if failed else None,
+            slowest=_tool_link(*slowest),
+            failed=_tool_link(*failed[0]) if failed else None,
+        )
+
+
+def _tool_link(trace: Trace, node: Node) -> CallLink:
+    return CallLink(
+        rollout_id=trace.rollout_id or "",
+        attempt_id=trace.attempt_id or "",
+        span_id=node.span.span_id,
+        agent=node.span.agent,
+        turn=0,
+        text=legible(str(node.span.attributes.get(TOOL_ARGUMENTS) or "")[:200]),
+    )
+
+
+def fleet_page(reader: StoreReader) -> FleetPage:
+    """Return who claims rollouts, what waits, and what has run the longest."""
+    attempts, rollouts = schema.attempts.c, schema.rollouts.c
+    by_worker = select(
+        attempts.worker, attempts.status, func.count(), func.max(func.coalesce(attempts.ended_ns, attempts.started_ns))
+    ).group_by(attempts.worker, attempts.status)
+    oldest = (
+        select(attempts.rollout_id, attempts.attempt_id, attempts.worker, attempts.started_ns, rollouts.timeout_s)
+        .join(schema.rollouts, rollouts.rollout_id == attempts.rollout_id)
+        .where(schema.RUNNING)
+        .order_by(attempts.started_ns)
+        .limit(50)
+    )
+    with reader.reading() as connection:
+        rows = connection.execute(by_worker).all()
+        under_way = connection.execute(oldest).all()
+        queued = connection.scalar(select(func.count()).select_from(schema.rollouts).where(schema.QUEUED))
+    workers: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    last: defaultdict[str, int] = defaultdict(int)
+    for worker, status, number, at in rows:
+        workers[worker][status] = number
+        last[worker] = max(last[worker], at or 0)
+    now = time.time()
+    return FleetPage(
+        queued=queued or 0,
+        running=sum(status.get("running", 0) for status in workers.values()),
+        workers=[
+            WorkerRow(
+                worker=worker, attempts=sum(status.values()), running=status.get("running", 0), status=status,
+                last_s=last[worker] / 1e9 if last[worker] else None,
+            )
+            for worker, status in sorted(workers.items())
+        ],
+        oldest=[
+            RunningRow(rollout_id=rollout, attempt_id=attempt, worker=worker, seconds=now - at / 1e9, limit_s=limit)
+            for rollout, attempt, worker, at, limit in under_way
+        ],
+    )  # fmt: skip
+
+
+def loose_page(reader: StoreReader, *, before: int | None, limit: int = 50) -> LoosePage:
+    """Return traces that belong to no rollout, the newest first; one page looks through a bounded number of spans."""
+    spans = schema.spans.c
+    columns = (
+        spans.seq, spans.trace_id, spans.parent_id, spans.operation, spans.name, spans.agent, spans.origin,
+        spans.start_ns, spans.status, spans.rollout_id,
+    )  # fmt: skip
+    query = select(*columns).order_by(spans.seq.desc()).limit(_NEWEST)
+    query = query.where(spans.seq < before) if before is not None else query
+    found: dict[str, list[Any]] = {}
+    last = None
+    with reader.reading() as connection:
+        rows = connection.execute(query).all()
+    for row in rows:
+        if row.rollout_id is None:
+            if row.trace_id not in found and len(found) == limit:
+                break
+            found.setdefault(row.trace_id, []).append(row)
+        last = row.seq
+    more = (bool(rows) and last != rows[-1].seq) or len(rows) == _NEWEST
+    return LoosePage(traces=[_loose(trace_id, its) for trace_id, its in found.items()], next=last if more else None)
+
+
+def _loose(trace_id: str, rows: Sequence[Any]) -> LooseRow:
+    first = min(rows, key=lambda row: (row.parent_id is not None, row.start_ns))
+    return LooseRow(
+        trace_id=trace_id,
+        name=first.name,
+        origin=first.origin,
+        start_s=min(row.start_ns for row in rows) / 1e9,
+        spans=len(rows),
+        calls=sum(row.operation == CHAT for row in rows),
+        errors=sum(row.status == "error" for row in rows),
+        agents=sorted({row.agent for row in rows if row.agent is not None}),
+    )
+
+
+def search(reader: StoreReader, text: str, *, after: int, rollouts: Sequence[str] | None = None) -> SearchPage:
+    """Look for a text in names, errors and attributes of spans (which hold requests, answers, arguments and results).
+
+    One page looks for a second at most; `next` goes on from there. The newest come last.
+    """
+    spans = schema.spans.c
+    # In attributes texts stand as JSON, requests as JSON in JSON: a letter that JSON escapes is looked for escaped.
+    columns = (
+        spans.seq, spans.rollout_id, spans.attempt_id, spans.trace_id, spans.span_id, spans.name, spans.agent,
+        spans.status_message, spans.attributes,
+    )  # fmt: skip
+    plain = (spans.name, spans.status_message, spans.agent)
+    matches = or_(
+        *(column.icontains(text, autoescape=True) for column in plain),
+        *(spans.attributes.icontains(form, autoescape=True) for form in _forms(text)),
+    )
+    until, hits, looked = time.monotonic() + _LOOK_S, list[Hit](), 0
+    with reader.reading() as connection:
+        last = connection.scalar(select(func.max(spans.seq))) or 0
+        while after < last and len(hits) < _HITS and time.monotonic() < until:
+            part = spans.seq.between(after + 1, after + _AT_ONCE)
+            query = select(*columns).where(part, matches).order_by(spans.seq)
+            if rollouts is not None:
+                query = query.where(among(connection, spans.rollout_id, rollouts))
+            for row in connection.execute(query):
+                hits.append(_hit(row, text))
+            after += _AT_ONCE
+            looked = min(after, last)
+    return SearchPage(hits=hits, looked=looked, next=after if after < last else None)
+
+
+def _forms(text: str) -> list[str]:
+    """Return a text as it stands in JSON, and in JSON that stands as a text in JSON, with letters escaped or not."""
+    found = [text]
+    for ascii_only in (False, True):
+        once = json.dumps(text, ensure_ascii=ascii_only)[1:-1]
+        found += [once, json.dumps(once, ensure_ascii=ascii_only)[1:-1]]
+    return list(dict.fromkeys(found))
+
+
+def _hit(row: Any, text: str) -> Hit:
+    attributes = legible(loads(row.attributes))
+    places = [row.name, row.agent or "", row.status_message, *map(str, attributes.values()), row.attributes]
+    forms = [form.casefold() for form in _forms(text)]
+    holder, form = next(((p, f) for p in places for f in forms if f in p.casefold()), ("", ""))
+    at = max(0, holder.casefold().find(form))
+    return Hit(
+        rollout_id=row.rollout_id,
+        attempt_id=row.attempt_id,
+        trace_id=row.trace_id,
+        span_id=row.span_id,
+        name=row.name,
+        agent=row.agent,
+        before=holder[max(0, at - _AROUND) : at],
+        match=holder[at : at + len(form)],
+        behind=holder[at + len(form) : at + len(form) + _AROUND],
+    )
+
+
+def attempt_rows(reader: StoreReader, rollout_id: str) -> list[AttemptRecord]:
+    """Return the attempts of a rollout in their order."""
+    found = whole_list(reader, AttemptRecord, Where(rollout_ids=[rollout_id]))
+    return sorted(found, key=lambda attempt: attempt.number)

@@ -1,0 +1,275 @@
+"""Steps, groups and rollouts of a run, from the queue and the rewards: nothing here reads what was said."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select
+
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.json import dumps
+from lightning_spans.store.protocol import Where, whole_list
+from lightning_spans.store.sql import schema
+from lightning_spans.store.sql.read import among
+from lightning_trainer.report.terminal import printable
+from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
+from lightning_trainer.rl.scores import agents_totals, total
+from lightning_trainer.view.answers.groups import GroupRow, RolloutRow, StepPage
+from lightning_trainer.view.answers.runs import StepRow
+from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading.texts import legible
+from lightning_trainer.view.runs import Run
+
+_TRAIN: Final = re.compile(r"(?P<run>.*):t(?P<step>\d+)(r\d+)?-\d+", re.DOTALL)
+_VAL: Final = re.compile(r"(?P<run>.*)\.(?P<step>\d+):v-\d+", re.DOTALL)
+OPEN: Final = ("queued", "running")
+_TASK: Final = 300  # characters of a task in a list
+_ERROR: Final = 600  # characters of an error, from its end
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Step:
+    """A step of a run, or the validation before it; ``other`` for what no run of ours has named."""
+
+    mode: str
+    number: int
+
+
+def step_of(group_id: str) -> Step:
+    """Read a group's step from its id; see `rl.rollouts.plan`."""
+    if found := _TRAIN.fullmatch(group_id):
+        return Step("train", int(found["step"]))
+    if found := _VAL.fullmatch(group_id):
+        return Step("val", int(found["step"]))
+    return Step("other", 0)
+
+
+def group_ids(reader: StoreReader, run: Run, step: Step | None = None) -> list[str]:
+    """Return the groups of a run, or of one step of it, in the order of their ids' numbers."""
+    query = select(schema.rollouts.c.group_id).distinct()
+    if run.prefix:
+        query = query.where(schema.rollouts.c.group_id.startswith(run.prefix, autoescape=True))
+    with reader.reading() as connection:
+        found = [str(each) for each in connection.scalars(query)]
+    chosen = found if step is None else [each for each in found if step_of(each) == step]
+    return sorted(chosen, key=_natural)
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", text)]
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of a step."""
+
+    groups: set[str] = field(default_factory=set)
+    status: Counter[str] = field(default_factory=Counter)
+    count: int = 0
+    reward: float = 0.0
+    lows: list[float] = field(default_factory=list)
+    highs: list[float] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    flat: int = 0
+
+
+def overview(reader: StoreReader, run: Run) -> list[StepRow]:
+    """Count rollouts and rewards of every step, in the database: nothing is read but numbers."""
+    steps: defaultdict[Step, _Sums] = defaultdict(_Sums)
+    with reader.reading() as connection:
+        for group_id, status, number in connection.execute(_standing(run)):
+            sums = steps[step_of(group_id)]
+            sums.groups.add(group_id)
+            sums.status[status] += number
+        for group_id, number, reward, low, high in connection.execute(_rewarded(run)):
+            sums = steps[step_of(group_id)]
+            sums.count += number
+            sums.reward += reward
+            sums.lows.append(low)
+            sums.highs.append(high)
+            sums.means.append(reward / number)
+            sums.flat += low == high
+    return [_row(step, steps[step]) for step in sorted(steps, key=lambda each: (each.number, each.mode != "val"))]
+
+
+def _row(step: Step, sums: _Sums) -> StepRow:
+    return StepRow(
+        mode=step.mode,
+        step=step.number,
+        groups=len(sums.groups),
+        rollouts=sums.status.total(),
+        status=dict(sums.status),
+        reward=sums.reward / sums.count if sums.count else None,
+        interval=1.96 * statistics.stdev(sums.means) / len(sums.means) ** 0.5 if len(sums.means) > 1 else None,
+        low=min(sums.lows, default=None),
+        high=max(sums.highs, default=None),
+        flat=sums.flat,
+    )
+
+
+def _standing(run: Run) -> Select[Any]:
+    rollouts = schema.rollouts.c
+    query = select(rollouts.group_id, rollouts.status, func.count()).group_by(rollouts.group_id, rollouts.status)
+    return query.where(rollouts.group_id.startswith(run.prefix, autoescape=True)) if run.prefix else query
+
+
+def _rewarded(run: Run, groups: ColumnElement[bool] | None = None) -> Select[Any]:
+    """By group: number, sum, lowest and highest of its successful attempts' rewards; see `rl.scores.total`."""
+    rewards, attempts, rollouts = schema.rewards.c, schema.attempts.c, schema.rollouts.c
+    named = rewards.agent.is_not(None)
+    shared = func.sum(case((named, 0.0), else_=rewards.value))
+    own = func.sum(case((named, rewards.value), else_=0.0))
+    agents = func.count(rewards.agent.distinct())
+    by_attempt = select(
+        rewards.attempt_id, (shared + own / case((agents == 0, 1), else_=agents)).label("total")
+    ).group_by(rewards.attempt_id)
+    if run.rules:
+        by_attempt = by_attempt.where(rewards.source.not_in(sorted(run.rules)))
+    if groups is not None:
+        by_attempt = by_attempt.where(rewards.rollout_id.in_(select(rollouts.rollout_id).where(groups)))
+    each = by_attempt.subquery()
+    on: ColumnElement[bool] = and_(attempts.attempt_id == each.c.attempt_id, attempts.status == "succeeded")
+    value = each.c.total
+    query = (
+        select(rollouts.group_id, func.count(), func.sum(value), func.min(value), func.max(value))
+        .select_from(each.join(schema.attempts, on).join(schema.rollouts, rollouts.rollout_id == attempts.rollout_id))
+        .group_by(rollouts.group_id)
+    )
+    return query.where(rollouts.group_id.startswith(run.prefix, autoescape=True)) if run.prefix else query
+
+
+def rewards_by_group(connection: Connection, run: Run) -> dict[str, tuple[int, float]]:
+    """Return of each group how many rollouts succeeded and were rewarded, and the sum of what they got."""
+    return {group: (int(number), float(total)) for group, number, total, _, _ in connection.execute(_rewarded(run))}
+
+
+def has_loose(connection: Connection) -> bool:
+    """Whether any span among the newest belongs to no rollout."""
+    spans = schema.spans.c
+    newest = select(spans.rollout_id).order_by(spans.seq.desc()).limit(5000).subquery()
+    return bool(connection.scalar(select(func.count()).select_from(newest).where(newest.c.rollout_id.is_(None))))
+
+
+def groups_page(reader: StoreReader, run: Run, step: Step, *, after: int, limit: int) -> StepPage:
+    """Return some groups of a step with their rollouts and rewards."""
+    ids = group_ids(reader, run, step)
+    chosen = ids[after : after + limit]
+    rollouts = whole_list(reader, Rollout, Where(group_ids=chosen))
+    found = group_rows(reader, run, step, rollouts)
+    order = {group_id: place for place, group_id in enumerate(chosen)}
+    rows = sorted(found, key=lambda row: order[row.group_id])
+    following = after + limit
+    return StepPage(
+        mode=step.mode, step=step.number, groups=rows, total=len(ids), next=following if following < len(ids) else None
+    )
+
+
+def outcomes_of(reader: StoreReader, run: Run, rollouts: Sequence[Rollout]) -> dict[str, Outcome]:
+    """Say what became of rollouts, by id, also of those that have not ended; without what automatic rules gave."""
+
+    def scored(outcome: Outcome) -> Outcome:
+        return replace(outcome, rewards=tuple(each for each in outcome.rewards if each.source not in run.rules))
+
+    return {each.rollout.rollout_id: scored(each) for each in outcomes(reader, rollouts)}
+
+
+def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[Outcome]) -> float:
+    """Return what failures by the policy's doing count as in a step: see `rl.scores.reward_of_failures`."""
+    failed = failed_of(run)
+    if not isinstance(failed, str):
+        return failed
+    if all(outcome.crash is None for outcome in outcomes):
+        return 0.0  # nothing counts so
+    ids = group_ids(reader, run, step)
+    with reader.reading() as connection:
+        rows = connection.execute(_rewarded(run, among(connection, schema.rollouts.c.group_id, ids))).all()
+    return min([0.0, *(float(low) for _, _, _, low, _ in rows)])
+
+
+def group_rows(reader: StoreReader, run: Run, step: Step, rollouts: Sequence[Rollout]) -> list[GroupRow]:
+    """Put rollouts of a step together by group."""
+    found = outcomes_of(reader, run, rollouts)
+    crashed = crash_reward(reader, run, step, found.values())
+    groups: defaultdict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.group_id].append(rollout)
+    return [
+        _group(group_id, its, [rollout_row(run, found[each.rollout_id], crashed) for each in its])
+        for group_id, its in groups.items()
+    ]
+
+
+def failed_of(run: Run) -> Failed:
+    """Return what the run counts failures as."""
+    config = run.config
+    return config.failed if config is not None else "lowest"
+
+
+def _group(group_id: str, rollouts: Sequence[Rollout], rows: list[RolloutRow]) -> GroupRow:
+    values = [row.reward for row in rows if row.reward is not None]
+    kinds = {(row.reward, *sorted(row.by_agent.items())) for row in rows if row.reward is not None}
+    return GroupRow(
+        group_id=group_id,
+        task=task_text(rollouts[0], _TASK),
+        mean=statistics.fmean(values) if values else None,
+        deviation=statistics.pstdev(values) if values else None,
+        signal=len(kinds) > 1,
+        rollouts=sorted(rows, key=lambda row: _natural(row.rollout_id)),
+    )
+
+
+def rollout_row(run: Run, outcome: Outcome, crashed: float) -> RolloutRow:
+    """Return a rollout as lists show it; `crashed` is what a failure by the policy's doing counts as."""
+    counted = outcome.counts(failed_of(run))
+    last = outcome.attempts[-1] if outcome.attempts else None
+    attempt = counted or last
+    is_crash = counted is not None and counted is outcome.crash
+    rewards = () if is_crash else outcome.rewards
+    return RolloutRow(
+        rollout_id=outcome.rollout.rollout_id,
+        attempt_id=attempt.attempt_id if attempt is not None else None,
+        status=_status(outcome, is_crash=is_crash),
+        attempts=len(outcome.attempts),
+        reward=crashed if is_crash else total(rewards) if rewards and counted is not None else None,
+        by_agent=agents_totals(rewards),
+        error=(outcome.error or "")[-_ERROR:] or None if outcome.rollout.status not in OPEN else None,
+        kind=_kind(outcome) if outcome.rollout.status not in OPEN else None,
+        seconds=seconds_of(attempt),
+    )
+
+
+def _status(outcome: Outcome, *, is_crash: bool) -> str:
+    if outcome.rollout.status in OPEN:
+        return outcome.rollout.status
+    return "crashed" if is_crash else outcome.rollout.status
+
+
+def _kind(outcome: Outcome) -> str | None:
+    """Name the error: the exception's type, else how the attempt ended."""
+    if outcome.error is None:
+        return None
+    attempt = outcome.crash or (outcome.attempts[-1] if outcome.attempts else None)
+    if attempt is not None and attempt.status != "failed":
+        return attempt.status
+    lines = [line.strip() for line in outcome.error.splitlines() if line.strip()]
+    found = re.match(r"([A-Za-z_][\w.]*)(:|$)", lines[-1]) if lines else None
+    return found[1].rpartition(".")[2] if found else "failed"
+
+
+def seconds_of(attempt: AttemptRecord | None) -> float | None:
+    """Return how long an attempt took; None while it runs."""
+    if attempt is None or attempt.ended_ns is None:
+        return None
+    return (attempt.ended_ns - attempt.started_ns) / 1e9
+
+
+def task_text(rollout: Rollout, limit: int) -> str:
+    """Return a task in a few words: its one text, or all of it as JSON."""
+    texts = [value for value in rollout.task.values() if isinstance(value, str)]
+    text = texts[0] if len(texts) == 1 else dumps(dict(rollout.task)).decode()
+    return printable(legible(text[:limit]))

@@ -1,0 +1,190 @@
+"""An attempt as it went: its spans in lanes and as a transcript, and several beside each other."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from lightning_spans.adapter.nodes import Node
+from lightning_spans.adapter.trace import Trace
+from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT, Json
+from lightning_trainer.report.step_metrics import tool_name
+from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.rl.usage import tokens_of
+from lightning_trainer.view.answers.groups import Facts
+from lightning_trainer.view.answers.rollouts import Event, RewardRow
+from lightning_trainer.view.names import names_in
+from lightning_trainer.view.reading.texts import LIMIT, messages, plain, said
+
+MOST_EVENTS: Final = 5000  # of a trace on one page
+_LARGEST: Final = 4 << 20  # characters of a transcript; beyond, messages are cut shorter
+_SHORT: Final = 400
+
+
+def events_of(
+    trace: Trace, judged: Iterable[Judged] = (), chosen: Sequence[str] | None = None, limit: int = LIMIT
+) -> list[Event]:
+    """Return the spans of a trace in the order of their start, with what is new in each prompt.
+
+    Args:
+        trace: an attempt.
+        judged: calls with credit and advantage, of this attempt and others.
+        chosen: names or globs of the agents that the run trains.
+        limit: characters of a message.
+    """
+    by_span: dict[str, Judged] = {}
+    for call in judged:
+        if call.transition.attempt_id == trace.attempt_id:
+            by_span.setdefault(call.transition.span_id, call)
+    turns = {node: turn for turn, node in enumerate(trace.chats)}
+    rewards, names = rewards_by_node(trace), names_in(trace, chosen)
+    first = min((node.span.start_ns for node in trace), default=0)
+    depths: dict[Node, int] = {}
+    earlier: list[list[str]] = []
+    found: list[Event] = []
+    size = 0
+    for node in trace.nodes[:MOST_EVENTS]:
+        depths[node] = 0 if node.parent is None else depths.get(node.parent, 0) + 1
+        event = replace(_event(node, depths[node], first, rewards), agent=names[node])
+        shown = limit if size < _LARGEST else _SHORT
+        if node in turns:
+            event = replace(event, **_of_call(node, turns[node], earlier, shown))
+        elif node.span.operation == EXECUTE_TOOL:
+            event = replace(
+                event,
+                said=[plain("arguments", node.span.attributes.get(TOOL_ARGUMENTS), shown)],
+                answer=[plain("result", node.span.attributes.get(TOOL_RESULT), shown)],
+            )
+        size += sum(len(each.text) for each in (*event.said, *event.answer))
+        found.append(_with_credit(event, by_span.get(event.span_id)))
+    return found
+
+
+def _event(node: Node, depth: int, first_ns: int, rewards: Mapping[str | None, Sequence[Reward]]) -> Event:
+    span = node.span
+    values: dict[str, Json] = {
+        "span_id": span.span_id,
+        "parent_id": node.parent.span.span_id if node.parent is not None else None,
+        "operation": span.operation,
+        "name": tool_name(node) if span.operation == EXECUTE_TOOL else span.name,
+        "start_ms": (span.start_ns - first_ns) / 1e6,
+        "ms": (span.end_ns - span.start_ns) / 1e6,
+        "depth": depth,
+        "agent": None,
+        "error": node.error[-_SHORT * 5 :] if node.error is not None else None,
+        "rewards": [reward_row(reward) for reward in rewards.get(span.span_id, ())],
+    }
+    return Event(**values)
+
+
+def _of_call(node: Node, turn: int, earlier: list[list[str]], limit: int) -> dict[str, Json]:
+    asked, answer = messages(node), node.answer
+    known = _known(asked, earlier)
+    prompt, response = tokens_of(node)
+    answers = [said(choice.message, limit) for choice in answer.choices]
+    heard = [_mark(message) for message in asked]
+    earlier.append([*heard, *([_mark(answer.choices[0].message)] if answer.choices else [])])
+    return {
+        "turn": turn,
+        "known": known,
+        "said": [said(message, limit) for message in asked[known:]],
+        "answer": answers,
+        "prompt_tokens": prompt or None,
+        "response_tokens": response or None,
+        "version": node.policy_version,
+        "model": answer.model,
+        "finish": ", ".join(choice.finish_reason or "cut" for choice in answer.choices) or None,
+    }
+
+
+def _known(asked: Sequence[Json], earlier: Sequence[Sequence[str]]) -> int:
+    """Count the messages that begin a prompt and that one earlier call had, its answer among them."""
+    marks = [_mark(message) for message in asked]
+    best = 0
+    for before in earlier:
+        alike = next((n for n, (one, other) in enumerate(zip(marks, before, strict=False)) if one != other), None)
+        best = max(best, min(len(marks), len(before)) if alike is None else alike)
+    return best
+
+
+def _mark(message: Json) -> str:
+    """Return what makes a message the same: who said what; not how its client wrote it down."""
+    if not isinstance(message, Mapping):
+        return json.dumps(message, sort_keys=True, default=str)
+    read = said(message, 1 << 30)
+    return json.dumps([read.role, read.text, [(use.name, use.arguments) for use in read.calls]])
+
+
+def _with_credit(event: Event, call: Judged | None) -> Event:
+    if call is None:
+        return event
+    return replace(event, credit=known(call.credit), advantage=known(call.advantage), left_out=call.left_out)
+
+
+def known(value: float) -> float | None:
+    """Return a number, or None for NaN."""
+    return None if math.isnan(value) else value
+
+
+def rewards_by_node(trace: Trace) -> dict[str | None, list[Reward]]:
+    """Sort rewards by the span that they are tied to; None for those of the attempt, or of a span that is not there."""
+    spans = {span_id: node.span.span_id for node in trace for span_id in (node.span.span_id, *node.merged)}
+    found: defaultdict[str | None, list[Reward]] = defaultdict(list)
+    for reward in trace.rewards:
+        found[spans.get(reward.span_id or "")].append(reward)
+    return found
+
+
+def reward_row(reward: Reward) -> RewardRow:
+    """Return a reward as pages show it."""
+    return RewardRow(value=reward.value, source=reward.source, agent=reward.agent, span_id=reward.span_id)
+
+
+def facts_of(trace: Trace, *, text: str = "", chosen: Sequence[str] | None = None) -> Facts:
+    """Count what is in a trace, and say whether a text is in it."""
+    counted = [tokens_of(node) for node in trace.chats]
+    tools, names = Counter(tool_name(node) for node in trace.tools), names_in(trace, chosen)
+    return Facts(
+        rollout_id=trace.rollout_id or "",
+        attempt_id=trace.attempt_id or "",
+        spans=len(trace),
+        calls=len(trace.chats),
+        tools=dict(tools),
+        tool_errors=sum(node.span.status == "error" for node in trace.tools),
+        call_errors=sum(node.error is not None for node in trace.chats),
+        agents=dict(Counter(name for node in trace.chats if (name := names[node]) is not None)),
+        prompt_tokens=sum(prompt for prompt, _ in counted),
+        response_tokens=sum(response for _, response in counted),
+        found=bool(text) and _holds(trace, text.casefold()),
+    )
+
+
+def _holds(trace: Trace, text: str) -> bool:
+    def spoken(node: Node) -> str:
+        parts = [str(node.span.attributes.get(name) or "") for name in (TOOL_ARGUMENTS, TOOL_RESULT)]
+        if node.is_chat:
+            read = [said(each, 1 << 30) for each in (*messages(node), *(c.message for c in node.answer.choices))]
+            parts += [part for each in read for part in (each.text, each.reasoning, *(u.arguments for u in each.calls))]
+        return "\n".join([*parts, node.span.name, node.error or ""])
+
+    return any(text in spoken(node).casefold() for node in trace)
+
+
+def alike(columns: Sequence[Sequence[Event]]) -> int:
+    """Count the leading calls that are the same in all of several attempts: the same agent, prompt and answer."""
+    calls = [[_signature(event) for event in events if event.turn is not None] for events in columns]
+    count = 0
+    for each in zip(*calls, strict=False):
+        if len(set(each)) > 1:
+            break
+        count += 1
+    return count if len(columns) > 1 else 0
+
+
+def _signature(event: Event) -> str:
+    return json.dumps([event.agent, event.known, [str(s) for s in event.said], [str(s) for s in event.answer]])
