@@ -1,4 +1,4 @@
-"""A worker process: `python -m lightning_trainer.runner.worker FD PIPE HOW MARK`. Runs the agent's attempts on one loop.
+"""A worker process: `python -m lightning_trainer.runner.worker FD PIPE HOW MARK`. It runs attempts on one loop.
 
 The runner speaks to it through the socket FD, so that whatever the agent prints goes to the log and never between the
 messages, and PIPE carries its signs of life. The process knows the contexts of its attempts and no other key.
