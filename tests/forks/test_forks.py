@@ -44,6 +44,7 @@ lightning_openai.attach(tracer="embedded")
 client = openai.AsyncOpenAI(base_url=os.environ["OWN_URL"], api_key="mine", max_retries=1)
 drawn = itertools.count(random.randrange(1000))  # no run is as the one before
 THERE = {"id": "msg_1", "type": "message", "role": "assistant", "model": "far", "stop_reason": "end_turn"}
+DONE = {"done": True, "done_reason": "stop", "created_at": "2026-01-01T00:00:00Z"}
 THERE["usage"] = {"input_tokens": 3, "output_tokens": 4}
 
 
@@ -121,12 +122,13 @@ async def continued(task):
 
 
 async def vendor(task):
-    """An agent that is not trained asks in the form of Anthropic's messages, without a client of openai's."""
+    """Agents that are not trained ask in the forms of Anthropic and of Ollama, without a client of openai's."""
 
     async def answer(request):
-        asked = str(json.loads(request.content)["messages"])
-        content = [{"type": "text", "text": f"{next(drawn)} of {len(asked)}"}]
-        return httpx.Response(200, json={**THERE, "content": content})
+        text = f"{next(drawn)} of {len(request.content)}"
+        if request.url.path == "/api/chat":
+            return httpx.Response(200, json={"model": "far", "message": {"role": "assistant", "content": text}, **DONE})
+        return httpx.Response(200, json={**THERE, "content": [{"type": "text", "text": text}]})
 
     said = []
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as own:
@@ -135,6 +137,10 @@ async def vendor(task):
                 body = {"model": "far", "max_tokens": 9, "messages": [{"role": "user", "content": text}]}
                 there = await own.post("http://vendor.invalid/v1/messages", json=body)
             said.append(there.json()["content"][0]["text"])
+        with agent("passer-by"):
+            body = {"model": "far", "stream": False, "messages": [{"role": "user", "content": "hello"}]}
+            there = await own.post("http://vendor.invalid/api/chat", json=body)
+        said.append(there.json()["message"]["content"])
     return len(await say("judge", f"judge {said}")) / 99
 
 
@@ -233,7 +239,7 @@ def test_a_time_of_day_in_a_prompt_ends_the_fork_with_its_reason(world: Any) -> 
         pytest.param("errors", 5, id="refusals, time-outs and lost connections"),
         pytest.param("race", 4, id="a call that its agent left"),
         pytest.param("continued", 2, id="text completions of an own endpoint"),
-        pytest.param("vendor", 4, id="Anthropic's messages at an own endpoint"),
+        pytest.param("vendor", 5, id="Anthropic's and Ollama's forms at own endpoints"),
     ],
 )
 def test_a_program_replays_to_its_last_call(world: Any, function: str, calls: int) -> None:
