@@ -10,7 +10,8 @@ import pytest
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import continuation_reasons as reasons
-from lightning_trainer.gateway.formats.unread import OTHER, unread
+from lightning_trainer.continuation_reasons import OTHER
+from lightning_trainer.gateway.formats.unread import unread
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.prompt.doctor import examined

@@ -67,6 +67,8 @@ def falling_to(end: float, start: float = 1.2) -> Callable[[float], float]:
         (history(logprob_gap=[0.01] * 19 + [2.5]), "engine_gap_widens", "differ from the trainer's by 2.50"),
         (history(tool_error_rate__search=lambda x: x, reward=stuck), "tools_fail/search", "tool calls of search fail"),
         (history(calls_unread__mistral=lambda _: 0.3), "calls_unread/mistral", "30% .*--tool-format mistral"),
+        (history(calls_unread__other=lambda _: 0.3), "calls_unread/other", "30% .*in a form that is not read"),
+        (history(calls_malformed=lambda _: 0.3, reward=stuck), "calls_malformed", "30% .*, 30% were at first"),
         (history(failed=lambda x: 40 * x, rollouts=[64], reward=rising), "rollouts_fail", "rollouts fail, .*--failed"),
     ],
 )
@@ -95,6 +97,8 @@ def test_what_goes_wrong_is_said_in_a_sentence(lines: list[dict[str, Any]], name
         pytest.param(history(logprob_gap=falling_to(0.002, 0.03)), id="a gap that closes"),
         pytest.param(history(logprob_gap=lambda x: 1e-5 + 1e-3 * x), id="a gap too small to matter"),
         pytest.param(history(tool_error_rate__search=lambda x: 1 - x), id="tools that learn to work"),
+        pytest.param(history(calls_malformed=lambda x: 0.3 * (1 - x)), id="calls that it learns to write"),
+        pytest.param(history(calls_unread__other=[0.03]), id="what a model says that has not learned the form yet"),
         pytest.param(history(failed=[3, 0, 5], rollouts=[64], reward=stuck), id="some rollouts always fail"),
         pytest.param(history(entropy=[math.nan], reward=stuck), id="what is no number is left out"),
     ],

@@ -7,6 +7,8 @@ from typing import Final
 CONTINUATION: Final = "continuation"  # the name that it is written under
 UNREAD: Final = "unread_calls"
 """Beside it: by choice, the format that an answer without calls looks like, though the request had tools."""
+OTHER: Final = "other"  # as such a format: one that is in no table
+MALFORMED: Final = "malformed"  # as such a format: the one that is read, with a fault in it
 BEGINS: Final = "begins a conversation"
 JOINED: Final = "joined"  # the prompt is an earlier call's own tokens, and new ones
 FORKED: Final = "forked: the chat template leaves earlier reasoning out, and all else keeps its own tokens"

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
+from lightning_trainer.continuation_reasons import OTHER
+
 History: TypeAlias = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, in their order
 Points: TypeAlias = list[tuple[int, float]]  # (step, value)
 
@@ -152,18 +154,43 @@ def tools_fail(history: History) -> Found:
 
 
 def calls_unread(history: History) -> Found:
-    """Raise where answers look like tool calls, and none was read: the tools are never called, and nobody says why."""
+    """Raise where answers look like tool calls of another form: the tools are never called, and nobody says why."""
     for of, points in _each(history, "calls_unread", least=1):
         step, share = points[-1]
-        newest = max((int(line["step"]) for line in history if line["kind"] == "train"), default=step)
-        if share >= 0.02 and step == newest:
-            form = of.removeprefix("/")
+        if step < _newest(history):
+            continue
+        form = of.removeprefix("/")
+        if form == OTHER and share >= 0.1:  # less is what a model says that has not learned the form yet
+            text = (
+                f"{share:.0%} of the answers name a tool beside arguments in a form that is not read, so they reached"
+                " the agent as text. See some with lightning-rl traces; a model that always writes so has to learn the"
+                " form that is read: lightning-rl sft."
+            )
+            yield of, text
+        elif form != OTHER and share >= 0.02:
             text = (
                 f"{share:.0%} of the answers look like tool calls in the format {form or 'of another model'}, and none"
                 " was read from them: they reached the agent as text. If the model was trained on that format, start"
-                f" with --tool-format {form or 'NAME'}; if it is the run's own, the calls are malformed."
+                f" with --tool-format {form or 'NAME'}."
             )
             yield of, text
+
+
+def calls_malformed(history: History) -> Found:
+    """Raise where tool calls with a fault in them, which are no calls, stay as many as they were."""
+    for of, points in _each(history, "calls_malformed"):
+        first, now = ends(points)
+        if now >= 0.1 and now >= 0.8 * first and points[-1][0] == _newest(history):
+            text = (
+                f"{now:.0%} of the answers are tool calls with a fault in them, {first:.0%} were at first: they reached"
+                " the agent as text. Show the model how calls are written first, with lightning-rl sft, or draw less"
+                " freely: lower --temperature."
+            )
+            yield of, text
+
+
+def _newest(history: History) -> int:
+    return max((int(line["step"]) for line in history if line["kind"] == "train"), default=0)
 
 
 def rollouts_fail(history: History) -> Found:
@@ -191,6 +218,7 @@ CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
     engine_gap_widens,
     tools_fail,
     calls_unread,
+    calls_malformed,
     rollouts_fail,
 )
 

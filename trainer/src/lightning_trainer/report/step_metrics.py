@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_spans.schema.spans import TOOL_NAME
-from lightning_trainer.continuation_reasons import UNREAD
+from lightning_trainer.continuation_reasons import MALFORMED, UNREAD
 from lightning_trainer.policies import BASE
 from lightning_trainer.rl.rows import UNKNOWN_VERSION, Row
 from lightning_trainer.rl.usage import tokens_of
@@ -46,8 +46,8 @@ def of_traces(traces: Iterable[Trace]) -> dict[str, float]:
     Returns:
         ``calls_per_rollout`` and ``response_tokens`` (mean of a call), both also by agent; ``truncated``, the share of
         answers that were cut at their limit, also by agent; ``calls_unread``, the share of answers that look like tool
-        calls of which none was read, where there are any, also by format; ``tool_calls``,
-        ``tool_error_rate``, both also by tool;
+        calls of another form than is read, where there are any, also by format; ``calls_malformed``, of those in the
+        form that is read, with a fault in them; ``tool_calls`` and ``tool_error_rate``, both also by tool;
         ``tokens_prompt`` and ``tokens_generated``, totals of the model calls. What never happened is left out.
     """
     lengths: dict[str, list[int]] = defaultdict(list)
@@ -133,11 +133,10 @@ def _lengths(lengths: Mapping[str, Sequence[int]], cut: Mapping[str, int], attem
 
 
 def _unread(formats: Mapping[str, int], answers: int) -> dict[str, float]:
-    """Return the share of answers that look like calls of which none was read; nothing where there are none."""
-    if not formats:
-        return {}
-    named = {f"calls_unread/{name}": count / answers for name, count in sorted(formats.items())}
-    return {"calls_unread": sum(formats.values()) / answers, **named}
+    """Return the shares of answers that look like calls of which none was read; nothing where there are none."""
+    shares = {f"calls_unread/{name}": count / answers for name, count in sorted(formats.items()) if name != MALFORMED}
+    found = {"calls_unread": sum(shares.values()), **shares} if shares else {}
+    return {**found, "calls_malformed": formats[MALFORMED] / answers} if MALFORMED in formats else found
 
 
 def _rates(tools: Mapping[str, int], errors: Mapping[str, int]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_trainer.continuation_reasons import UNREAD
+from lightning_trainer.continuation_reasons import MALFORMED, UNREAD
 from lightning_trainer.gateway.calls.completion import CompletionBuilder, tool_call_deltas
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.engine import STEERED, Sampled
@@ -70,7 +70,8 @@ class Generation:
                 answer = replace(answer, tool_calls=answer.tool_calls[:1]) if self._request.one_call else answer
                 choice.finish_reason = "tool_calls"
             elif self._request.tools and (named := unread(answer.content, self._request.tools)):
-                self._pending.sampling.setdefault(UNREAD, {})[str(choice.index)] = named
+                own = self._chat.calls is not None and named == self._chat.calls.name
+                self._pending.sampling.setdefault(UNREAD, {})[str(choice.index)] = MALFORMED if own else named
             if not answer.tool_calls and choice.finish_reason == "stop" and self._request.stop:
                 choice.stopped_by = self._stopped_by(choice)
             choice.message = answer.message()
