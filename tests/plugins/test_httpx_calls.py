@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 
@@ -109,6 +110,33 @@ def test_the_call_of_an_agent_in_training_goes_to_the_policy_and_nothing_of_the_
     first, second = chats(recorder, sink)
     assert tuned.headers["traceparent"] == f"00-{first.trace_id}-{first.span_id}-01"
     assert [span.attributes.get(names.REROUTED) for span in (first, second)] == [True, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_answer_of_the_policys_belongs_to_the_programs_own_request(library, at_once, stream, recorder):
+    def asked(client, url):
+        return client.build_request("POST", f"{url}/chat/completions", json={**BODY, "stream": stream})
+
+    def sent(url):
+        with library.Client(headers=SECRETS) as client:
+            request = asked(client, url)
+            with contextlib.closing(client.send(request, stream=stream)) as response:
+                return request, response
+
+    async def sent_async(url):
+        async with library.AsyncClient(headers=SECRETS) as client:
+            request = asked(client, url)
+            async with contextlib.aclosing(await client.send(request, stream=stream)) as response:
+                return request, response
+
+    with ScriptedServer() as policy, ScriptedServer() as far:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",), model="tuned")
+        with use_attempt(attempt), agent("writer"):
+            request, response = sent(far.url) if at_once else asyncio.run(sent_async(far.url))
+    assert (len(policy.requests), far.requests) == (1, [])
+    assert response.request is request
+    assert (response.url, response.request.headers["x-own"]) == (request.url, "mine")
 
 
 def test_a_stream_is_recorded_as_the_program_reads_it(library, recorder, sink):

@@ -85,7 +85,7 @@ class HttpxSends:
             return False
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def follow(call: HttpxCall, client: Any, options: dict[str, Any]) -> Any:
+        def follow(call: HttpxCall, client: Any, request: Any, options: dict[str, Any]) -> Any:
             refused = call.refused()
             if refused is not None:
                 return refused
@@ -94,6 +94,8 @@ class HttpxSends:
             if call.sent_on(response):
                 response.close()
                 response = original(*call.own, **options)
+            elif sender is not client:
+                response.request = request  # by whose headers a client may tell how the answer is to be given
             if call.reads_first(response):
                 response.read()
             return call.responded(response)
@@ -105,7 +107,7 @@ class HttpxSends:
             outer = _sending.get()
             _sending.set(True)
             try:
-                return original(client, request, **options) if call is None else follow(call, client, options)
+                return original(client, request, **options) if call is None else follow(call, client, request, options)
             except BaseException as error:
                 if call is not None:
                     call.failed(error)
@@ -116,7 +118,7 @@ class HttpxSends:
         return send
 
     def _wrap_async(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        async def follow(call: HttpxCall, client: Any, options: dict[str, Any]) -> Any:
+        async def follow(call: HttpxCall, client: Any, request: Any, options: dict[str, Any]) -> Any:
             refused = call.refused()
             if refused is not None:
                 return refused
@@ -125,6 +127,8 @@ class HttpxSends:
             if call.sent_on(response):
                 await response.aclose()
                 response = await original(*call.own, **options)
+            elif sender is not client:
+                response.request = request
             if call.reads_first(response):
                 await response.aread()
             return call.responded(response)
@@ -137,7 +141,9 @@ class HttpxSends:
             outer = _sending.get()
             _sending.set(True)
             try:
-                return await (original(client, request, **options) if call is None else follow(call, client, options))
+                if call is None:
+                    return await original(client, request, **options)
+                return await follow(call, client, request, options)
             except BaseException as error:
                 if call is not None:
                     call.failed(error)
