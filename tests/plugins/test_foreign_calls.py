@@ -242,6 +242,7 @@ def test_what_the_policy_can_not_be_asked_is_an_error_that_names_the_field(form,
         assert (refused.status, refused.attributes["http.response.status_code"]) == ("error", 400)
         assert field in refused.status_message
         assert (left.status, field in json.loads(left.attributes[names.REQUEST])) == ("ok", True)
+        assert left.attributes[names.UNASKABLE] == [field]
 
 
 @pytest.mark.parametrize("trained", [True, False])

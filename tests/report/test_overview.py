@@ -14,6 +14,7 @@ from lightning_spans.schema.spans import (
     INPUT_TOKENS,
     OUTPUT_TOKENS,
     REROUTABLE,
+    UNASKABLE,
     Span,
 )
 from lightning_trainer.report.agents import nothing_captured, overview
@@ -116,6 +117,16 @@ def test_an_agent_whose_model_is_reached_without_the_openai_client_is_not_traine
 def test_an_agent_whose_models_client_is_followed_is_trained(told) -> None:
     [row] = overview([trace((CHAT, "writer", {"attributes": told}), rewards={None: 1.0})], None)
     assert row.trained, row.why
+
+
+def test_an_agent_whose_calls_no_policy_can_be_asked_is_told_what_they_name() -> None:
+    refused = {"attributes": {FRAMEWORK: "httpx", UNASKABLE: ["documents", "safety_mode"]}}
+    [row] = overview([trace((CHAT, "writer", refused), rewards={None: 1.0})], None)
+    assert not row.trained
+    assert row.why.startswith("its policy can't be asked documents, safety_mode")
+    [row] = overview([trace((CHAT, "writer", refused), (CHAT, "writer", WIRED), rewards={None: 1.0})], None)
+    assert row.trained
+    assert "1 of 2 are errors then: its policy can't be asked documents, safety_mode" in row.why
 
 
 def test_an_agent_some_of_whose_calls_have_no_tokens_says_how_many() -> None:

@@ -50,6 +50,7 @@ SERVER_ADDRESS: Final = "server.address"
 
 FRAMEWORK: Final = "lightning.framework"
 REROUTABLE: Final = "lightning.reroutable"  # a framework reports the call, and it would go to a policy of its agent's
+UNASKABLE: Final = "lightning.unaskable"  # fields of a request in a vendor's form that no policy can be asked
 ROLLOUT_ID: Final = "lightning.rollout.id"
 ATTEMPT_ID: Final = "lightning.attempt.id"
 ORIGIN: Final = "lightning.origin"  # left out where it is "training"

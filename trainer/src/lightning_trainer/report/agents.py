@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_spans.chat.body import tool_calls
 from lightning_spans.schema.agents import earns, label, name_of, selects, unheard
 from lightning_spans.schema.calls import LEFT_OUT
-from lightning_spans.schema.spans import FRAMEWORK, REROUTABLE
+from lightning_spans.schema.spans import FRAMEWORK, REROUTABLE, UNASKABLE
 from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class _Count:
     asked: Counter[str] = field(default_factory=Counter)  # tools, by name
     left_out: Counter[str] = field(default_factory=Counter)  # by what of the request was
     elsewhere: Counter[str] = field(default_factory=Counter)  # calls that passed the wire by, by how
+    unaskable: int = 0  # calls that no policy can be asked
+    unasked: set[str] = field(default_factory=set)  # what they name, for which they are refused
 
 
 def overview(
@@ -167,6 +169,9 @@ def _count_call(count: _Count, node: Node) -> None:
     reached = framework in _REACHED or node.span.attributes.get(REROUTABLE)
     if not reached and node.call is None:
         count.elsewhere[f"{framework} reaches {node.span.name}"] += 1
+    if unasked := node.span.attributes.get(UNASKABLE):
+        count.unaskable += 1
+        count.unasked.update(unasked)
 
 
 def _names_of(left_out: Any) -> list[str]:
@@ -216,8 +221,15 @@ def _row(name: str | None, count: _Count, asked: _BesideCounts) -> AgentRow:
 
 def _taken(count: _Count) -> str:
     taken = "its calls go to the policy while training"
+    if count.unaskable:
+        taken += f", but {count.unaskable} of {count.calls} are errors then: {_unasked(count)}"
     passed = sum(count.elsewhere.values())
     return f"{taken}, but {passed} of {count.calls} have no tokens: {_passed_by(count)}" if passed else taken
+
+
+def _unasked(count: _Count) -> str:
+    """Say what calls name for which they would be refused."""
+    return f"its policy can't be asked {', '.join(sorted(count.unasked))} by chat completions. Leave it out"
 
 
 def _passed_by(count: _Count) -> str:
@@ -246,6 +258,8 @@ def _unreached(count: _Count) -> str | None:
         return "it made no model call"
     if sum(count.elsewhere.values()) == count.calls:
         return f"no tokens: {_passed_by(count)}"
+    if count.unaskable == count.calls:
+        return _unasked(count)
     if count.failed == count.calls:
         return f"every call failed: {count.last_error[:200]}"
     return None

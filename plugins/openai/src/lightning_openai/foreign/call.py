@@ -39,6 +39,8 @@ class ForeignCall(HttpxCall):
         self._content_type = ""
         super().__init__(recorder, client, request, CHAT, self._translated.body)
         self._answers = Answers(dialect, self._library, request)
+        if self._translated.untranslated:
+            self.span.set(**{names.UNASKABLE: list(self._translated.untranslated)})
 
     @property
     def _provider(self) -> str | None:

@@ -111,7 +111,7 @@ class _AiohttpCall:
             provider=dialect.provider,
             streamed=bool(asked.body.get("stream")),
             place=lambda: context,
-            known={names.SERVER_ADDRESS: host},
+            known={names.SERVER_ADDRESS: host, names.UNASKABLE: list(asked.untranslated) or None},
         )
 
     async def follow(self, sent: Any) -> Any:
