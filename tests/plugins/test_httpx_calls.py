@@ -146,7 +146,8 @@ def test_a_stream_is_recorded_as_the_program_reads_it(library, recorder, sink):
                 if number == most:
                     return
 
-    with ScriptedServer() as server:
+    # The second is longer than what can arrive before its first line is read.
+    with ScriptedServer(lambda body, seen: Reply("word " * (5000 if seen else 5))) as server:
         read(f"{server.url}/chat/completions", None)
         read(f"{server.url}/chat/completions", 0)
     whole, left = chats(recorder, sink)
