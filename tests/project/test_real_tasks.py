@@ -40,10 +40,11 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "math").mkdir()
     svamp = {"Body": "Dan had $ 3 left . He had $ 4", "Question": "What did it cost?", "Equation": "( 4.0 - 3.0 )"}
     (tmp_path / "math/SVAMP.json").write_text(json.dumps([{**svamp, "Answer": 1.0}] * 701))
-    answer = "She sold 48/2 = <<48/2=24>>24 in May.\nIn all 48+24 = <<48+24=72>>72.\n#### 72"
+    one = "She sold 48/2 = <<48/2=24>>24 in May.\n"
+    answers = [f"{one}#### 24", f"{one}In all 48+24 = <<48+24=72>>72.\n#### 72"]
     for part in ("train", "test"):
-        line = json.dumps({"question": f"How many, {part}?", "answer": answer})
-        (tmp_path / f"math/gsm8k_{part}.jsonl").write_text(line)
+        problems = [json.dumps({"question": f"How many, {part}?", "answer": answer}) for answer in answers]
+        (tmp_path / f"math/gsm8k_{part}.jsonl").write_text("\n".join(problems))
     (tmp_path / "musique").mkdir()
     for part in ("train", "dev"):
         (tmp_path / f"musique/musique_{part}_subset.jsonl").write_text(json.dumps(_hops(part)))
@@ -180,14 +181,13 @@ def test_mathematics_files(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("autogen_agentchat")
     _make("mathematics", tmp_path)
     chats = [json.loads(line)["messages"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
-    long = next(chat for chat in chats if len(chat) > 5)
-    calls = [json.loads(m["tool_calls"][0]["function"]["arguments"])["expression"] for m in long if "tool_calls" in m]
-    assert calls == ["48/2", "48+24"]
-    assert [m["content"] for m in long if m["role"] == "tool"] == ["24", "72"]
-    assert long[-1]["content"] == "Answer: 72"
-    assert long[2]["content"] == "She sold 48/2"
-    short = next(chat for chat in chats if len(chat) == 5)
-    assert json.loads(short[2]["tool_calls"][0]["function"]["arguments"]) == {"expression": "4 - 3"}
+    assert {len(chat) for chat in chats} == {5}  # none has two steps
+    said = next(chat for chat in chats if chat[2]["content"])
+    assert said[2]["content"] == "She sold 48/2"
+    assert json.loads(said[2]["tool_calls"][0]["function"]["arguments"]) == {"expression": "48/2"}
+    assert [said[3]["content"], said[4]["content"]] == ["24", "Answer: 24"]
+    plain = next(chat for chat in chats if not chat[2]["content"])
+    assert json.loads(plain[2]["tool_calls"][0]["function"]["arguments"]) == {"expression": "4 - 3"}
     assert json.loads((tmp_path / "val.jsonl").read_text().splitlines()[0]) == {
         "problem": "Dan had $ 3 left . He had $ 4. What did it cost?",
         "answer": "1",
