@@ -99,6 +99,11 @@ def test_every_number_that_is_listed_comes(told: set[str]) -> None:
     numbers |= {"teacher_kl", "teacher_seconds", "taught_tokens", "calls_forked"}  # of runs with a teacher; reasoning
     numbers |= Account(seen=2, trained=2, taught=1, untaught={"nothing to tell": 1}).metrics().keys()
     numbers |= {*forked(ForkPlan(), [], lambda _: []).metrics, "fork_seconds"}  # of runs with forks
+    numbers |= {
+        "calls_unread",
+        "calls_unread/mistral",
+        "calls_malformed",
+    }  # of models that write calls otherwise, or badly
     numbers |= {"shapley/writer", "shapley_error/writer"}  # of runs with coalitions
     assert {name for name in documented() if not any(covers(name, number) for number in numbers)} == set()
 
