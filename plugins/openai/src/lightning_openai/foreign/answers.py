@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from lightning_openai.events import read_events
-from lightning_openai.foreign.dialect import Dialect
+from lightning_openai.foreign.dialect import ForeignDialect
 from lightning_spans.chat.stream import EventReader
 from lightning_spans.schema.spans import Json
 
@@ -43,7 +43,7 @@ class Answers:
         request: of the program, which the responses are to.
     """
 
-    def __init__(self, dialect: Dialect, library: ModuleType, request: Any) -> None:
+    def __init__(self, dialect: ForeignDialect, library: ModuleType, request: Any) -> None:
         self._dialect, self._library, self._request = dialect, library, request
 
     def refusal(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> Any:
@@ -83,7 +83,7 @@ def _message(response: Any) -> str:
 class _Reader:
     """Turns the bytes of a streamed chat completion into those of a streamed answer."""
 
-    def __init__(self, dialect: Dialect) -> None:
+    def __init__(self, dialect: ForeignDialect) -> None:
         self._dialect = dialect
         self._cut = EventReader()
         self._said = dialect.stream()

@@ -11,7 +11,7 @@ import orjson
 from lightning_openai.call import PLUGIN
 from lightning_openai.events import is_whole
 from lightning_openai.foreign.answers import Answers, parts_of
-from lightning_openai.foreign.dialect import CHAT, Dialect
+from lightning_openai.foreign.dialect import CHAT, ForeignDialect
 from lightning_openai.httpx_calls import HttpxCall
 from lightning_openai.recorded_body import RecordedBody
 from lightning_spans.record.prompts import with_prompts
@@ -31,7 +31,7 @@ class ForeignCall(HttpxCall):
     """One request in a vendor's form, until its answer has been read."""
 
     def __init__(
-        self, recorder: Recorder, client: Any, request: Any, dialect: Dialect, body: Mapping[str, Json]
+        self, recorder: Recorder, client: Any, request: Any, dialect: ForeignDialect, body: Mapping[str, Json]
     ) -> None:
         self._dialect = dialect
         self._own_body = body

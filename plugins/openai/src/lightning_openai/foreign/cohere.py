@@ -44,11 +44,11 @@ class Cohere:
     content_type = "text/event-stream"
 
     def knows(self, path: str, body: Mapping[str, Json]) -> bool:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return path.endswith("/v2/chat") and isinstance(body.get("model"), str) and "messages" in body
 
     def read(self, path: str, body: Mapping[str, Json]) -> ForeignRequest:  # noqa: ARG002 - the path says nothing more
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         fields = Fields(body)
         left_out = fields.drop(["priority"])
         chat = fields.renamed(_SAMPLING)
@@ -82,17 +82,17 @@ class Cohere:
         return ForeignRequest(chat, untranslated, left_out)
 
     def prompted(self, body: Mapping[str, Json], changed: Changed) -> Mapping[str, Json] | None:
-        """See `Dialect`: its system messages are those of a chat completion."""
+        """See `ForeignDialect`: its system messages are those of a chat completion."""
         return changed(body)
 
     def completion(self, parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         if any("type" in part for part in parts):
             return _of_events(parts)
         return _of_answer(parts[0])
 
     def answer(self, completion: Mapping[str, Json]) -> Mapping[str, Json]:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         message, reason = next(choices_of(completion), ({}, None))
         said: dict[str, Json] = {"role": "assistant", "content": _content(message)}
         if calls := objects(message.get("tool_calls")):
@@ -100,15 +100,15 @@ class Cohere:
         return {"id": completion.get("id"), "message": said, **_last(reason, completion.get("usage") or {})}
 
     def stream(self) -> _CohereEvents:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return _CohereEvents()
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return b"event: %b\ndata: %b\n\n" % (str(event.get("type")).encode(), orjson.dumps(event))
 
     def error(self, status: int, message: str) -> Mapping[str, Json]:  # noqa: ARG002 - its errors are a text
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return {"message": message}
 
 

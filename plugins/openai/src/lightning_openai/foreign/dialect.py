@@ -46,7 +46,7 @@ class AnswerStream(Protocol):
         """Return the events at the end."""
 
 
-class Dialect(Protocol):
+class ForeignDialect(Protocol):
     """A vendor's form.
 
     Attributes:

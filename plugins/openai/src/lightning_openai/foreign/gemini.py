@@ -50,11 +50,11 @@ class Gemini:
     content_type = "text/event-stream"
 
     def knows(self, path: str, body: Mapping[str, Json]) -> bool:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return _MODEL.search(path) is not None and "contents" in body
 
     def read(self, path: str, body: Mapping[str, Json]) -> ForeignRequest:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         found = _MODEL.search(path)
         chat: dict[str, Json] = {"model": found[1] if found else None}
         fields = Fields(body, spelt=camel)
@@ -73,7 +73,7 @@ class Gemini:
         return ForeignRequest(chat, untranslated | fields.rest(), left_out)
 
     def prompted(self, body: Mapping[str, Json], changed: Changed) -> Mapping[str, Json] | None:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         field = next((name for name in body if camel(name) == "systemInstruction"), "systemInstruction")
         given = body.get(field)
         parts = given.get("parts") if isinstance(given, Mapping) else given
@@ -83,7 +83,7 @@ class Gemini:
         return {**body, field: {**(given if isinstance(given, Mapping) else {}), "parts": prompted["system"]}}
 
     def completion(self, parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         choices: dict[int, _CandidateSoFar] = {}
         known: dict[str, Json] = {}
         for part in parts:
@@ -101,7 +101,7 @@ class Gemini:
         return completion | {name: known[name] for name in ("promptFeedback", "error") if name in known}
 
     def answer(self, completion: Mapping[str, Json]) -> Mapping[str, Json]:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         candidates = []
         for choice in objects(completion.get("choices")):
             message = choice.get("message") or {}
@@ -111,15 +111,15 @@ class Gemini:
         return {"candidates": candidates, **_around(completion, completion.get("usage") or {})}
 
     def stream(self) -> _GeminiEvents:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return _GeminiEvents()
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return b"data: " + orjson.dumps(event) + b"\r\n\r\n"
 
     def error(self, status: int, message: str) -> Mapping[str, Json]:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         word = _STATUS.get(status, "INTERNAL" if status >= 500 else "FAILED_PRECONDITION")
         return {"error": {"code": status, "message": message, "status": word}}
 

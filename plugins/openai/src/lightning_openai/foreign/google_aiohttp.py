@@ -16,7 +16,7 @@ import orjson
 from lightning_openai.call import PLUGIN
 from lightning_openai.caller import caller_in
 from lightning_openai.foreign.answers import parts_of
-from lightning_openai.foreign.dialect import Dialect, ForeignRequest
+from lightning_openai.foreign.dialect import ForeignDialect, ForeignRequest
 from lightning_openai.foreign.known import dialect_of
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.context import entered, settled
@@ -100,7 +100,7 @@ def _begun(recorder: Recorder | None, client: Any, request: Any) -> _AiohttpCall
 class _AiohttpCall:
     """One request."""
 
-    def __init__(self, recorder: Recorder, dialect: Dialect, asked: ForeignRequest, host: str | None) -> None:
+    def __init__(self, recorder: Recorder, dialect: ForeignDialect, asked: ForeignRequest, host: str | None) -> None:
         self._dialect = dialect
         context = place_of_call()
         self._call = OtherCall(

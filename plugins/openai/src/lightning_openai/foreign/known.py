@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Final
 
 from lightning_openai.foreign.cohere import Cohere
-from lightning_openai.foreign.dialect import Dialect
+from lightning_openai.foreign.dialect import ForeignDialect
 from lightning_openai.foreign.gemini import Gemini
 from lightning_openai.foreign.ollama import OllamaChat, OllamaGenerate
 from lightning_spans.schema.spans import Json
 
-_KNOWN: Final[tuple[Dialect, ...]] = (Gemini(), OllamaChat(), OllamaGenerate(), Cohere())
+_KNOWN: Final[tuple[ForeignDialect, ...]] = (Gemini(), OllamaChat(), OllamaGenerate(), Cohere())
 
 
-def dialect_of(path: str, body: Mapping[str, Json]) -> Dialect | None:
+def dialect_of(path: str, body: Mapping[str, Json]) -> ForeignDialect | None:
     """Return the form of a request that looks like a model's; None where it is in none of these."""
     path = path.rstrip("/")
     return next((dialect for dialect in _KNOWN if dialect.knows(path, body)), None)

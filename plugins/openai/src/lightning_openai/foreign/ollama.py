@@ -47,11 +47,11 @@ class OllamaChat:
     asks = "messages"
 
     def knows(self, path: str, body: Mapping[str, Json]) -> bool:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return path.endswith(self.path) and isinstance(body.get("model"), str) and self.asks in body
 
     def read(self, path: str, body: Mapping[str, Json]) -> ForeignRequest:  # noqa: ARG002 - the path says nothing more
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         fields = Fields(body)
         left_out = fields.drop(["keep_alive"])
         options = Fields(fields.take("options"), "options")
@@ -89,11 +89,11 @@ class OllamaChat:
         return messages, untranslated
 
     def prompted(self, body: Mapping[str, Json], changed: Changed) -> Mapping[str, Json] | None:
-        """See `Dialect`: its system messages are those of a chat completion."""
+        """See `ForeignDialect`: its system messages are those of a chat completion."""
         return changed(body)
 
     def completion(self, parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[dict[str, Json]] = []
@@ -114,21 +114,21 @@ class OllamaChat:
         return completion | ({"error": last["error"]} if "error" in last else {})
 
     def answer(self, completion: Mapping[str, Json]) -> Mapping[str, Json]:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         message, reason = next(choices_of(completion), ({}, None))
         said = self._part(message.get("content") or "", thought_of(message), objects(message.get("tool_calls")))
         return {**_head(completion), **said, **_last(reason, completion.get("usage") or {})}
 
     def stream(self) -> _OllamaLines:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return _OllamaLines(self)
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return orjson.dumps(event) + b"\n"
 
     def error(self, status: int, message: str) -> Mapping[str, Json]:  # noqa: ARG002 - its errors are a text
-        """See `Dialect`."""
+        """See `ForeignDialect`."""
         return {"error": message}
 
     def _said(self, part: Mapping[str, Json]) -> Mapping[str, Json]:
