@@ -9,43 +9,19 @@ import pytest
 
 pytest.importorskip("openai")
 
-from fake_sink import ListSink
 from foreign_bodies import FORMS, GEMINI, MESSAGES, OLLAMA, TOOLS
 
-from lightning_openai import patch
 from lightning_openai.foreign.known import dialect_of
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.chat.body import messages_of, tool_calls, tool_schemas
 from lightning_spans.chat.response import read_answer
 from lightning_spans.record import prompts, unrecorded
-from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
 from lightning_spans.testing.plugins.server import ScriptedServer
 
 SECRETS = {"authorization": "Bearer mine", "x-goog-api-key": "mine", "cookie": "a=mine", "x-own": "mine"}
 FAR = "http://far"
-
-
-@pytest.fixture
-def sink():
-    return ListSink()
-
-
-@pytest.fixture
-def recorder(sink):
-    recorder = SpanRecorder(make_tracer("embedded", sink))
-    undo = patch.bind(recorder)
-    unrecorded.forget()
-    yield recorder
-    unrecorded.forget()
-    undo()
-
-
-@pytest.fixture(params=["httpx", "httpx2"])
-def library(request):
-    return pytest.importorskip(request.param)
 
 
 @pytest.fixture(params=FORMS)

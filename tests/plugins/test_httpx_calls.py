@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("openai")
 
-from fake_sink import ListSink
 
 from lightning_openai import patch
 from lightning_openai.anthropic_stream import message_of_events
@@ -40,26 +39,6 @@ EVENTS = [
     {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 7}},
     {"type": "message_stop"},
 ]  # fmt: skip
-
-
-@pytest.fixture
-def sink():
-    return ListSink()
-
-
-@pytest.fixture
-def recorder(sink):
-    recorder = SpanRecorder(make_tracer("embedded", sink))
-    undo = patch.bind(recorder)
-    unrecorded.forget()
-    yield recorder
-    unrecorded.forget()
-    undo()
-
-
-@pytest.fixture(params=["httpx", "httpx2"])
-def library(request):
-    return pytest.importorskip(request.param)
 
 
 def chats(recorder, sink):
