@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,11 @@ from hypothesis import settings
 
 settings.register_profile("ours", deadline=None)  # a slow machine is no fault of the code
 settings.load_profile("ours")
+
+for _library in ("httpx", "httpx2"):  # nor is silence of more than five seconds, their default
+    with suppress(ImportError):
+        _patient = inspect.signature(importlib.import_module(_library).get).parameters["timeout"].default
+        _patient.read = _patient.connect = _patient.write = _patient.pool = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -185,7 +185,7 @@ def test_a_stream_that_is_left_or_never_read_on_ends_with_what_was_read(recorded
     next(items)
     assert len(chats(sink)) == 1
     items._lightning.left()  # as when it is collected, which LiteLLM's logging puts off
-    assert patch.abandoned.wait(10)
+    assert patch.abandoned.wait(60)
     assert [span.attributes[names.ABANDONED] for span in chats(sink)] == [True, True]
 
 

@@ -353,7 +353,7 @@ child = os.fork()
 if child == 0:
     with agent("child"):
         pass
-    os._exit(0 if attachment.flush(20) else 3)
+    os._exit(0 if attachment.flush(60) else 3)
 end = time.monotonic() + 60
 while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
     if time.monotonic() > end:  # hooks for forked children run before `fork` returns: no alarm of its own would be set

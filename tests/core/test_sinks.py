@@ -29,7 +29,7 @@ class Receiver:
         self.gate.set()
 
     def __call__(self, destination, spans):
-        self.gate.wait(10)
+        self.gate.wait(60)
         if self.error:
             raise self.error
         self.got += [(destination, span) for span in spans]
@@ -64,14 +64,14 @@ def sink(receiver, spool):
 def test_everything_is_delivered_once_in_order(sink, receiver):
     for number in range(2000):
         sink.put(make(number), None)
-    assert sink.flush(10)
+    assert sink.flush(60)
     assert receiver.ids == list(range(2000))
 
 
 def test_each_attempts_spans_go_to_its_own_endpoint_with_its_own_key(sink, receiver):
     for number in range(10):
         sink.put(make(number), Attempt("r", f"a{number % 2}", endpoint="http://x", key=f"key{number % 2}"))
-    assert sink.flush(10)
+    assert sink.flush(60)
     assert {(d.key, int(s.span_id, 16) % 2) for d, s in receiver.got} == {("key0", 1), ("key1", 0)}
 
 
@@ -81,7 +81,7 @@ def test_put_does_not_wait_for_a_receiver_that_hangs(sink, receiver):
         sink.put(make(number), None)  # would hang here
     assert not sink.flush(0.2)
     receiver.gate.set()
-    assert sink.flush(10)
+    assert sink.flush(60)
     assert receiver.ids == list(range(1000))
 
 
@@ -90,14 +90,14 @@ def test_what_can_not_be_delivered_is_spooled_and_delivered_later(sink, receiver
     with caplog.at_level(logging.WARNING, logger="lightning_spans"):
         for number in range(600):
             sink.put(make(number), None)
-        assert sink.flush(10)
+        assert sink.flush(60)
     assert "down" in caplog.text
     assert (sink.counts.delivered, sink.counts.spooled, sink.counts.dropped) == (0, 600, 0)
     assert spool.pending() > 0
     receiver.error = None
     sink._lines.clear()  # the time to try again has come
     sink.put(make(600), None)
-    assert sink.flush(10)
+    assert sink.flush(60)
     assert receiver.ids == list(range(601))  # in order
     assert spool.pending() == 0
 
@@ -106,7 +106,7 @@ def test_the_next_process_delivers_what_the_last_one_spooled(receiver, spool):
     assert spool.append(None, None, [make(1), make(2)]) == 2
     sink = BatchSink(receiver, route=lambda attempt: [Destination()], spool=Spool(spool.folder))
     sink.put(make(3), None)
-    assert sink.flush(10)
+    assert sink.flush(60)
     assert receiver.ids == [1, 2, 3]
     sink.close()
 
@@ -126,7 +126,7 @@ def test_what_the_other_side_will_never_take_is_counted_and_not_tried_again(sink
     receiver.error = BatchRefusedError("401: expired key")
     with caplog.at_level(logging.WARNING, logger="lightning_spans"):
         sink.put(make(1), None)
-        assert sink.flush(10)
+        assert sink.flush(60)
     assert (sink.counts.refused, spool.pending()) == (1, 0)
     assert "expired key" in caplog.text
 
@@ -181,11 +181,11 @@ def test_a_forked_child_delivers_its_own_spans(tmp_path):
 
     sink = BatchSink(deliver, route=lambda attempt: [Destination()], spool=spool)
     sink.put(make(1), None)
-    assert sink.flush(10)
+    assert sink.flush(60)
     child = os.fork()
     if child == 0:
         sink.put(make(2), None)
-        os._exit(0 if sink.flush(10) else 1)
+        os._exit(0 if sink.flush(60) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert (tmp_path / f"{child}").read_text() == make(2).span_id
     sink.close()

@@ -83,10 +83,10 @@ def test_a_destination_that_is_down_holds_up_no_other(sink: BatchSink, receivers
     assert spool.append("http://gone", None, [make(0)]) == 1  # of a run whose server will never come back
     for number in range(1, 50):
         sink.put(make(number), to("http://here"))
-    assert sink.flush(10)
+    assert sink.flush(60)
     sink.put(make(50), to("http://gone"))
     sink.put(make(51), to("http://here"))
-    assert sink.flush(10)
+    assert sink.flush(60)
     assert receivers.at("http://here") == [*range(1, 50), 51]
     assert spool.pending() == 2
 
@@ -99,10 +99,10 @@ def test_what_comes_after_waits_behind_what_waits(sink: BatchSink, receivers: Re
             try_again(sink)
         sink.put(make(number), to("http://x"))
         if number % 50 == 49:
-            assert sink.flush(10)
+            assert sink.flush(60)
     try_again(sink)
     sink.put(make(300), to("http://x"))
-    assert sink.flush(10)
+    assert sink.flush(60)
     assert receivers.at("http://x") == list(range(301))
 
 
@@ -149,11 +149,11 @@ def test_one_process_delivers_at_a_time_and_another_goes_on_when_it_dies(
         assert other.stdout.readline() == "delivering\n"
         for number in range(1, 5):
             sink.put(make(number), to("http://x"))
-        assert sink.flush(10)
+        assert sink.flush(60)
         assert receivers.got == []  # behind what the other delivers
         other.send_signal(signal.SIGKILL)
     sink.put(make(5), to("http://x"))
-    assert sink.flush(10)
+    assert sink.flush(60)
     until = time.monotonic() + 10
     while len(receivers.got) < 6 and time.monotonic() < until:
         time.sleep(0.05)
@@ -191,12 +191,12 @@ def test_a_full_disk_keeps_spans_in_memory_until_there_is_room(
         assert not sink.flush(1.0)
         assert "No space left" in caplog.text
         assert list(spool.folder.glob("*.half")) == []  # nothing half is left behind on a full disk
-    assert sink.flush(10)  # there is room again
+    assert sink.flush(60)  # there is room again
     assert (sink.counts.spooled, sink.counts.dropped) == (100, 0)
     receivers.down = set()
     try_again(sink)
     sink.put(make(100), to("http://x"))
-    assert sink.flush(10)
+    assert sink.flush(60)
     assert receivers.at("http://x") == list(range(101))
 
 
@@ -282,7 +282,7 @@ def test_what_the_server_takes_in_part_is_counted(receivers: Receivers, spool: S
     sink = BatchSink(delivery, route=lambda _: [Destination("http://x/v1/traces")], spool=spool)
     for number in range(10):
         sink.put(make(number), None)
-    assert sink.flush(10)
+    assert sink.flush(60)
     sink.close()
     assert (sink.counts.delivered, sink.counts.refused) == (7, 3)
 
@@ -312,7 +312,7 @@ while True:
     sink.put(Span(operation="chat", name="m", start_ns=number, end_ns=number, **ids), None)
     number += 1
     if number % 20 == 0:
-        sink.flush(5)
+        sink.flush(60)
         print(number, sink.counts.dropped, flush=True)  # these are delivered or on disk
         time.sleep(0.01)
 """

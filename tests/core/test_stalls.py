@@ -73,7 +73,7 @@ class Scene:
         stack.callback(self.lever.set)
 
     def held(self, *_: Any, **__: Any) -> None:
-        self.lever.wait(20.0)
+        self.lever.wait(60)
 
     def aside(self, work: Callable[[], Any]) -> None:
         """Do something that will be held up."""
@@ -173,7 +173,7 @@ def silent_server(scene: Scene, answer: bytes = b"") -> str:
                 line.close()
                 continue
             line.sendall(answer)
-            scene.lever.wait(20.0)
+            scene.lever.wait(60)
             listener.close()  # before the line: who asks again is refused
             line.close()
 
@@ -210,7 +210,7 @@ def sink(scene: Scene, deliver: Callable[..., None], spool: Spool) -> None:
     scene.stack.callback(sink.close)
     scene.stack.callback(scene.lever.set)
     sink.put(a_span(), Attempt("r", "r.1"))
-    scene.aside(lambda: sink.flush(20.0))
+    scene.aside(lambda: sink.flush(60))
 
 
 def sink_delivery(scene: Scene) -> None:
@@ -240,7 +240,7 @@ def span_listener(scene: Scene) -> None:
     scene.stack.callback(scene.lever.set)
     recorder = SpanRecorder(make_tracer("embedded", ListSink()), on_end=listeners.tell)
     recorder.start("chat", "m", agent="writer").end()
-    scene.aside(lambda: listeners.flush(20.0))
+    scene.aside(lambda: listeners.flush(60))
 
 
 def replayed_tool(scene: Scene) -> None:

@@ -129,7 +129,7 @@ def test_a_full_queue_tells_the_sender_to_come_again(tmp_path):
             self._store = store
 
         def add_spans(self, spans):
-            gate.wait(10)
+            gate.wait(60)
             return self._store.add_spans(spans)
 
         def __getattr__(self, name):

@@ -213,7 +213,7 @@ def test_a_stream_that_falls_silent_ends_within_its_bound_and_one_that_goes_on_d
         cut = front.post({"messages": [{"role": "user", "content": "for ever"}], "stream": True}, attempt="b").text
         assert cut.count('"x"') == 8
         assert "nothing came for 1 s" in cut
-        assert gone.wait(10), "the upstream's answer is not read any more"
+        assert gone.wait(60), "the upstream's answer is not read any more"
         (call,) = front.calls("b")
         assert "nothing came for 1 s" in call.error
         assert call.choices[0].message["content"] == "x" * 8
@@ -249,16 +249,16 @@ def test_pause_waits_for_calls_under_way_and_holds_the_others_until_resume(tmp_p
     with gateway(tmp_path, Behind(slow), routing=Routing(model="m", versions={"m": 4})) as front:
         threads = [threading.Thread(target=front.post, args=({"messages": USER},)) for _ in range(2)]
         threads[0].start()
-        assert going.wait(5)
+        assert going.wait(60)
         assert front.admin("/api/policies/pause", {"model": "m", "drain_s": 0.1}).json()["in_flight"] == 1
         threads[1].start()
         may_end.set()
-        threads[0].join(10)
+        threads[0].join(60)
         drained = front.admin("/api/policies/pause", {"model": "m", "drain_s": 5}).json()
         assert (drained["in_flight"], drained["paused"]) == (0, True)
         assert len(front.calls("a")) == 1
         assert front.admin("/api/policies/resume", {"model": "m", "version": 5}).json()["version"] == 5
-        threads[1].join(10)
+        threads[1].join(60)
         assert sorted(call.policy_version for call in front.calls("a")) == [4, 5]
 
 

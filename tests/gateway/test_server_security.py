@@ -118,7 +118,7 @@ def test_and_under_no_other(server, host):
 
 def connect(url: str) -> socket.socket:
     host, _, port = url.removeprefix("http://").partition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def is_closed(connection: socket.socket, within_s: float = 5.0) -> bool:
@@ -198,7 +198,7 @@ def test_a_client_that_does_not_read_is_not_waited_for_for_ever(hasty):
     try:
         with connect(thread.start()) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert left.wait(20)
+            assert left.wait(60)
     finally:
         thread.stop()
 

@@ -104,7 +104,7 @@ def test_spans_that_find_no_room_are_refused_and_calls_are_not():
     class Slow(Counting):
         def add_spans(self, spans):
             held.set()
-            go_on.wait(10)
+            go_on.wait(60)
             return super().add_spans(spans)
 
     store = Slow()
@@ -149,7 +149,7 @@ def test_threads_and_loops_wait_for_the_same_commit():
     def do_all(items):
         batches.append(sorted(items))
         started.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return [item * 2 if item != 3 else StoreError("three") for item in items]
 
     commits = GroupCommit(do_all, name="test", closed="closed")

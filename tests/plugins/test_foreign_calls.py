@@ -35,7 +35,7 @@ def at_once(request):
 
 
 def chats(recorder, sink):
-    recorder.tracer.flush(10)
+    recorder.tracer.flush(60)
     return [span for span in sink.spans if span.operation == names.CHAT]
 
 

@@ -42,7 +42,7 @@ EVENTS = [
 
 
 def chats(recorder, sink):
-    recorder.tracer.flush(10)
+    recorder.tracer.flush(60)
     return [span for span in sink.spans if span.operation == names.CHAT]
 
 

@@ -155,7 +155,7 @@ def unfinished(url: str, key: str | None, path: str, count: int = 60) -> str:
     head += (f"Authorization: Bearer {key}\r\n" if key else "") + "\r\n"
     connections, answers = [], []
     for _ in range(count):
-        connection = socket.create_connection((host, int(port)), timeout=5)
+        connection = socket.create_connection((host, int(port)), timeout=60)
         connections.append(connection)
         try:
             connection.sendall(head.encode())

@@ -231,7 +231,7 @@ def test_an_agent_can_not_choose_where_its_call_goes(tmp_path, path):
             import socket
 
             host, _, port = target.partition(":")
-            with socket.create_connection((host, int(port)), timeout=5) as direct:  # as if to a forward proxy
+            with socket.create_connection((host, int(port)), timeout=60) as direct:  # as if to a forward proxy
                 direct.sendall(f"GET {url}/secret HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
                 assert b" 200 " not in direct.recv(4096)[:15]
     finally:

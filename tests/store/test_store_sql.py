@@ -126,11 +126,11 @@ def test_writes_that_wait_share_a_transaction(opened: Callable[..., SqlStore], m
 
     def hold(_: Connection) -> None:
         started.set()
-        go_on.wait(10)
+        go_on.wait(60)
 
     with ThreadPoolExecutor(33) as pool:
         holding = pool.submit(store._writer.do, hold)
-        started.wait(10)
+        started.wait(60)
         adding = [pool.submit(store.add_spans, [a_span()]) for _ in range(32)]
         while store._writer.waiting < 32:
             time.sleep(0.001)
@@ -146,7 +146,7 @@ def test_a_transaction_that_fails_as_a_whole_is_told_to_nobody_as_kept(opened: C
 
     def hold(_: Connection) -> None:
         started.set()
-        go_on.wait(10)
+        go_on.wait(60)
 
     def break_all(connection: Connection) -> None:
         connection.exec_driver_sql("ROLLBACK")  # as SQLite does by itself when the disk is full
@@ -155,7 +155,7 @@ def test_a_transaction_that_fails_as_a_whole_is_told_to_nobody_as_kept(opened: C
     good = [a_span() for _ in range(8)]
     with ThreadPoolExecutor(10) as pool:
         pool.submit(store._writer.do, hold)
-        started.wait(10)
+        started.wait(60)
         adding = [pool.submit(store.add_spans, [span]) for span in good]
         breaking = pool.submit(store._writer.do, break_all)
         while store._writer.waiting < 9:

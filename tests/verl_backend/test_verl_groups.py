@@ -62,7 +62,7 @@ def test_a_group_is_handed_on_when_all_of_it_has_ended_and_not_before(store):
 
 
 def test_groups_are_judged_at_once_and_handed_on_with_what_the_judge_said(store):
-    both, seen = threading.Barrier(2, timeout=5), []
+    both, seen = threading.Barrier(2, timeout=60), []
 
     def judging(ended: list[Outcome]) -> list[Outcome]:
         both.wait()  # neither waits for the other

@@ -207,10 +207,11 @@ def _chunks(body: Mapping[str, Json], whole: Mapping[str, Json]) -> Iterator[dic
         first = {**_part(choice, {"role": "assistant"}), "prompt_token_ids": whole["prompt_token_ids"]}
         yield {**base, **first}
     longest = max(len(choice["token_ids"]) for choice in whole["choices"])
+    deltas = [_deltas(choice["message"]) for choice in whole["choices"]]
     for step in range(longest):  # the choices take turns, as they do on a real server
-        for choice in whole["choices"]:
+        for choice, grown in zip(whole["choices"], deltas, strict=True):
             if step < len(choice["token_ids"]):
-                yield {**base, **_part(choice, _delta(choice["message"], step), step)}
+                yield {**base, **_part(choice, grown[step], step)}
     for choice in whole["choices"]:
         yield {**base, **_part(choice, {}, finish=choice["finish_reason"])}
     if counted:
@@ -232,20 +233,17 @@ def _part(
     return {"choices": [part]}
 
 
-def _delta(message: Mapping[str, Json], step: int) -> dict[str, Json]:
-    """Return what the message grows by at one token: a word, or one word of the arguments of a tool call."""
+def _deltas(message: Mapping[str, Json]) -> list[Json]:
+    """Return what the message grows by at each token: a word, or one word of the arguments of a tool call."""
     if message["content"] is not None:
-        return {"content": words_of(message["content"])[step]}
-    before = 0
+        return [{"content": word} for word in words_of(message["content"])]
+    deltas: list[Json] = []
     for index, call in enumerate(message["tool_calls"]):
-        words = words_of(call["function"]["arguments"])
-        if step < before + len(words):
-            word = words[step - before]
-            opening = {"id": call["id"], "type": "function"} if step == before else {}
-            name = {"name": call["function"]["name"]} if step == before else {}
-            return {"tool_calls": [{"index": index, **opening, "function": {**name, "arguments": word}}]}
-        before += len(words)
-    raise ValueError(f"no token {step} in {message}")
+        for step, word in enumerate(words_of(call["function"]["arguments"])):
+            opening = {"id": call["id"], "type": "function"} if step == 0 else {}
+            name = {"name": call["function"]["name"]} if step == 0 else {}
+            deltas.append({"tool_calls": [{"index": index, **opening, "function": {**name, "arguments": word}}]})
+    return deltas
 
 
 def _text_completion(body: Mapping[str, Json], reply: Reply, key: str) -> dict[str, Json]:
@@ -281,20 +279,21 @@ def _text_chunks(body: Mapping[str, Json], whole: Mapping[str, Json]) -> Iterato
     base = {key: whole[key] for key in ("id", "object", "created", "model")}
     base |= {"usage": None} if _counted(body) else {}
     longest = max(len(choice["token_ids"]) for choice in whole["choices"])
+    words = [words_of(choice["text"]) for choice in whole["choices"]]
     for step in range(longest):
-        for choice in whole["choices"]:
+        for choice, text in zip(whole["choices"], words, strict=True):
             if step < len(choice["token_ids"]):
-                yield {**base, "choices": [_text_part(choice, step)]}
+                yield {**base, "choices": [_text_part(choice, text[step], step)]}
     if _counted(body):
         yield {**base, "choices": [], "usage": whole["usage"]}
 
 
-def _text_part(choice: Mapping[str, Json], step: int) -> dict[str, Json]:
+def _text_part(choice: Mapping[str, Json], word: str, step: int) -> dict[str, Json]:
     last = step == len(choice["token_ids"]) - 1
     flat = choice["logprobs"]
     part = {
         "index": choice["index"],
-        "text": words_of(choice["text"])[step],
+        "text": word,
         "logprobs": flat and {name: values and [values[step]] for name, values in flat.items()},
         "finish_reason": choice["finish_reason"] if last else None,
         "token_ids": [choice["token_ids"][step]],
