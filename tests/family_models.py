@@ -37,6 +37,14 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
         "num_kv_shared_layers": 0,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "Qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "GptOss": {
         "sliding_window": 32,
         "num_local_experts": 4,
@@ -44,7 +52,9 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
-ONE_OF_EACH: Final = ("Qwen2.5", "Qwen3", "Llama 3.1", "Mistral v3", "GLM-4.5", "Gemma 3", "gpt-oss")
+ONE_OF_EACH: Final = (
+    "Qwen2.5", "Qwen3", "Llama 3.1", "Mistral v3", "GLM-4.5", "Gemma 3", "gpt-oss", "Qwen3.5", "LFM2.5",
+)  # fmt: skip
 REFUSED: Final = ("Gemma 4",)  # full layers have wider keys than sliding ones
 
 
@@ -53,7 +63,7 @@ def make_family_model(folder: Path, family: Family, *, seed: int = 0) -> Path:
     import torch
     import transformers
 
-    name = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(family.architecture, family.architecture)
+    name = family.architecture + ("Text" if family.architecture in {"Gemma3", "Gemma4", "Qwen3_5"} else "")
     tokenizer = tokenizer_of(family)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     settings = {**_COMMON, **_OWN[family.architecture], **ids, "pad_token_id": tokenizer.pad_token_id}

@@ -71,7 +71,7 @@ _OF_TRL: tuple[tuple[str, str, tuple[str, ...], str, str | None, str | None, tup
     ("Qwen2.5", "qwen2_5", _CHATML, "<|im_end|>", "hermes", None, (), "Qwen2"),
     ("Qwen3", "qwen3", _CHATML, "<|im_end|>", "hermes", "<think>", (), "Qwen3"),
     ("Qwen3 2507", "qwen3_instruct_2507", _CHATML, "<|im_end|>", "hermes", None, (), "Qwen3"),
-    ("Qwen3.5", "qwen3_5_think", _CHATML, "<|im_end|>", "qwen-xml", "<think>", (), "Qwen3"),
+    ("Qwen3.5", "qwen3_5_think", _CHATML, "<|im_end|>", "qwen-xml", "<think>", (), "Qwen3_5"),
     ("Qwen3.8", "qwen3_8", _CHATML, "<|im_end|>", "qwen-xml", "<think>", (), "Qwen3"),
     ("Nemotron 3 Nano", "nemotron_3_nano", _CHATML, "<|im_end|>", "qwen-xml", "<think>", (), "Llama"),
     ("Llama 3.1", "llama3_1", _LLAMA, "<|eot_id|>", "llama-json", None, ("<|eom_id|>",), "Llama"),
@@ -81,7 +81,7 @@ _OF_TRL: tuple[tuple[str, str, tuple[str, ...], str, str | None, str | None, tup
     ("DeepSeek V3", "deepseekv3", _DEEPSEEK, "<｜end▁of▁sentence｜>", "deepseek-v3", "<think>", (), "Llama"),
     ("Gemma 4", "gemma4_v5", _GEMMA, "<turn|>", "gemma", "<|channel>thought\n", ("<|tool_response>",), "Gemma4"),
     ("LFM2.5", "lfm2_2_5", (*_CHATML, "<|tool_call_start|>", "<|tool_call_end|>"), "<|im_end|>", "lfm", "<think>", (),
-     "Llama"),
+     "Lfm2"),
     ("R1 distilled", "deepseek_r1_distill", _DEEPSEEK[:4], "<｜end▁of▁sentence｜>", None, "<think>", (), "Qwen2"),
     ("Gemma 3", "gemma3", ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", None, None, (), "Gemma3"),
 )  # fmt: skip

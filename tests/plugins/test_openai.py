@@ -867,7 +867,9 @@ def test_limits_of_the_users_client_hold_for_rerouted_calls(wired, policy):
     client = openai.OpenAI(base_url=wired.server.url, api_key="sk", max_retries=0, timeout=0.05)
     with attempt_at(policy, "writer"), agent("writer"):
         with pytest.raises(openai.RateLimitError):
-            client.with_options(timeout=60).chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "fail 429 9"}])
+            client.with_options(timeout=60).chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "fail 429 9"}]
+            )
         with pytest.raises(openai.APITimeoutError):
             client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "wait 0.3"}])
         patient = client.with_options(max_retries=2, timeout=60)

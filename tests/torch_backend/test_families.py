@@ -32,7 +32,8 @@ async def run(task):
     for _ in range(2):
         with agent("writer"):
             reply = await client.chat.completions.create(model="gpt-9", max_tokens=5, messages=messages)
-        said = reply.choices[0].message.content or ""
+        message = reply.choices[0].message
+        said = message.content or getattr(message, "reasoning_content", None) or ""
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
     return sum(letter.isascii() and letter.isalpha() for letter in said) / 5
 '''

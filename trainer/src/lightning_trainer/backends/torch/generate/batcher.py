@@ -179,11 +179,11 @@ class Batcher:
     def _place(self, request: Request) -> bool:
         """Put a request into a slot; False when it should wait."""
         cache, last = self._cache, len(request.prompt) - 1  # the last token is always computed: it gives the logits
-        planned = np.minimum(cache.shared(request.prompt, request.adapter), last)
-        there = np.minimum(planned, cache.computed)
+        same = np.minimum(cache.shared(request.prompt, request.adapter), last)
+        there = cache.there(same)
         source = int(there.argmax())
         shared = int(there[source])
-        if int(planned.max()) - shared >= _WORTH_WAITING:
+        if int(cache.coming(same).max()) - shared >= _WORTH_WAITING:
             return False
         continues = source not in self._running and shared >= cache.computed[source] - 1
         slot = source if continues and shared else self._free_slot()
@@ -213,6 +213,8 @@ class Batcher:
         cache, chunks, left = self._cache, [], _STEP_TOKENS
         for slot, request in self._running.items():
             missing = int(cache.planned[slot] - cache.computed[slot])
+            if cache.memories is not None and missing > 1:
+                missing -= 1  # the last one goes alone: others with this prompt go on from what is remembered before it
             if request.drawn:
                 chunks.append(Chunk(slot, missing))
             elif left >= min(missing, SHORT):
@@ -221,7 +223,8 @@ class Batcher:
         for slot in self._running:
             if cache.tail(slot) >= LONGEST_TAIL:
                 cache.seal(slot, int(cache.computed[slot]))
-        longest = max((cache.tail(c.slot) + c.length for c in chunks if c.length <= SHORT), default=0)
+        growing = {chunk.slot: chunk.length for chunk in chunks if chunk.length <= SHORT}
+        longest = max(cache.tail(slot) + growing.get(slot, 0) for slot in self._running)
         cache.give_back_room(longest, [slot for slot in range(cache.slots) if slot not in self._running])
         cache.make_room(longest)
         return chunks

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_trainer.backends.torch.generate.memories import SlotMemories
+
 IDS = NDArray[np.int32]
 
 BLOCK = 64  # tails grow by it: few matrix shapes, so that oneDNN seldom has to make a new kernel
@@ -26,13 +28,23 @@ SHORTEST_PREFIX = BLOCK  # a shorter one is copied: attending to it apart would 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a model needs of a cache."""
+    """What a model needs of a cache.
+
+    Attributes:
+        layers: that attend.
+        key_heads: of each.
+        head_width: of each.
+        dtype: of keys and values.
+        device: where they are.
+        recurrent: whether the model has recurrent layers besides.
+    """
 
     layers: int
     key_heads: int
     head_width: int
     dtype: torch.dtype
     device: torch.device
+    recurrent: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +73,7 @@ class SlotCache:
         self.computed: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens whose keys and values are there
         self.owners: NDArray[np.int64] = np.full(slots, -1)  # number of the adapter that computed what a slot holds
         self.prefixes: list[Prefix | None] = [None] * slots
+        self.memories = SlotMemories(slots) if shape.recurrent else None
         self.room = 0
         self.keys = self.values = torch.empty(0)  # (Y, S, K, C, D) tails
         self.make_room(BLOCK)
@@ -69,6 +82,8 @@ class SlotCache:
         """Forget everything: the weights have changed."""
         self.planned[:] = self.computed[:] = 0
         self.prefixes = [None] * self.slots
+        if self.memories is not None:
+            self.memories.clear()
 
     def shared(self, prompt: IDS, owner: int = -1) -> NDArray[np.int64]:
         """(S,) number of leading tokens that each slot's content, computed or planned, shares with a prompt.
@@ -81,6 +96,15 @@ class SlotCache:
         differs = self.tokens[:, :width] != prompt[:width]
         first = np.where(differs.any(1), differs.argmax(1), width)
         return np.where(self.owners == owner, np.minimum(first, self.planned), 0)
+
+    def there(self, shared_S: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(S,) how many of the tokens that each slot shares with a prompt it can go on from now."""
+        computed = np.minimum(shared_S, self.computed)
+        return computed if self.memories is None else self.memories.there(computed)
+
+    def coming(self, shared_S: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(S,) the same, when what is planned has been computed."""
+        return shared_S if self.memories is None else self.memories.coming(shared_S)
 
     def tail(self, slot: int) -> int:
         """Number of computed tokens after the slot's prefix."""
@@ -95,6 +119,8 @@ class SlotCache:
 
     def begin(self, slot: int, prompt: IDS, source: int, shared: int, owner: int = -1) -> None:
         """Return a slot to a prompt, of an adapter, of which `source` holds the first `shared` tokens."""
+        if self.memories is not None:
+            self.memories.begin(slot, source, shared, len(prompt))
         if self.start(source) < shared - SHORTEST_PREFIX:
             self.seal(source, shared)
         elif SHORTEST_PREFIX <= shared < self.start(source):
@@ -125,6 +151,8 @@ class SlotCache:
     def end(self, slot: int) -> None:
         """Forget what was planned and will not be computed: the slot's request has ended."""
         self.planned[slot] = self.computed[slot]
+        if self.memories is not None:
+            self.memories.end(slot)
 
     def extend_prefix(self, slot: int, keys: Tensor, values: Tensor) -> None:
         """Put newly computed tokens after the prefix of a slot that has no tail: (Y, K, n, D) each."""
@@ -203,6 +231,8 @@ class SlotCache:
         for kept in (self.tokens, self.planned, self.computed, self.owners):
             kept[[a, b]] = kept[[b, a]]
         self.prefixes[a], self.prefixes[b] = self.prefixes[b], self.prefixes[a]
+        if self.memories is not None:
+            self.memories.swap(a, b)
 
 
 def _rounded(length: int) -> int:

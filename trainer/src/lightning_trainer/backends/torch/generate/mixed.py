@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_trainer.backends.torch.generate.packing import Base, linears
+from lightning_trainer.backends.torch.model.recurrent import tokens_in_hand
 
 NO_ADAPTER = -1  # the number of the base model among the adapters
 
@@ -43,8 +44,12 @@ class MixedLinears:
 
     @property
     def mask(self) -> Tensor | None:
-        """(N, R) 1 where a rank is of the token's adapter, else 0; None where no token has an adapter."""
-        return self._mask_NR
+        """(N, R) 1 where a rank is of the token's adapter, else 0; None where no token has an adapter.
+
+        Of the tokens that layers get now: a recurrent layer gets those of some slots at a time.
+        """
+        mine = tokens_in_hand()
+        return self._mask_NR if self._mask_NR is None or mine is None else self._mask_NR[mine]
 
     def choose(self, adapters_N: NDArray[np.int64]) -> None:
         """Say which adapter each token of the next forward pass goes through; `NO_ADAPTER` for none."""

@@ -28,6 +28,7 @@ from lightning_trainer.backends.torch.model.attention import (
     prefix_bias,
     to_key_heads,
 )
+from lightning_trainer.backends.torch.model.recurrent import Layer, Memory, in_hand
 
 SHORT = SHORTEST_PREFIX  # most tokens that are computed into a tail at once; more go into the slot's prefix
 
@@ -41,7 +42,7 @@ class Chunk:
 
 
 class StepPlan:
-    """A step over some slots: `attention.AttentionPlan`.
+    """A step over some slots: `attention.AttentionPlan`, `recurrent.RecurrentPlan`.
 
     Few tokens of many slots go in runs of neighbouring slots, one product for a whole run. A long chunk goes alone, and
     its keys and values are kept aside; `finish` puts them into the slot's prefix.
@@ -87,6 +88,22 @@ class StepPlan:
             first += long.chunk.length
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def recur(self, number: int, layer: Layer, hidden_NW: Tensor) -> Tensor:
+        """Run a recurrent layer, neighbouring slots with as many tokens together."""
+        memories = self._cache.memories
+        if memories is None:
+            raise RuntimeError("this cache was made for a model without recurrent layers")
+        parts, first = [], 0
+        for slots, length in _alike(self.chunks):
+            own = slice(first, first + (slots.stop - slots.start) * length)
+            memory = Memory(memories.of(number, slots))
+            with in_hand(own):
+                out = layer(hidden_NW[own].view(-1, length, hidden_NW.shape[-1]), memory)
+            memories.put(number, slots, memory.after)
+            parts.append(out.flatten(0, 1))
+            first = own.stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def finish(self) -> None:
         """Count what was computed."""
         for long in self._long:
@@ -94,6 +111,15 @@ class StepPlan:
         for chunk in self.chunks:
             if chunk.length <= SHORT:
                 self._cache.computed[chunk.slot] += chunk.length
+            if self._cache.memories is not None:
+                self._cache.memories.have_read(chunk.slot, int(self._cache.computed[chunk.slot]))
+
+
+def _alike(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, int]]:
+    """Return runs of neighbouring slots whose chunks are as long: the slots, and the length."""
+    for (_, length), run in groupby(enumerate(chunks), key=lambda item: (item[1].slot - item[0], item[1].length)):
+        slots = [chunk.slot for _, chunk in run]
+        yield slice(slots[0], slots[-1] + 1), length
 
 
 def _runs(short: Sequence[Chunk]) -> Iterator[list[Chunk]]:

@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from lightning_trainer.backends.torch.learn.tree import IntArray, Packed, Segment
+from lightning_trainer.backends.torch.learn.tree_memory import TreeMemory
 from lightning_trainer.backends.torch.model.attention import (
     AttentionLayer,
     SeenPrefix,
@@ -29,6 +30,7 @@ from lightning_trainer.backends.torch.model.attention import (
     prefix_bias,
     to_key_heads,
 )
+from lightning_trainer.backends.torch.model.recurrent import Layer
 
 _SHORTEST_TRUNK = 64
 
@@ -49,12 +51,14 @@ class _Piece:
 
 
 class TreePlan:
-    """Attention along the paths of a packed micro-batch: `attention.AttentionPlan`."""
+    """The paths of a packed micro-batch: `attention.AttentionPlan`, `recurrent.RecurrentPlan`."""
 
     def __init__(self, packed: Packed, dtype: torch.dtype, device: torch.device) -> None:
         self._buckets = [_Bucket(group, dtype, device) for group in _similar(_pieces(packed.segments))]
         order = np.concatenate([bucket.places for bucket in self._buckets])
         self._back = torch.from_numpy(np.argsort(order)).to(device)  # from the order of the buckets to the packed order
+        self._segments, self._device = packed.segments, device
+        self._memory: TreeMemory | None = None
 
     def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
         """Attend bucket by bucket. What several rows see is gathered for each, so that gradients add up."""
@@ -62,6 +66,15 @@ class TreePlan:
         if torch.is_grad_enabled():  # weights of all rows and layers would fill gigabytes: made again when needed
             return checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
         return self._attend(*inputs)
+
+    def recur(self, _number: int, layer: Layer, hidden_NW: Tensor) -> Tensor:
+        """Run a recurrent layer piece by piece; what it computes on the way is made again when it is needed."""
+        if self._memory is None:
+            self._memory = TreeMemory(self._segments, self._device)
+        if torch.is_grad_enabled():
+            inputs = (self._memory.recur, layer, hidden_NW)
+            return checkpoint(*inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return self._memory.recur(layer, hidden_NW)
 
     def _attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
         parts = [bucket.attend(layer, query_NHD, key_NKD, value_NKD) for bucket in self._buckets]

@@ -6,7 +6,7 @@ see what is the plan's business: `step.StepPlan` for generation, `tree.TreePlan`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "lightning_plan"
+_NUMBER = "lightning_number"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +25,7 @@ class AttentionLayer:
     """How one layer attends.
 
     Attributes:
-        number: of the layer, from 0.
+        number: of the layer, from 0, among those that attend.
         scale: what scores are multiplied by.
         window: a token sees itself and those less than so many places before it; None: all before it.
         sinks_H: (H,) one more score of each query head, behind which there is no value; None: there is none.
@@ -75,6 +76,17 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
 
 
+def layers_of(body: torch.nn.Module, but: Collection[torch.nn.Module]) -> list[Any]:
+    """Return the modules that attend, of those that project keys by themselves, without those named."""
+    return [module for module in body.modules() if hasattr(module, "k_proj") and module not in but]
+
+
+def number(layers: Sequence[Any]) -> None:
+    """Number layers that attend, where others do not: a cache has a place for each of them."""
+    for place, module in enumerate(sorted(layers, key=lambda module: int(module.layer_idx))):
+        setattr(module, _NUMBER, place)
+
+
 def _attention(  # noqa: PLR0917  transformers passes them by position
     module: torch.nn.Module,
     query: Tensor,
@@ -92,8 +104,8 @@ def _attention(  # noqa: PLR0917  transformers passes them by position
     if plan is None:
         raise ValueError("this model was loaded for the embedded engine: call it with a plan, or load it anew")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    number: int = module.layer_idx  # type: ignore[assignment]  # every attention module of transformers has one
-    layer = AttentionLayer(number, scale, sliding_window, s_aux, softcap)
+    place: int = getattr(module, _NUMBER, module.layer_idx)  # type: ignore[arg-type]  # every attention module of transformers has an index
+    layer = AttentionLayer(place, scale, sliding_window, s_aux, softcap)
     out = plan.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     return out[None], None
 

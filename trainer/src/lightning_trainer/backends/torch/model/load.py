@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,24 @@ from torch import Tensor, nn
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.generate.cache import CacheShape, SlotCache
 from lightning_trainer.backends.torch.generate.step import SHORT, Chunk, StepPlan
-from lightning_trainer.backends.torch.model import attention
+from lightning_trainer.backends.torch.model import attention, recurrent
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.models import check_folder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBES = 8  # the first of them warms up
 _LAYERS = frozenset({"full_attention", "sliding_attention"})  # kinds of layers that plans know
+_FORGETFUL = frozenset({"mlp", "moe"})  # and that need none: each token by itself
 _NARROW = 24  # the window of sliding layers while a model is proved: its own may be longer than any proof
+
+
+class Plan(attention.AttentionPlan, recurrent.RecurrentPlan, Protocol):
+    """What follows what in one forward pass over packed tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A causal language model that attends by plan.
+    """A causal language model that attends, and remembers, by plan.
 
     Attributes:
         causal: transformers' model, adapters included.
@@ -48,12 +53,13 @@ class LoadedModel:
     end_tokens: frozenset[int]
     source: Path
 
-    def hidden(self, tokens_N: Tensor, positions_N: Tensor, plan: attention.AttentionPlan) -> Tensor:
+    def hidden(self, tokens_N: Tensor, positions_N: Tensor, plan: Plan) -> Tensor:
         """(N, width) last hidden states of packed tokens."""
         body = self.causal.base_model
-        out: Tensor = body(
-            input_ids=tokens_N[None], position_ids=positions_N[None], plan=plan, use_cache=False
-        ).last_hidden_state
+        with recurrent.planned(plan):
+            out: Tensor = body(
+                input_ids=tokens_N[None], position_ids=positions_N[None], plan=plan, use_cache=False
+            ).last_hidden_state
         return out[0]
 
     @property
@@ -99,6 +105,7 @@ def load(options: TorchOptions, tokenizer_folder: Path | None = None) -> LoadedM
         causal = causal.to(dtype=torch.bfloat16)
     causal = causal.to(device=device).eval()
     causal.requires_grad_(requires_grad=False)
+    recurrent.follow_plans(causal)
     loaded = LoadedModel(
         causal=causal,
         tokenizer=tokenizer,
@@ -184,24 +191,30 @@ def _set_template(tokenizer: Any, options: TorchOptions) -> None:
 def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
     """Say what a cache looks like; refuse what the engine can't run, and say why."""
     config = causal.config.get_text_config()
-    others = {*(getattr(config, "layer_types", None) or ())} - _LAYERS
-    keys = [module.k_proj for module in causal.get_decoder().modules() if hasattr(module, "k_proj")]
+    remembering = recurrent.layers_of(causal)
+    attending = attention.layers_of(causal.get_decoder(), but=remembering)
+    replaceable = remembering or getattr(causal, "_supports_attention_backend", False)  # of the former some do not say
+    known = _LAYERS | _FORGETFUL | {getattr(module, "layer_type", None) for module in remembering}
+    others = {*(getattr(config, "layer_types", None) or ())} - known
     reasons = {
-        "it does not let attention be replaced": not getattr(causal, "_supports_attention_backend", False),
+        "it does not let attention be replaced": not replaceable,
         "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
         f"it has layers of another kind ({', '.join(sorted(others))})": bool(others),
-        "its layers have keys of different widths": len({len(key.weight) for key in keys}) > 1,
+        "its layers have keys of different widths": len({len(module.k_proj.weight) for module in attending}) > 1,
     }
     for reason, applies in reasons.items():
         if applies:
             raise _refusal(causal, model, reason)
+    if remembering:
+        attention.number(attending)
     heads = config.num_attention_heads
     return CacheShape(
-        layers=config.num_hidden_layers,
+        layers=len(attending) if remembering else config.num_hidden_layers,
         key_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
         dtype=causal.dtype,
         device=device,
+        recurrent=bool(remembering),
     )
 
 
@@ -241,7 +254,7 @@ def _prove(loaded: LoadedModel) -> None:
     with _narrow(loaded.causal):
         try:
             ours = loaded.head(_by_plan(loaded, tokens)).float()
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, AttributeError) as error:
             reason = f"its attention is of another form: {str(error).partition(chr(10))[0]}"
             raise _refusal(loaded.causal, loaded.source, reason) from error
         loaded.causal.set_attn_implementation("eager")  # which alone knows sinks and caps

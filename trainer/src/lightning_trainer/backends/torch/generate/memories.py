@@ -1,0 +1,105 @@
+"""What recurrent layers remember of the sequences in the slots of a cache.
+
+Keys and values of a sequence's first tokens are among those of the whole; what a recurrent layer remembers is of all
+that it has read. So it is there at the end of a slot's sequence, and a copy at the end of its prompt, where the other
+rollouts of a group begin. A prompt that leaves a sequence elsewhere is read from the nearer of these, or anew.
+
+Axes: S slots, B neighbouring slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_trainer.backends.torch.model.recurrent import Remembered
+
+Counts = NDArray[np.int64]
+
+
+class SlotMemories:
+    """Memories of S sequences, of all recurrent layers."""
+
+    def __init__(self, slots: int) -> None:
+        self._layers: dict[int, Remembered] = {}  # (S, ...) each; made when a layer first gives its own
+        self._slots = slots
+        self.read: Counts = np.zeros(slots, np.int64)  # tokens that a slot's memory is of
+        self._kept_at: Counts = np.zeros(slots, np.int64)  # tokens that the copy is of; 0: there is none
+        self._keep_at: Counts = np.zeros(slots, np.int64)  # where one will be made
+        self._kept: list[dict[int, Remembered]] = [{} for _ in range(slots)]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.read[:] = self._kept_at[:] = self._keep_at[:] = 0
+        self._kept = [{} for _ in range(self._slots)]
+
+    def there(self, shared_S: Counts) -> Counts:
+        """(S,) of so many tokens of each slot's sequence, the most of which there is a memory."""
+        return np.maximum(_within(self.read, shared_S), _within(self._kept_at, shared_S))
+
+    def coming(self, shared_S: Counts) -> Counts:
+        """(S,) the same, with memories that are about to be made."""
+        return np.maximum(self.there(shared_S), _within(self._keep_at, shared_S))
+
+    def begin(self, slot: int, source: int, shared: int, prompt: int) -> None:
+        """Let a slot's sequence go on from the first `shared` tokens of another's, to the end of a prompt."""
+        if not shared:
+            for tensors in self._layers.values():
+                for tensor in tensors.values():
+                    tensor[slot].zero_()
+        elif self.read[source] == shared:
+            for tensors in self._layers.values():
+                for tensor in tensors.values() if slot != source else ():
+                    tensor[slot] = tensor[source]
+        else:
+            for layer, tensors in self._kept[source].items():
+                for name, tensor in tensors.items():
+                    self._layers[layer][name][slot] = tensor
+        if self._kept_at[source] <= shared:
+            self._kept[slot], self._kept_at[slot] = self._kept[source], self._kept_at[source]
+        else:
+            self._kept[slot], self._kept_at[slot] = {}, 0
+        self.read[slot], self._keep_at[slot] = shared, max(prompt - 1, 0)
+
+    def end(self, slot: int) -> None:
+        """Nothing more comes: the slot's request has ended."""
+        self._keep_at[slot] = 0
+
+    def of(self, layer: int, slots: slice) -> Remembered | None:
+        """Return what a layer remembers of neighbouring slots; None where it has not begun."""
+        tensors = self._layers.get(layer)
+        return None if tensors is None else {name: tensor[slots] for name, tensor in tensors.items()}
+
+    def put(self, layer: int, slots: slice, tensors: Mapping[tuple[str, int], Tensor]) -> None:
+        """Take what a layer remembers now: (B, ...) each."""
+        own = self._layers.setdefault(layer, {})
+        for name, tensor in tensors.items():
+            if name not in own:
+                own[name] = tensor.new_zeros(self._slots, *tensor.shape[1:])
+            own[name][slots] = tensor
+
+    def have_read(self, slot: int, count: int) -> None:
+        """Count the tokens of a slot; at the end of its prompt, keep a copy."""
+        self.read[slot] = count
+        if count == self._keep_at[slot]:
+            self._kept_at[slot] = count
+            self._kept[slot] = {
+                layer: {name: tensor[slot].clone() for name, tensor in tensors.items()}
+                for layer, tensors in self._layers.items()
+            }
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two slots."""
+        for tensors in self._layers.values():
+            for tensor in tensors.values():
+                tensor[[a, b]] = tensor[[b, a]]
+        for counts in (self.read, self._kept_at, self._keep_at):
+            counts[[a, b]] = counts[[b, a]]
+        self._kept[a], self._kept[b] = self._kept[b], self._kept[a]
+
+
+def _within(counts_S: Counts, most_S: Counts) -> Counts:
+    return np.where(counts_S <= most_S, counts_S, 0)
