@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from google.adk.plugins.plugin_manager import PluginManager
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 _ANSWERS: Final = frozenset({"SetModelResponseTool", "FinishTaskTool"})
 # What these do is done to the run, so it is done again in a replay.
 _OF_THE_RUN: Final = frozenset({"transfer_to_agent", "exit_loop"})
+_whole: Final[ContextVar[bool]] = ContextVar("lightning_google_adk_whole", default=False)  # a whole answer is read
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
@@ -30,6 +33,8 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield tools.stop
     yield replace_in_subclasses(BaseTool, "run_async", tools.wrap_run)
     yield replace(PluginManager, "run_on_tool_error_callback", tools.wrap_error)
+    if find_spec("litellm") is not None:
+        yield from UnreadCalls(recorder, FRAMEWORK).bind()
 
 
 class AdkTools(Tracker):
@@ -76,10 +81,73 @@ class AdkTools(Tracker):
         return told
 
 
+class UnreadCalls(Tracker):
+    """Reports tool calls of LiteLLM's answers whose arguments can't be read: ADK leaves them out, and tells no hook."""
+
+    def bind(self) -> Iterator[Callable[[], None]]:
+        """Follow how answers are read, until what is yielded is called."""
+        from google.adk.models import lite_llm
+
+        yield self.stop
+        yield replace(lite_llm, "_message_to_generate_content_response", self.wrap_message)
+        if "_parse_tool_call_arguments" in vars(lite_llm):
+            yield replace(lite_llm, "_parse_tool_call_arguments", self.wrap_streamed)
+
+    def wrap_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A whole answer is read, or a piece of one that is streamed."""
+
+        def read(message: Any, *args: Any, **kwargs: Any) -> Any:
+            token = _whole.set(True)
+            try:
+                answer = original(message, *args, **kwargs)
+            except json.JSONDecodeError:  # before ADK 2, which ends the run here
+                self._refuse_unread(message, lambda call: _is_json(call.function.arguments))
+                raise
+            finally:
+                _whole.reset(token)
+            if not answer.partial:
+                known = tuple(str(part.function_call.id) for part in answer.content.parts if part.function_call)
+                self._refuse_unread(message, lambda call: str(call.id).startswith(known))  # it may shorten an id
+            return answer
+
+        return read
+
+    def wrap_streamed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The arguments of a call are read, in an answer that was streamed."""
+
+        def read(arguments: Any, *, function_name: str | None = None, **kwargs: Any) -> Any:
+            try:
+                return original(arguments, function_name=function_name, **kwargs)
+            except json.JSONDecodeError:
+                if not _whole.get():
+                    self._refuse(str(function_name), None, arguments)
+                raise
+
+        return read
+
+    def _refuse_unread(self, message: Any, is_read: Callable[[Any], bool]) -> None:
+        with self.guard():
+            for call in message.get("tool_calls") or ():
+                if call.type == "function" and not is_read(call):
+                    self._refuse(call.function.name, call.id, call.function.arguments)
+
+    def _refuse(self, name: str, call_id: str | None, arguments: str) -> None:
+        span = self.begin_tool(name, call_id, arguments)
+        self.end(span, error=f"the arguments of {name} are no JSON object, so ADK leaves the call out")
+
+
 def _refusal(tool: Any, answer: Any) -> str | None:
     """Return why ADK did not call a tool's function, as it tells the model; None if it did."""
     told = answer.get("error") if isinstance(answer, dict) else None
     return told if isinstance(told, str) and told.startswith(f"Invoking `{tool.name}()` failed as ") else None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text or "{}")
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def _text(answer: Any) -> str:
