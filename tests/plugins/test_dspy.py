@@ -437,7 +437,7 @@ def test_a_model_is_told_of_a_tools_failure_as_without_us(tmp_path):
     ("asked", "why"),
     [
         (fielded(next_thought="try", next_tool_name="multiply", next_tool_args='{"a": 2}'), "there is no tool"),
-        (Reply('{"next_thought": "try", "next_tool_name": "multiply", "next_tool_args": {"a": 2}}'), "there is no tool"),
+        (Reply('{"next_thought": "", "next_tool_name": "multiply", "next_tool_args": {"a": 2}}'), "there is no tool"),
         (fielded(next_thought="try", next_tool_name="add", next_tool_args="2 and 3"), "next_tool_args"),
     ],
     ids=["fields", "json", "arguments"],
