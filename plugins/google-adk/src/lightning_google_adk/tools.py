@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
-from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from google.adk.plugins.plugin_manager import PluginManager
 from google.adk.tools import BaseTool
 
 from lightning_google_adk import FRAMEWORK
-from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
+from lightning_spans.record.instrument.imports import when_imported
+from lightning_spans.record.instrument.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import acalled, keep_whole
 from lightning_spans.schema import spans as names
@@ -33,8 +34,9 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield tools.stop
     yield replace_in_subclasses(BaseTool, "run_async", tools.wrap_run)
     yield replace(PluginManager, "run_on_tool_error_callback", tools.wrap_error)
-    if find_spec("litellm") is not None:
-        yield from UnreadCalls(recorder, FRAMEWORK).bind()
+    unread = UnreadCalls(recorder, FRAMEWORK)
+    yield unread.stop
+    yield when_imported("google.adk.models.lite_llm", unread.change)
 
 
 class AdkTools(Tracker):
@@ -84,14 +86,13 @@ class AdkTools(Tracker):
 class UnreadCalls(Tracker):
     """Reports tool calls of LiteLLM's answers whose arguments can't be read: ADK leaves them out, and tells no hook."""
 
-    def bind(self) -> Iterator[Callable[[], None]]:
-        """Follow how answers are read, until what is yielded is called."""
-        from google.adk.models import lite_llm
-
-        yield self.stop
-        yield replace(lite_llm, "_message_to_generate_content_response", self.wrap_message)
-        if "_parse_tool_call_arguments" in vars(lite_llm):
-            yield replace(lite_llm, "_parse_tool_call_arguments", self.wrap_streamed)
+    def change(self, lite_llm: ModuleType) -> Undo:
+        """Follow how answers are read, until the undo."""
+        undo = Undo()
+        undo.add(replace(lite_llm, "_message_to_generate_content_response", self.wrap_message))
+        if "_parse_tool_call_arguments" in vars(lite_llm):  # since ADK 2
+            undo.add(replace(lite_llm, "_parse_tool_call_arguments", self.wrap_streamed))
+        return undo
 
     def wrap_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A whole answer is read, or a piece of one that is streamed."""
