@@ -326,6 +326,28 @@ def test_a_transfer_is_a_tool_call_and_the_other_agent_works_on(found_of):
     assert len({span.trace_id for span in found.spans}) == 1
 
 
+@pytest.mark.skipif(not NEW, reason="since ADK 2")
+def test_a_task_for_another_agent_is_a_tool_call_that_says_whose_it_is(found_of):
+    def script(body, seen):
+        if agent_of(body) == "boss" and body["messages"][-1]["role"] == "user":
+            return Reply(tool_calls=[ScriptedToolCall("writer", '{"request": "hello"}')])
+        if agent_of(body) == "writer":
+            return Reply(tool_calls=[ScriptedToolCall("finish_task", '{"result": "a line"}')])
+        return Reply("done")
+
+    def program(url):
+        with ScriptedServer(script) as server:
+            writer = make("writer", server.url, mode="task")
+            return run(ask(make("boss", server.url, sub_agents=[writer]), "hello"))
+
+    found = found_of(program)
+    assert found.output == "done"
+    assert [chat.agent for chat in found.chats] == ["boss", "writer", "boss"]
+    (tool,) = found.tools
+    assert (tool.name, tool.agent, tool.status, tool.attributes[names.HANDOFF]) == ("writer", "boss", "ok", "writer")
+    assert "a line" in tool.attributes[names.TOOL_RESULT]
+
+
 @pytest.mark.skipif(not NEW, reason="LiteLLM of that time")
 def test_a_streamed_tool_call_that_can_not_be_read_is_one_error(found_of):
     found = found_of(lambda url: run(stream(make("caller", url, add), PROMPTS["unreadable_arguments"])))

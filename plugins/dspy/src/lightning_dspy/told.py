@@ -82,8 +82,8 @@ class UnreadAnswers(Tracker):
 
     def _refuse(self, signature: Any, completion: str, error: Exception) -> None:
         agent = agent_with_tools() if _TOOL in signature.output_fields else None
-        name = None if agent is None else _field(completion, _TOOL)
-        if name is None or name == "finish":
+        name = _field(completion, _TOOL)
+        if agent is None or name is None or name == "finish":
             return
         why = str(error) if name in agent.tools else f"there is no tool {name!r}"
         self.end(self.begin_tool(name, None, _field(completion, _ARGUMENTS) or "{}"), error=why)

@@ -34,6 +34,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield tools.stop
     yield replace_in_subclasses(BaseTool, "run_async", tools.wrap_run)
     yield replace(PluginManager, "run_on_tool_error_callback", tools.wrap_error)
+    yield when_imported("google.adk.workflow._llm_agent_wrapper", tools.follow_tasks)
     unread = UnreadCalls(recorder, FRAMEWORK)
     yield unread.stop
     yield when_imported("google.adk.models.lite_llm", unread.change)
@@ -81,6 +82,30 @@ class AdkTools(Tracker):
             return await original(manager, tool=tool, tool_args=tool_args, tool_context=tool_context, error=error)
 
         return told
+
+    def follow_tasks(self, wrapper: ModuleType) -> Undo:
+        """Follow the tasks that models give to sub-agents (`mode="task"`, since ADK 2), until the undo."""
+        undo = Undo()
+        if "_dispatch_task_fc" in vars(wrapper):
+            undo.add(replace(wrapper, "_dispatch_task_fc", self.wrap_task))
+        return undo
+
+    def wrap_task(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A sub-agent works on a task; ADK runs it beside the agent that gave it."""
+
+        async def carry_out(parent: Any, call: Any, ctx: Any) -> Any:
+            span = self.begin_tool(str(call.name), call.id, _json(call.args), agent=parent.name)
+            with self.inside(span):
+                try:
+                    output = await original(parent, call, ctx)
+                except BaseException as error:
+                    if type(error).__name__ == "NodeInterruptedError":  # it waits for somebody
+                        self.end(span)
+                    raise
+                self.end(span, attributes={names.TOOL_RESULT: _text(output), names.HANDOFF: call.name})
+                return output
+
+        return carry_out
 
 
 class UnreadCalls(Tracker):
