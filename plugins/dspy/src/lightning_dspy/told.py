@@ -29,7 +29,7 @@ _reading: Final[ContextVar[bool]] = ContextVar("lightning_dspy_reading", default
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     """Follow both, until what is yielded is called."""
-    answers = UnreadAnswers(recorder, FRAMEWORK)
+    answers = ToldModels(recorder, FRAMEWORK)
     yield answers.stop
     yield replace_in_subclasses(Adapter, "parse", answers.wrap_parse)
     for name in _AGENTS:
@@ -39,7 +39,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
             continue
         for known in _FORMATS:
             if known in vars(module):
-                yield replace(module, known, _wrap_format)
+                yield replace(module, known, answers.wrap_format)
 
 
 def agent_with_tools() -> Any:
@@ -49,18 +49,18 @@ def agent_with_tools() -> Any:
     return holder if is_dspys(holder) and isinstance(getattr(holder, "tools", None), dict) else None
 
 
-def _wrap_format(original: Callable[..., str]) -> Callable[..., str]:
-    """An error is written down for a model, with the uppermost frames of its stack."""
-
-    def told(error: BaseException, *args: Any, **kwargs: Any) -> str:
-        without_our_frames(error, "lightning_dspy")
-        return original(error, *args, **kwargs)
-
-    return told
-
-
-class UnreadAnswers(Tracker):
+class ToldModels(Tracker):
     """Reports the tool calls of answers in words that DSPy refuses: it asks the model again, and tells nobody."""
+
+    def wrap_format(self, original: Callable[..., str]) -> Callable[..., str]:
+        """An error is written down for a model, with the uppermost frames of its stack."""
+
+        def told(error: BaseException, *args: Any, **kwargs: Any) -> str:
+            with self.guard():
+                without_our_frames(error, self.plugin)
+            return original(error, *args, **kwargs)
+
+        return told
 
     def wrap_parse(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """An adapter reads an answer; one adapter may have another do it."""

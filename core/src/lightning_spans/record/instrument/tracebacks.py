@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from types import TracebackType
 
 
@@ -29,6 +30,6 @@ def _without(traceback: TracebackType | None, ours: set[str]) -> TracebackType |
         if str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0] not in ours:
             kept.append(traceback)
         traceback = traceback.tb_next
-    for one, below in zip(kept, [*kept[1:], None], strict=True):
+    for one, below in zip_longest(kept, kept[1:]):
         one.tb_next = below
     return kept[0] if kept else None
