@@ -402,6 +402,61 @@ def test_an_agent_of_dspys_calls_its_tools_in_words(found_of):
     assert found.tools[1].attributes[names.TOOL_RESULT] == "5"
 
 
+def react(script, *tools):
+    """Run an agent of DSPy's, and give what it says of its work."""
+
+    class Solver(dspy.Module):
+        def __init__(self):
+            super().__init__()
+            self.caller = dspy.ReAct("question -> answer", tools=list(tools), max_iters=3)
+
+        def forward(self, question):
+            return self.caller(question=question)
+
+    return lambda url: scripted(script, lambda: Solver()(question="2 + 3").trajectory)
+
+
+def test_a_model_is_told_of_a_tools_failure_as_without_us(tmp_path):
+    def script(body, seen):
+        text = body["messages"][-1]["content"]
+        if "next_thought" not in text:
+            return fielded(reasoning="so", answer="5")
+        if "observation_0" in text:
+            return fielded(next_thought="done", next_tool_name="finish", next_tool_args="{}")
+        return fielded(next_thought="try", next_tool_name="fail", next_tool_args='{"reason": "out of order"}')
+
+    program = react(script, fail)
+    plain = record(program, tmp_path / "plain", framework="dspy", tracer=None)
+    found = record(program, tmp_path / "attached", framework="dspy", tracer="embedded")
+    assert "in fail" in plain.output["observation_0"]
+    assert found.output == plain.output
+    assert [tool.status for tool in found.tools] == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (fielded(next_thought="try", next_tool_name="multiply", next_tool_args='{"a": 2}'), "there is no tool"),
+        (Reply('{"next_thought": "", "next_tool_name": "multiply", "next_tool_args": {"a": 2}}'), "there is no tool"),
+        (fielded(next_thought="try", next_tool_name="add", next_tool_args="2 and 3"), "next_tool_args"),
+    ],
+    ids=["fields", "json", "arguments"],
+)
+def test_a_tool_call_in_words_that_dspy_refuses_is_an_error(asked, why, found_of):
+    asks = iter([asked])
+
+    def script(body, seen):
+        if "next_thought" not in body["messages"][-1]["content"]:
+            return fielded(reasoning="so", answer="5")
+        finish = {"next_thought": "done", "next_tool_name": "finish", "next_tool_args": {}}
+        return next(asks, Reply(json.dumps(finish)))
+
+    found = found_of(react(script, add))
+    (tool,) = found.tools
+    assert (tool.agent, tool.status) == ("caller", "error")
+    assert why in tool.status_message
+
+
 def test_a_tool_that_does_not_exist_is_an_error(found_of):
     def multiply():
         tools = [{"a": 2}]

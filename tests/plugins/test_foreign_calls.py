@@ -12,6 +12,7 @@ pytest.importorskip("openai")
 from foreign_bodies import FORMS, GEMINI, MESSAGES, OLLAMA, TOOLS
 
 from lightning_openai.foreign.known import dialect_of
+from lightning_openai.other_clients import OtherCall
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.chat.body import messages_of, tool_calls, tool_schemas
 from lightning_spans.chat.response import read_answer
@@ -285,6 +286,30 @@ def test_ollamas_generate_is_a_chat_of_one_message(at_once, recorder, sink):
     first = chats(recorder, sink)[0]
     assert first.attributes[names.FINISH_REASONS] == ["length"]
     assert read_answer(first.attributes[names.RESPONSE]).choices[0].message["content"] == "nineteen"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollamas_durations_are_those_of_the_policys_answer(stream, recorder, sink):
+    library = pytest.importorskip("httpx")
+    with ScriptedServer(lambda body, seen: Reply("nine teen", delay_s=0.001)) as policy:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",), model="tuned")
+        with use_attempt(attempt), agent("writer"):
+            response, lines = ask(Far(library, OLLAMA), stream=stream)
+    last = events_of(lines)[-1] if stream else response.json()
+    assert last["eval_count"] / last["eval_duration"] > 0
+    assert last["prompt_eval_count"] / last["prompt_eval_duration"] > 0
+    assert last["total_duration"] > 1_000_000
+    assert last["load_duration"] == 0
+    assert max(last["eval_duration"], last["prompt_eval_duration"]) <= last["total_duration"]
+
+
+def test_a_call_that_a_framework_reports_says_what_no_policy_can_be_asked(form, recorder, sink):
+    library = pytest.importorskip("httpx")
+    for field, more in form.refused.items():
+        call = OtherCall(recorder, "lightning_x", "x", lambda: {"model": "far", "messages": []})
+        call.called(lambda more=more: ask(Far(library, form), **more), lambda _: None)
+        told = chats(recorder, sink)[-1].attributes
+        assert (told[names.FRAMEWORK], told[names.REROUTABLE], told[names.UNASKABLE]) == ("x", True, [field])
 
 
 def test_a_page_of_the_programs_own_is_no_call_of_a_model(recorder, sink):

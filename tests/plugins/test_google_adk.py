@@ -100,13 +100,11 @@ class TestConformance(PluginConformance):
     unsupported = dict.fromkeys(["responses", "responses_streaming"], "LiteLlm speaks chat completions alone") | (
         {
             "abandoned": "ADK 2 reads a model's stream in a task of its own, whoever listens",
-            "unreadable_arguments": "ADK makes no tool call of them",
         }
         if NEW
         else {
             "cut": "LiteLLM of that time takes a stream that breaks off for one that has ended",
             "unknown_tool": "ADK 1.14 ends the run before any of its hooks",
-            "unreadable_arguments": "ADK 1.14 ends the run before any of its hooks",
         }
     )
 
@@ -203,6 +201,12 @@ class TestConformance(PluginConformance):
 
     def unknown_tool(self, url):
         return run(ask(make("caller", url, add), PROMPTS["unknown_tool"]))
+
+    def unreadable_arguments(self, url):
+        try:
+            return run(ask(make("caller", url, add), PROMPTS["unreadable_arguments"]))
+        except json.JSONDecodeError as error:  # ADK 1.14
+            return str(error)
 
     def effects(self, url):
         return run(ask(make("caller", url, note), REPLAY_PROMPTS["effects"]))
@@ -320,6 +324,34 @@ def test_a_transfer_is_a_tool_call_and_the_other_agent_works_on(found_of):
     assert [chat.agent for chat in found.chats] == ["boss", "writer"]
     assert [(tool.name, tool.agent, tool.status) for tool in found.tools] == [("transfer_to_agent", "boss", "ok")]
     assert len({span.trace_id for span in found.spans}) == 1
+
+
+@pytest.mark.skipif(not NEW, reason="since ADK 2")
+def test_a_task_for_another_agent_is_a_tool_call_that_says_whose_it_is(found_of):
+    def script(body, seen):
+        if agent_of(body) == "boss" and body["messages"][-1]["role"] == "user":
+            return Reply(tool_calls=[ScriptedToolCall("writer", '{"request": "hello"}')])
+        if agent_of(body) == "writer":
+            return Reply(tool_calls=[ScriptedToolCall("finish_task", '{"result": "a line"}')])
+        return Reply("done")
+
+    def program(url):
+        with ScriptedServer(script) as server:
+            writer = make("writer", server.url, mode="task")
+            return run(ask(make("boss", server.url, sub_agents=[writer]), "hello"))
+
+    found = found_of(program)
+    assert found.output == "done"
+    assert [chat.agent for chat in found.chats] == ["boss", "writer", "boss"]
+    (tool,) = found.tools
+    assert (tool.name, tool.agent, tool.status, tool.attributes[names.HANDOFF]) == ("writer", "boss", "ok", "writer")
+    assert "a line" in tool.attributes[names.TOOL_RESULT]
+
+
+@pytest.mark.skipif(not NEW, reason="LiteLLM of that time")
+def test_a_streamed_tool_call_that_can_not_be_read_is_one_error(found_of):
+    found = found_of(lambda url: run(stream(make("caller", url, add), PROMPTS["unreadable_arguments"])))
+    assert [(tool.name, tool.agent, tool.status) for tool in found.tools] == [("add", "caller", "error")]
 
 
 def test_an_agent_of_the_users_own_is_an_agent(found_of):

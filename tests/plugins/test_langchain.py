@@ -946,6 +946,25 @@ def test_a_model_without_the_openai_client_that_is_not_waited_for_is_an_error(sp
     assert above(found, span)[0] == ("invoke_agent", "writer")
 
 
+@pytest.mark.parametrize("way", ["ainvoke", "abatch"])
+def test_a_model_outside_of_all_chains_that_is_not_waited_for_is_an_error(spans_of, way):
+    async def program(url):
+        async with asyncio.timeout(None) as limit:
+            model = Stuck(limit=limit)
+            with agent("writer"), pytest.raises(asyncio.CancelledError):
+                await (model.ainvoke("hello") if way == "ainvoke" else model.abatch(["hello"]))
+            assert current_agent() is None
+            raise TimeoutError
+
+    def caught(url):
+        with pytest.raises(TimeoutError):
+            asyncio.run(program(url))
+
+    (span,) = spans_of(caught).chats
+    assert (span.agent, span.status, span.attributes[names.ERROR_TYPE]) == ("writer", "error", "CancelledError")
+    assert '"content":"hello"' in span.attributes[names.REQUEST]
+
+
 @pytest.mark.parametrize("way", ["stream", "astream"])
 def test_a_stream_without_the_openai_client_that_its_reader_leaves_is_abandoned(spans_of, way):
     async def program(url):

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 @attaches(FRAMEWORK)
 def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
     """Bind DSPy's modules, tools and models, over the patches of openai's and LiteLLM's clients, to the recorder."""
-    from lightning_dspy import agents, models, tools, transport
+    from lightning_dspy import agents, models, told, tools, transport
     from lightning_openai import patch
 
     yield patch.bind(recorder)
     yield from transport.bind(recorder)
     yield from models.bind(recorder)
     yield from tools.bind(recorder)
+    yield from told.bind(recorder)
     yield from agents.bind(recorder)

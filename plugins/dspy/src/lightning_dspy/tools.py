@@ -17,6 +17,7 @@ from dspy.adapters.types.tool import Tool, ToolCalls
 
 from lightning_dspy import FRAMEWORK
 from lightning_dspy.agents import calling_module, is_dspys
+from lightning_dspy.told import agent_with_tools
 from lightning_openai.other_clients import to_json
 from lightning_spans.record.context import current_agent
 from lightning_spans.record.instrument.patches import replace
@@ -167,17 +168,14 @@ class DspyTools(Tracker):
     def _refuse(self, answer: Any) -> None:
         """Report a tool that an agent of DSPy's was asked for and does not have."""
         with self.guard():
-            caller = calling_module()  # the predictor itself, and before it the module that it is a part of
-            callers = dspy.settings.caller_modules or []
-            holder = callers[-2] if len(callers) > 1 and is_dspys(caller) else None
-            tools = getattr(holder, "tools", None)
-            if not self.live or not isinstance(tools, dict) or not is_dspys(holder):
+            agent = agent_with_tools()
+            if not self.live or agent is None:
                 return
             name = getattr(answer, "next_tool_name", None)
             asked = [] if name is None else [(name, getattr(answer, "next_tool_args", None) or {})]
             asked += [(call.name, call.args) for call in getattr(getattr(answer, "tool_calls", None), "tool_calls", ())]
             for name, arguments in asked:
-                if name not in tools:
+                if name not in agent.tools:
                     self.end(self._begin(name, arguments), error=f"there is no tool {name!r}")
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from google.adk.plugins.plugin_manager import PluginManager
 from google.adk.tools import BaseTool
 
 from lightning_google_adk import FRAMEWORK
-from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
+from lightning_spans.record.instrument.imports import when_imported
+from lightning_spans.record.instrument.patches import Undo, replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import acalled, keep_whole
 from lightning_spans.schema import spans as names
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 _ANSWERS: Final = frozenset({"SetModelResponseTool", "FinishTaskTool"})
 # What these do is done to the run, so it is done again in a replay.
 _OF_THE_RUN: Final = frozenset({"transfer_to_agent", "exit_loop"})
+_whole: Final[ContextVar[bool]] = ContextVar("lightning_google_adk_whole", default=False)  # a whole answer is read
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
@@ -30,6 +34,10 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield tools.stop
     yield replace_in_subclasses(BaseTool, "run_async", tools.wrap_run)
     yield replace(PluginManager, "run_on_tool_error_callback", tools.wrap_error)
+    yield when_imported("google.adk.workflow._llm_agent_wrapper", tools.follow_tasks)
+    unread = UnreadCalls(recorder, FRAMEWORK)
+    yield unread.stop
+    yield when_imported("google.adk.models.lite_llm", unread.change)
 
 
 class AdkTools(Tracker):
@@ -75,11 +83,97 @@ class AdkTools(Tracker):
 
         return told
 
+    def follow_tasks(self, wrapper: ModuleType) -> Undo:
+        """Follow the tasks that models give to sub-agents (`mode="task"`, since ADK 2), until the undo."""
+        undo = Undo()
+        if "_dispatch_task_fc" in vars(wrapper):
+            undo.add(replace(wrapper, "_dispatch_task_fc", self.wrap_task))
+        return undo
+
+    def wrap_task(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A sub-agent works on a task; ADK runs it beside the agent that gave it."""
+
+        async def carry_out(parent: Any, call: Any, ctx: Any) -> Any:
+            span = self.begin_tool(str(call.name), call.id, _json(call.args), agent=parent.name)
+            with self.inside(span):
+                try:
+                    output = await original(parent, call, ctx)
+                except BaseException as error:
+                    if type(error).__name__ == "NodeInterruptedError":  # it waits for somebody
+                        self.end(span)
+                    raise
+                self.end(span, attributes={names.TOOL_RESULT: _text(output), names.HANDOFF: call.name})
+                return output
+
+        return carry_out
+
+
+class UnreadCalls(Tracker):
+    """Reports tool calls of LiteLLM's answers whose arguments can't be read: ADK leaves them out, and tells no hook."""
+
+    def change(self, lite_llm: ModuleType) -> Undo:
+        """Follow how answers are read, until the undo."""
+        undo = Undo()
+        undo.add(replace(lite_llm, "_message_to_generate_content_response", self.wrap_message))
+        if "_parse_tool_call_arguments" in vars(lite_llm):  # since ADK 2
+            undo.add(replace(lite_llm, "_parse_tool_call_arguments", self.wrap_streamed))
+        return undo
+
+    def wrap_message(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A whole answer is read, or a piece of one that is streamed."""
+
+        def read(message: Any, *args: Any, **kwargs: Any) -> Any:
+            token = _whole.set(True)
+            try:
+                answer = original(message, *args, **kwargs)
+            except json.JSONDecodeError:  # before ADK 2, which ends the run here
+                self._refuse_unread(message, lambda call: _is_json(call.function.arguments))
+                raise
+            finally:
+                _whole.reset(token)
+            if not answer.partial:
+                known = tuple(str(part.function_call.id) for part in answer.content.parts if part.function_call)
+                self._refuse_unread(message, lambda call: str(call.id).startswith(known))  # it may shorten an id
+            return answer
+
+        return read
+
+    def wrap_streamed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The arguments of a call are read, in an answer that was streamed."""
+
+        def read(arguments: Any, *, function_name: str | None = None, **kwargs: Any) -> Any:
+            try:
+                return original(arguments, function_name=function_name, **kwargs)
+            except json.JSONDecodeError:
+                if not _whole.get():
+                    self._refuse(str(function_name), None, arguments)
+                raise
+
+        return read
+
+    def _refuse_unread(self, message: Any, is_read: Callable[[Any], bool]) -> None:
+        with self.guard():
+            for call in message.get("tool_calls") or ():
+                if call.type == "function" and not is_read(call):
+                    self._refuse(call.function.name, call.id, call.function.arguments)
+
+    def _refuse(self, name: str, call_id: str | None, arguments: str) -> None:
+        span = self.begin_tool(name, call_id, arguments)
+        self.end(span, error=f"the arguments of {name} are no JSON object, so ADK leaves the call out")
+
 
 def _refusal(tool: Any, answer: Any) -> str | None:
     """Return why ADK did not call a tool's function, as it tells the model; None if it did."""
     told = answer.get("error") if isinstance(answer, dict) else None
     return told if isinstance(told, str) and told.startswith(f"Invoking `{tool.name}()` failed as ") else None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text or "{}")
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 def _text(answer: Any) -> str:

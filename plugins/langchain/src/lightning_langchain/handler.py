@@ -5,11 +5,13 @@ The chat span is the openai client's. Only where a model was reached in another 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.language_models import BaseChatModel
 from langchain_core.tracers.context import _configure_hooks, register_configure_hook
 
 from lightning_langchain import FRAMEWORK, tools
@@ -20,6 +22,7 @@ from lightning_langchain.refused import answers_in, offered_in, unreadable_in
 from lightning_langchain.tools import called_for, is_control_flow, requests_in, take_request, tool_result
 from lightning_openai.other_clients import to_json
 from lightning_spans.record.context import current, current_agent
+from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import begins, ends
 from lightning_spans.schema import spans as names
 
@@ -38,6 +41,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield handler.stop
     yield from follow_caches()
     yield from tools.bind(handler)
+    yield replace(BaseChatModel, "_agenerate_with_cache", handler.wrap_ask)
     variable: ContextVar[BaseCallbackHandler | None] = ContextVar(handler.plugin, default=handler)
     before = len(_configure_hooks)
     register_configure_hook(variable, inheritable=True)
@@ -212,6 +216,20 @@ class Handler(ChainRuns, BaseCallbackHandler):
         run = self.end_run(run_id)
         if run is not None and self.live:
             self._models.end(run, None, error)
+
+    def wrap_ask(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A chat model is asked and awaited; LangChain tells no callback where nobody waits for it any more."""
+
+        async def ask(model: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await original(model, *args, **kwargs)
+            except asyncio.CancelledError as error:
+                manager = kwargs.get("run_manager")
+                if manager is not None:
+                    self.on_llm_error(error, run_id=manager.run_id)
+                raise
+
+        return ask
 
 
 def _name_of(serialized: Mapping[str, Any] | None, otherwise: str) -> str:

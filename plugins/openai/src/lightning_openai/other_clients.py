@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import orjson
 
 from lightning_openai.attributes import request_attributes, response_attributes
-from lightning_openai.foreign.begin import is_followed
+from lightning_openai.foreign.begin import unaskable_in
 from lightning_openai.reroute import agent_header
 from lightning_spans.record.context import current, current_attempt, entered, entered_iteration, entered_steps, settled
 from lightning_spans.record.instrument.scope import Scope, scoped, scopes_around
@@ -235,15 +235,16 @@ class OtherCall:
             self._request = self._ask()
         return self._request
 
-    def is_reroutable(self) -> None:
-        """Note that the call is sent in a way that would be led to a policy."""
-        self._known[names.REROUTABLE] = True
+    def is_reroutable(self, unaskable: list[str]) -> None:
+        """Note that the call is sent in a way that would be led to a policy, and which of its fields none is asked."""
+        self._known |= {names.REROUTABLE: True, names.UNASKABLE: unaskable or None}
 
     def name(self, request: Any) -> None:
         """Name the span in a request to the gateway of its attempt; any other is left as it is."""
         with self._recorder.guard(self._plugin, self._span):
-            if is_followed(request):
-                self.is_reroutable()
+            unaskable = unaskable_in(request)
+            if unaskable is not None:
+                self.is_reroutable(unaskable)
             attempt = current_attempt(self._outer)
             if attempt is None or not attempt.endpoint or not str(request.url).startswith(f"{attempt.endpoint}/"):
                 return

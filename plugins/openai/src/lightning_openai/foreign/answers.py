@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -40,11 +41,12 @@ class Answers:
     Args:
         dialect: the form.
         library: httpx or httpx2.
-        request: of the program, which the responses are to.
+        request: of the program, which the responses are to; it is asked now.
     """
 
     def __init__(self, dialect: ForeignDialect, library: ModuleType, request: Any) -> None:
         self._dialect, self._library, self._request = dialect, library, request
+        self._since_ns = time.perf_counter_ns()
 
     def refusal(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> Any:
         """Return an error."""
@@ -58,12 +60,12 @@ class Answers:
             kept = {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
             return self.refusal(status, _message(response), kept)
         if not response.is_stream_consumed:
-            stream = _class_for(self._library)(response, _Reader(self._dialect))
+            stream = _class_for(self._library)(response, _Reader(self._dialect, self._since_ns))
             return self._library.Response(status, headers=self._type(), stream=stream, request=self._request)
         if streamed:
-            reader = _Reader(self._dialect)
+            reader = _Reader(self._dialect, self._since_ns)
             return self._of(status, reader.feed(response.content) + reader.end(), self._dialect.content_type)
-        return self._of(status, orjson.dumps(self._dialect.answer(response.json())), "application/json")
+        return self._of(status, orjson.dumps(self._dialect.answer(response.json(), self._since_ns)), "application/json")
 
     def _of(self, status: int, content: bytes, kind: str, headers: Mapping[str, str] | None = None) -> Any:
         told = {"content-type": kind, **(headers or {})}
@@ -83,10 +85,10 @@ def _message(response: Any) -> str:
 class _Reader:
     """Turns the bytes of a streamed chat completion into those of a streamed answer."""
 
-    def __init__(self, dialect: ForeignDialect) -> None:
+    def __init__(self, dialect: ForeignDialect, since_ns: int) -> None:
         self._dialect = dialect
         self._cut = EventReader()
-        self._said = dialect.stream()
+        self._said = dialect.stream(since_ns)
 
     def feed(self, piece: bytes) -> bytes:
         """Take bytes as they come."""

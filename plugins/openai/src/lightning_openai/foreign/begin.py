@@ -15,13 +15,19 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
 
 
-def is_followed(request: Any) -> bool:
-    """Whether a request is a call of a model that can be read, and so be led to a policy."""
+def unaskable_in(request: Any) -> list[str] | None:
+    """Return what of a request no policy can be asked, by its fields; None where it is no call of a model that is read.
+
+    One that is read can be led to a policy, unless there is something of this kind in it.
+    """
     path = request.url.path
-    if not is_model_call(request.method, path):
-        return False
-    body = parsed(getattr(request, "_content", None))
-    return body is not None and (endpoint_asked(request) is not None or dialect_of(path, body) is not None)
+    body = parsed(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
+    if body is None:
+        return None
+    if endpoint_asked(request) is not None:
+        return []
+    dialect = dialect_of(path, body)
+    return None if dialect is None else list(dialect.read(path.rstrip("/"), body).untranslated)
 
 
 def begun(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:

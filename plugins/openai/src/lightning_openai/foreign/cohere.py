@@ -91,7 +91,7 @@ class Cohere:
             return _of_events(parts)
         return _of_answer(parts[0])
 
-    def answer(self, completion: Mapping[str, Json]) -> Mapping[str, Json]:
+    def answer(self, completion: Mapping[str, Json], since_ns: int) -> Mapping[str, Json]:  # noqa: ARG002 - likewise
         """See `ForeignDialect`."""
         message, reason = next(choices_of(completion), ({}, None))
         said: dict[str, Json] = {"role": "assistant", "content": _content(message)}
@@ -99,7 +99,7 @@ class Cohere:
             said["tool_calls"] = calls
         return {"id": completion.get("id"), "message": said, **_last(reason, completion.get("usage") or {})}
 
-    def stream(self) -> _CohereEvents:
+    def stream(self, since_ns: int) -> _CohereEvents:  # noqa: ARG002 - it tells no times
         """See `ForeignDialect`."""
         return _CohereEvents()
 

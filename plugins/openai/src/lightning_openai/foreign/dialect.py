@@ -69,11 +69,11 @@ class ForeignDialect(Protocol):
     def completion(self, parts: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
         """Return as a chat completion what was answered: one whole answer, or the events of a stream as far as read."""
 
-    def answer(self, completion: Mapping[str, Json]) -> Mapping[str, Json]:
-        """Translate a chat completion."""
+    def answer(self, completion: Mapping[str, Json], since_ns: int) -> Mapping[str, Json]:
+        """Translate a chat completion; it was asked for at `since_ns` of `time.perf_counter_ns()`."""
 
-    def stream(self) -> AnswerStream:
-        """Begin to translate the chunks of one."""
+    def stream(self, since_ns: int) -> AnswerStream:
+        """Begin to translate the chunks of one, as of `answer`."""
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
         """Return an event of a stream as it is sent."""

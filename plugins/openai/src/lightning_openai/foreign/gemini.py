@@ -100,7 +100,7 @@ class Gemini:
             completion["usage"] = usage
         return completion | {name: known[name] for name in ("promptFeedback", "error") if name in known}
 
-    def answer(self, completion: Mapping[str, Json]) -> Mapping[str, Json]:
+    def answer(self, completion: Mapping[str, Json], since_ns: int) -> Mapping[str, Json]:  # noqa: ARG002 - likewise
         """See `ForeignDialect`."""
         candidates = []
         for choice in objects(completion.get("choices")):
@@ -110,7 +110,7 @@ class Gemini:
             candidates.append(_candidate(choice.get("index") or 0, parts, choice.get("finish_reason") or "stop"))
         return {"candidates": candidates, **_around(completion, completion.get("usage") or {})}
 
-    def stream(self) -> _GeminiEvents:
+    def stream(self, since_ns: int) -> _GeminiEvents:  # noqa: ARG002 - it tells no times
         """See `ForeignDialect`."""
         return _GeminiEvents()
 

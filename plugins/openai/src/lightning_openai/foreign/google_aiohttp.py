@@ -86,7 +86,7 @@ def _begun(recorder: Recorder | None, client: Any, request: Any) -> _AiohttpCall
             return None
         around = next((scope.call for scope in scopes_around() if scope.call is not None), None)
         if isinstance(around, OtherCall):
-            around.is_reroutable()
+            around.is_reroutable(list(dialect.read(path, data).untranslated))
         if around is not None:
             return None
         caller = caller_in(settled())

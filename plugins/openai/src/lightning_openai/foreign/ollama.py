@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -113,15 +114,16 @@ class OllamaChat:
             completion["usage"] = usage
         return completion | ({"error": last["error"]} if "error" in last else {})
 
-    def answer(self, completion: Mapping[str, Json]) -> Mapping[str, Json]:
+    def answer(self, completion: Mapping[str, Json], since_ns: int) -> Mapping[str, Json]:
         """See `ForeignDialect`."""
         message, reason = next(choices_of(completion), ({}, None))
         said = self._part(message.get("content") or "", thought_of(message), objects(message.get("tool_calls")))
-        return {**_head(completion), **said, **_last(reason, completion.get("usage") or {})}
+        last = _last(reason, completion.get("usage") or {})
+        return {**_head(completion), **said, **last, **_durations(since_ns, None)}
 
-    def stream(self) -> _OllamaLines:
+    def stream(self, since_ns: int) -> _OllamaLines:
         """See `ForeignDialect`."""
-        return _OllamaLines(self)
+        return _OllamaLines(self, since_ns)
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
         """See `ForeignDialect`."""
@@ -164,12 +166,14 @@ class OllamaGenerate(OllamaChat):
 class _OllamaLines:
     """The lines of a streamed answer."""
 
-    def __init__(self, dialect: OllamaChat) -> None:
+    def __init__(self, dialect: OllamaChat, since_ns: int) -> None:
         self._dialect = dialect
+        self._since_ns, self._first_ns = since_ns, 0
         self._read = ChunkReader()
 
     def feed(self, chunk: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
         """See `AnswerStream`."""
+        self._first_ns = self._first_ns or time.perf_counter_ns()
         for _, delta in self._read.take(chunk):
             text, thought = delta.get("content") or "", thought_of(delta)
             if text or thought:
@@ -182,7 +186,9 @@ class _OllamaLines:
             if calls := choice.calls:
                 yield {**head, **self._dialect._part("", "", calls), "done": False}
             if choice.finish_reason is not None:
-                yield {**head, **self._dialect._part("", "", ()), **_last(choice.finish_reason, self._read.usage)}
+                last = _last(choice.finish_reason, self._read.usage)
+                times = _durations(self._since_ns, self._first_ns)
+                yield {**head, **self._dialect._part("", "", ()), **last, **times}
 
 
 def _head(completion: Mapping[str, Json]) -> dict[str, Json]:
@@ -193,6 +199,18 @@ def _last(reason: Json, usage: Mapping[str, Json]) -> dict[str, Json]:
     counts = {"prompt_eval_count": usage.get("prompt_tokens"), "eval_count": usage.get("completion_tokens")}
     known = {name: count for name, count in counts.items() if count is not None}
     return {"done": True, "done_reason": "length" if reason == "length" else "stop", **known}
+
+
+def _durations(since_ns: int, first_ns: int | None) -> dict[str, Json]:
+    """Return how long an answer took here, in nanoseconds; in one that came as a whole nothing is told apart."""
+    now_ns = time.perf_counter_ns()
+    asked_ns, told_ns = (now_ns, since_ns) if first_ns is None else (first_ns, first_ns)
+    return {
+        "total_duration": now_ns - since_ns,
+        "load_duration": 0,
+        "prompt_eval_duration": max(asked_ns - since_ns, 1),  # programs divide by these two
+        "eval_duration": max(now_ns - told_ns, 1),
+    }
 
 
 def _effort(think: Any) -> dict[str, Json]:

@@ -1,0 +1,35 @@
+"""The stack of an exception as it would be without us, for frameworks that tell a model where its tool failed."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from types import TracebackType
+
+
+def without_our_frames(error: BaseException, *packages: str) -> None:
+    """Take the frames of our wrappers out of the tracebacks of an exception and of those that it came from.
+
+    Args:
+        error: changed in place.
+        packages: import packages of ours, beside the core's and `lightning_openai`.
+    """
+    ours = {"lightning_spans", "lightning_openai", *packages}
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = _without(one.__traceback__, ours)
+            waiting += [one.__cause__, one.__context__]
+
+
+def _without(traceback: TracebackType | None, ours: set[str]) -> TracebackType | None:
+    kept = []
+    while traceback is not None:
+        if str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0] not in ours:
+            kept.append(traceback)
+        traceback = traceback.tb_next
+    for one, below in zip_longest(kept, kept[1:]):
+        one.tb_next = below
+    return kept[0] if kept else None
