@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from family_models import ONE_OF_EACH, REFUSED
+from family_models import ONE_OF_EACH
 from model_families import Family, all_families, tokenizer_of
 
 from lightning_trainer.gateway.prompt.doctor import examined
@@ -42,7 +42,7 @@ def forced(family: Family) -> str:
 
 def trained(family: Family) -> str:
     """The architecture of the tiny model that `test_families.py` trains."""
-    return family.architecture if family.name in ONE_OF_EACH else "refused" if family.name in REFUSED else "-"
+    return family.architecture if family.name in ONE_OF_EACH else "-"
 
 
 def test_the_table_of_families_is_as_measured():

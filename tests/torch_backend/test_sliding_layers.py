@@ -34,6 +34,9 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "Gemma2": {"sliding_window": 20, "layer_types": _LAYERS, "query_pre_attn_scalar": 16,
                "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "Gemma3": {"sliding_window": 20, "layer_types": _LAYERS, "query_pre_attn_scalar": 24},
+    "Gemma4": {"sliding_window": 20, "layer_types": [*_LAYERS, "full_attention"], "num_hidden_layers": 4,
+               "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 259,
+               "num_kv_shared_layers": 1, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "GptOss": {"sliding_window": 20, "layer_types": _LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
@@ -42,7 +45,7 @@ def make_model(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> Pa
     import transformers
 
     make_tiny_model(folder)
-    config = getattr(transformers, f"{'Gemma3Text' if name == 'Gemma3' else name}Config")
+    config = getattr(transformers, f"{name}TextConfig" if name in {"Gemma3", "Gemma4"} else f"{name}Config")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{name}ForCausalLM")(config(**{**_COMMON, **MODELS[name], **settings}))
@@ -96,3 +99,13 @@ def test_gemma_3_with_a_part_for_images_is_run_on_text(tmp_path: Path) -> None:
     (computed,) = learner.logprobs([row])
     assert computed == pytest.approx(row.logprobs[row.mask], abs=2e-4)
     learner.close()
+
+
+def test_layers_of_a_kind_that_is_not_known_are_refused_by_name(tmp_path: Path) -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    folder = make_tiny_model(tmp_path / "model")
+    layers = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "attention_chunk_size": 20}
+    Llama4ForCausalLM(Llama4TextConfig(**_COMMON, **layers, num_local_experts=2)).save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"llama4_text\): it has layers of another kind \(chunked_attention\)"):
+        TorchLearner(folder, threads=1, dtype="float32")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lightning_trainer.backends.torch.generate.cache import SHORTEST_PREFIX, Prefix, SlotCache
 from lightning_trainer.backends.torch.model.attention import (
@@ -73,7 +74,17 @@ class StepPlan:
         self._runs = [_Run(cache, run) for run in _runs(short)]
 
     def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
-        """Store what goes into tails, then attend run by run and chunk by chunk."""
+        """Store what goes into tails, then attend run by run and chunk by chunk.
+
+        Where a layer has fewer or narrower heads than the cache, heads are repeated, and widened by zeros.
+        """
+        width, shape = query_NHD.shape[-1], self._cache.shape
+        if key_NKD.shape[1:] != (shape.key_heads, shape.head_width):
+            query_NHD = pad(query_NHD, (0, shape.head_width - width))
+            key_NKD, value_NKD = (
+                pad(part, (0, shape.head_width - width)).repeat_interleave(shape.key_heads // part.shape[1], 1)
+                for part in (key_NKD, value_NKD)
+            )
         keys, values = self._cache.keys[layer.number], self._cache.values[layer.number]
         if self._stored:
             keys[self._slots, :, self._places] = key_NKD[: self._stored]
@@ -86,7 +97,7 @@ class StepPlan:
             own = slice(first, first + long.chunk.length)
             parts.append(long.attend(layer, query_NHD[own], key_NKD[own], value_NKD[own]))
             first += long.chunk.length
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[..., :width]
 
     def recur(self, number: int, layer: Layer, hidden_NW: Tensor) -> Tensor:
         """Run a recurrent layer, neighbouring slots with as many tokens together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -200,22 +200,35 @@ def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
         "it does not let attention be replaced": not replaceable,
         "it is an encoder-decoder": getattr(config, "is_encoder_decoder", False),
         f"it has layers of another kind ({', '.join(sorted(others))})": bool(others),
-        "its layers have keys of different widths": len({len(module.k_proj.weight) for module in attending}) > 1,
     }
     for reason, applies in reasons.items():
         if applies:
             raise _refusal(causal, model, reason)
     if remembering:
         attention.number(attending)
-    heads = config.num_attention_heads
+    key_heads, head_width = _head_shape(config, attending)
     return CacheShape(
         layers=len(attending) if remembering else config.num_hidden_layers,
-        key_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_width=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        key_heads=key_heads,
+        head_width=head_width,
         dtype=causal.dtype,
         device=device,
         recurrent=bool(remembering),
     )
+
+
+def _head_shape(config: Any, attending: Sequence[Any]) -> tuple[int, int]:
+    """Return how many key heads a layer has, and how wide; of layers that differ (Gemma 4), the most and the widest."""
+    shapes = {
+        (len(layer.k_proj.weight) // layer.head_dim, layer.head_dim)
+        for layer in attending
+        if hasattr(layer, "head_dim")
+    }
+    if len(shapes) > 1:
+        return max(key_heads for key_heads, _ in shapes), max(width for _, width in shapes)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "num_key_value_heads", None) or heads, width
 
 
 def _refusal(causal: Any, model: Path, reason: str) -> ConfigError:
