@@ -1,6 +1,6 @@
 // Search in everything that was recorded, a second at a time.
 import type { JSX } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { get, type SearchPage } from "../api";
 import { Agent, count, go, href, number } from "../ui";
 
@@ -10,6 +10,8 @@ export function Search({ run, text }: { run: string; text: string }): JSX.Elemen
   const [looked, setLooked] = useState(0);
   const [busy, setBusy] = useState(false);
   const [error, setError] = useState("");
+  const field = useRef<HTMLInputElement>(null);
+  useEffect(() => field.current?.focus(), []);
   const look = async (after: number, before: SearchPage["hits"], signal?: AbortSignal): Promise<void> => {
     setBusy(true);
     try {
@@ -46,7 +48,7 @@ export function Search({ run, text }: { run: string; text: string }): JSX.Elemen
         }}
       >
         <label class="grow">
-          text <input type="search" name="text" defaultValue={text} autofocus placeholder="in prompts, answers, arguments, results, errors, names" />
+          text <input type="search" name="text" defaultValue={text} ref={field} placeholder="in prompts, answers, arguments, results, errors, names" />
         </label>
         <button type="submit">Search</button>
       </form>

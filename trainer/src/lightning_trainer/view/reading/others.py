@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from sqlalchemy import func, or_, select
@@ -20,6 +20,7 @@ from lightning_spans.schema.spans import CHAT, TOOL_ARGUMENTS
 from lightning_spans.store.protocol import Where, whole_list
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
+from lightning_trainer.judging.spans import EVALUATE, EXPLANATION, NAME
 from lightning_trainer.report.step_metrics import tool_name
 from lightning_trainer.rl.scores import total
 from lightning_trainer.view.answers.calls import CallLink
@@ -42,6 +43,7 @@ from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Run
 
 _MOST: Final = 2000  # attempts in a scatter
+_WORDS: Final = 1000  # characters of a verdict
 _NEWEST: Final = 20_000  # spans that one page of loose traces looks through
 _LOOK_S: Final = 1.0  # that one page of a search takes
 _AT_ONCE: Final = 2000  # records of a search between looks at the clock
@@ -65,20 +67,44 @@ def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
         )
         for source, values in sorted(by_source.items())
     ]  # fmt: skip
-    return RewardsPage(sources=sources, attempts=[_judgement(run, its) for its in list(by_attempt.values())[:_MOST]])
+    shown = list(by_attempt.values())[:_MOST]
+    verdicts = _verdicts(reader, [its[0].attempt_id for its in shown])
+    return RewardsPage(
+        sources=sources,
+        attempts=[_judgement(run, its, verdicts[its[0].attempt_id]) for its in shown],
+        total=len(by_attempt),
+    )
 
 
-def _judgement(run: Run, rewards: Sequence[Reward]) -> Judgement:
+def _verdicts(reader: StoreReader, attempt_ids: Sequence[str]) -> defaultdict[str, dict[str, tuple[str, str]]]:
+    """Return by attempt, by source: the span of a verdict, and its words."""
+    spans = schema.spans.c
+    found: defaultdict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    with reader.reading() as connection:
+        chosen = among(connection, spans.attempt_id, attempt_ids)
+        query = select(spans.attempt_id, spans.span_id, spans.attributes).where(chosen, spans.operation == EVALUATE)
+        for attempt_id, span_id, attributes in connection.execute(query):
+            values = loads(attributes)
+            found[attempt_id][str(values.get(NAME))] = (span_id, legible(str(values.get(EXPLANATION) or ""))[:_WORDS])
+    return found
+
+
+def _judgement(run: Run, rewards: Sequence[Reward], verdicts: Mapping[str, tuple[str, str]]) -> Judgement:
     outcome = [reward for reward in rewards if reward.source not in run.rules]
     by_source: defaultdict[str, float] = defaultdict(float)
-    for reward in rewards:
+    spans: dict[str, str] = {}
+    for reward in sorted(rewards, key=lambda each: -abs(each.value)):
         by_source[reward.source] += reward.value
+        if reward.span_id is not None:
+            spans.setdefault(reward.source, reward.span_id)
+    told = {source: verdict for source, verdict in verdicts.items() if source in by_source}
     return Judgement(
         rollout_id=rewards[0].rollout_id,
         attempt_id=rewards[0].attempt_id,
         outcome=total(outcome) if outcome else None,
         by_source=dict(by_source),
-        span_id=next((reward.span_id for reward in rewards if reward.span_id), None),
+        spans=spans | {source: span_id for source, (span_id, _) in told.items()},
+        said={source: words for source, (_, words) in told.items()},
     )
 
 
