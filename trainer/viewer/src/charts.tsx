@@ -186,7 +186,7 @@ export function Scatter({ points, x, y }: { points: Point[]; x: string; y: strin
   const spread = (at: number, by: number): number => Math.sin(at * 12.9898 + by) * 4;
   const ticks = (low: number, high: number): number[] => [0.1, 0.5, 0.9].map((part) => low + part * (high - low));
   return (
-    <svg class="scatter" viewBox={`0 0 ${width} ${height}`} role="img" aria-label={`${y} against ${x}, ${points.length} attempts`}>
+    <svg class="scatter" viewBox={`0 0 ${width} ${height}`} role="group" aria-label={`${y} against ${x}, ${points.length} attempts`}>
       <line x1={left} y1={height - bottom} x2={width} y2={height - bottom} />
       <line x1={left} y1={0} x2={left} y2={height - bottom} />
       {ticks(x0, x1).map((each) => (

@@ -73,7 +73,7 @@ function Heat({ page }: { page: CreditPage }): JSX.Element {
   const values = page.cells.map((cell) => cell.credit).filter((each): each is number => each !== null);
   const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
   return (
-    <div class="scroll card">
+    <div class="scroll card" role="group" aria-label="credit by agent and call" tabIndex={0}>
       <table class="heat">
         <thead>
           <tr>

@@ -260,7 +260,7 @@ function Lanes({ page, chosen, onChoose }: { page: RolloutPage; chosen: string |
                 class={`span ${hue(event.agent)} ${event.turn !== null ? "chat" : isTool(event) ? "tool" : "around"} ${event.error ? "failed" : ""} ${event.span_id === chosen ? "chosen" : ""}`}
                 style={{ left: `min(${(event.start_ms / span) * 100}%, 100% - 5px)`, width: `max(5px, ${(event.ms / span) * 100}%)`, top: `${Math.min(level, 11) * 20 + 2}px` }}
                 title={`${event.operation} ${event.name}\n${duration(event.ms)}${event.error ? `\n${event.error}` : ""}`}
-                aria-label={`${event.operation} ${event.name}`}
+                aria-label={event.turn !== null ? `${event.turn}: model call` : isTool(event) ? `${event.name}: tool` : `${event.name}: ${event.operation}`}
                 tabIndex={-1}
                 onClick={() => onChoose(event.span_id)}
               >

@@ -118,7 +118,7 @@ export function Fleet({ run, tick }: { run: string; tick: number }): JSX.Element
               </>
             )}
             <h2>Runners</h2>
-            <div class="scroll">
+            <div class="scroll" role="group" aria-label="runners" tabIndex={0}>
               <table class="rows">
                 <thead>
                   <tr>
