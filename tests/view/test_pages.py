@@ -353,9 +353,10 @@ def test_no_screen_breaks_a_rule_of_accessibility(browser: Any, runs: Path, sche
         pytest.skip("axe-core is not there: nox -s view gets it")
     rollout = "calculator-0a1b2c3d:t1-0-1"
     (chat, *_) = [line for line in printed(runs / "calculator", "--rollout", rollout) if line["operation"] == "chat"]
+    call = f"call/{rollout}/{rollout}.1/{chat['span_id']}"
     screens = (
-        "", "step/train/1", "group/calculator-0a1b2c3d:t1-0", f"rollout/{rollout}", f"call/{rollout}/{rollout}.1/{chat['span_id']}",
-        "tries", "account/1", "credit/1", "rewards/train/1", "tools/train/1", "fleet", "search/multiply", "marks",
+        "", "step/train/1", "group/calculator-0a1b2c3d:t1-0", f"rollout/{rollout}", call, "tries",
+        "account/1", "credit/1", "rewards/train/1", "tools/train/1", "fleet", "search/multiply", "marks",
     )  # fmt: skip
     width = {"light": 1280, "dark": 390}[scheme]
     with looking(browser, runs, viewport={"width": width, "height": 800}, color_scheme=scheme) as look:

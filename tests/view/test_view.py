@@ -22,6 +22,7 @@ from starlette.testclient import TestClient
 
 from lightning_spans.errors import ConfigError, StoreError
 from lightning_spans.schema.attempts import End, Rollout
+from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
@@ -295,6 +296,38 @@ def test_search_finds_what_was_said_however_it_is_kept(ask: Asked, text: str) ->
     hits = ask("search", text=text)["hits"]
     assert bool(hits) == (text != "no such thing anywhere")
     assert all(text in hit["match"].replace("\\", "") for hit in hits)
+
+
+def test_search_finds_what_a_program_said_that_is_not_attached(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "lightning.db"))
+    own: dict[str, Any] = {"start_ns": 1, "end_ns": 2, "policy": "p", "policy_version": 0, "trace_id": "a" * 32}
+    asked = {"messages": [{"role": "user", "content": "a needle"}]}
+    answer = Choice(0, (2,), (-0.1,), "stop", {"role": "assistant", "content": "a gem"})
+    for each in "bc":
+        call = Call(call_id=each, response_id=each, span_id=each * 16, request=asked, choices=(answer,), **own)
+        store.add_calls([call])
+    values = {"lightning.request": json.dumps(asked)}
+    store.add_spans([
+        Span(operation="chat", name="m", trace_id="a" * 32, span_id="b" * 16, start_ns=1, end_ns=2, attributes=values)
+    ])  # fmt: skip
+    store.close()
+    ask = Asked(tmp_path)
+    for text, number in (("a needle", 2), ("a gem", 1)):  # the span of one call tells what it was asked
+        page = ask("search", text=text)
+        hits = page["hits"] + ask("search", text=text, after=page["next"], calls=page["calls"])["hits"]
+        assert [hit["match"] for hit in hits] == [text] * number
+
+
+def test_passwords_of_a_run_are_not_shown(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "r")
+    options = json.loads((folder / "config.json").read_text())
+    url = "https://me:pa:ss@judge.example/v1"
+    (folder / "config.json").write_text(json.dumps({**options, "judge": {"endpoint": url, "seeds": [url]}}))
+    ask = Asked(folder)
+    (row,) = ask("runs")
+    for shown in (row, ask("run")):
+        assert shown["options"]["judge"]["endpoint"] == "https://me:***@judge.example/v1"
+        assert "pa:ss" not in json.dumps(shown)
 
 
 def test_hostile_texts_come_back_as_they_are(ask_nasty: Asked) -> None:

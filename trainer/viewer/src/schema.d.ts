@@ -313,7 +313,7 @@ export interface paths {
         };
         /**
          * Search
-         * @description Look for a text in everything that the store holds of spans; a page looks for a second at most.
+         * @description Look for a text in all that the store holds of spans, then of other calls; a page looks for a second at most.
          */
         get: operations["search_api_view_search_get"];
         put?: never;
@@ -1034,7 +1034,13 @@ export interface components {
         };
         /**
          * SearchPage
-         * @description Where a text was found so far; `next` is where to go on, None when everything was looked through.
+         * @description Where a text was found on a page of a search.
+         *
+         *     Attributes:
+         *         hits: where.
+         *         looked: records that this page looked at.
+         *         next: where to go on; None when everything was looked through.
+         *         calls: go on there among calls that no span tells of, instead of spans.
          */
         SearchPage: {
             /** Hits */
@@ -1043,6 +1049,8 @@ export interface components {
             looked: number;
             /** Next */
             next: number | null;
+            /** Calls */
+            calls: boolean;
         };
         /**
          * SourceRow
@@ -1798,6 +1806,7 @@ export interface operations {
                 run: string;
                 text: string;
                 after?: number;
+                calls?: boolean;
             };
             header?: never;
             path?: never;

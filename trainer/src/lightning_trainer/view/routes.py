@@ -29,6 +29,7 @@ from lightning_trainer.view.reading import others
 from lightning_trainer.view.reading.calls import call_page
 from lightning_trainer.view.reading.learning import account_of, credit_of
 from lightning_trainer.view.reading.rollouts import as_it_went, loose_trace, page_of, side_by_side, trace_of
+from lightning_trainer.view.reading.search import search as search_page
 from lightning_trainer.view.reading.steps import Step, group_ids, groups_page, has_loose, overview
 from lightning_trainer.view.reading.summaries import run_row
 from lightning_trainer.view.reading.transcripts import facts_of
@@ -108,7 +109,7 @@ def run_page(views: _Views, name: _Run) -> RunPage:
             loose = has_loose(connection)
         return RunPage(
             name=run.name,
-            options=dict(run.options),
+            options=run.shown_options,
             train=[line for line in lines if line["kind"] == "train"],
             val=[line for line in lines if line["kind"] == "val"],
             alarms=[line for line in lines if line["kind"] == "alarm"],
@@ -246,10 +247,10 @@ def loose(views: _Views, name: _Run, before: _Before = None) -> LoosePage:
 
 
 @router.get("/search")
-def search(views: _Views, name: _Run, text: _Text, after: _After = 0) -> SearchPage:
-    """Look for a text in everything that the store holds of spans; a page looks for a second at most."""
+def search(views: _Views, name: _Run, text: _Text, *, after: _After = 0, calls: bool = False) -> SearchPage:
+    """Look for a text in all that the store holds of spans, then of other calls; a page looks for a second at most."""
     with views.opened(name) as (_, reader):
-        return others.search(reader, text, after=after)
+        return search_page(reader, text, after=after, calls=calls)
 
 
 @router.get("/events", response_class=StreamingResponse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ class Run:
         except (OSError, ValueError):
             return {}
         return values if isinstance(values, dict) else {}
+
+    @property
+    def shown_options(self) -> dict[str, Any]:
+        """The same for whoever may look: without the passwords in addresses."""
+        return {name: _without_passwords(value) for name, value in self.options.items()}
 
     @property
     def config(self) -> TrainConfig | None:
@@ -95,6 +101,14 @@ class Run:
             if reader.at_work():
                 return "running"
         return "stopped" if self.folder is not None else "idle"
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, str):
+        return re.sub(r"(://[^/@:\s]*:)[^/@\s]*@", r"\1***@", value)
+    if isinstance(value, Mapping):
+        return {name: _without_passwords(each) for name, each in value.items()}
+    return [_without_passwords(each) for each in value] if isinstance(value, list) else value
 
 
 def _stamp(path: Path) -> tuple[int, int]:
