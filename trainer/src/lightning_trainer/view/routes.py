@@ -278,7 +278,7 @@ def _look_at(run: Run, before: _Look | None) -> _Look | None:
     """Return a run's mark and its state; those before where its store does not answer, until it does again."""
     try:
         mark = run.changed
-        if before is not None and before == (mark, "stopped"):
+        if before is not None and before[0] == mark and before[1] != "running":
             return before  # whoever starts leaves a mark
         return mark, run.state
     except StoreError:
