@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made import NASTY, make_run
+from made import NASTY, Scene, Words, assistant, make_run, user
 from test_view import printed
 
-from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.attempts import End, Rollout
 from lightning_spans.store import open_store
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
@@ -276,14 +278,98 @@ def test_what_is_written_shows_without_a_reload(browser: Any, tmp_path: Path) ->
     run = make_run(tmp_path / "live", steps=1, groups=1, size=2)
     with looking(browser, run) as look:
         look.open("run", "live")
-        look.page.wait_for_selector(".live")
+        look.page.wait_for_selector(".state.stopped")
         assert look.page.locator("tr.train").count() == 1
         store = open_store(str(run / "lightning.db"))
         store.enqueue([Rollout(rollout_id="live-1:t1-0-0", group_id="live-1:t1-0", task={"q": "new"})])
         look.page.wait_for_selector("text=1 queued")
-        store.close()
         assert look.page.locator("tr.train").count() == 2
+        look.page.click("tr a >> text=step 1")
+        look.page.wait_for_selector(".cell")
+        (attempt,) = store.claim("runner", limit=1, lease_s=600)
+        look.page.wait_for_selector(".state.running")
+        look.page.click(".cell")
+        look.page.wait_for_selector("text=Nothing was recorded")
+        scene = Scene(attempt, Words(), random.Random(0), 0)
+        scene.call(scene.agent("planner", None, 100), [user("go")], assistant("gone"))
+        store.add_spans(scene.spans)
+        store.add_calls(scene.calls)
+        look.page.wait_for_selector(".event >> text=gone")
+        store.finish_all([End(attempt.attempt_id, attempt.fence, "succeeded", (), None)])
+        look.page.wait_for_selector(".state.stopped")
+        store.close()
         look.well()
+
+
+def test_the_calls_of_a_step_are_counted_while_it_goes_on(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "live", steps=1, groups=1, size=2)
+    store = open_store(str(run / "lightning.db"))
+    store.enqueue([Rollout(rollout_id="live-1:t1-0-0", group_id="live-1:t1-0", task={"q": "new"})])
+    with looking(browser, run) as look:
+        look.open("run", "live", "step", "train", 1)
+        assert look.number("calls") == 0
+        (attempt,) = store.claim("runner", limit=1, lease_s=600)
+        scene = Scene(attempt, Words(), random.Random(0), 0)
+        scene.call(scene.agent("planner", None, 100), [user("go")], assistant("gone"))
+        store.add_spans(scene.spans)
+        store.add_calls(scene.calls)
+        store.finish_all([End(attempt.attempt_id, attempt.fence, "succeeded", (), None)])
+        look.until("document.querySelector('[data-testid=calls]')?.textContent.startsWith('1 ')")
+        store.close()
+
+
+def test_rollouts_of_no_step_have_their_tools_and_rewards_too(browser: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r", steps=1, groups=1, size=2)
+    with closing(sqlite3.connect(run / "lightning.db")) as database, database:  # as an evaluation names them
+        database.execute("UPDATE rollouts SET group_id = 'eval:' || substr(group_id, -1)")
+    with looking(browser, run) as look:
+        look.open("run", "r")
+        look.page.click("nav >> text=Tools")
+        look.page.wait_for_selector(".meter")
+        assert "all rollouts" in look.text("h1")
+        look.page.click("nav >> text=Rewards")
+        look.page.wait_for_selector("table.rows button")
+        look.well()
+
+
+def test_enter_follows_the_link_that_has_the_focus(look: Looking) -> None:
+    look.open("run", "calculator", "rollout", "calculator-0a1b2c3d:t1-0-1")
+    look.page.wait_for_selector(".event.chosen")
+    look.page.focus("nav >> text=Account")
+    look.page.keyboard.press("Enter")
+    look.page.wait_for_selector(".funnel")
+
+
+def test_an_address_with_a_lone_percent_sign_breaks_nothing(look: Looking) -> None:
+    look.open("run", "calculator")
+    look.page.evaluate("location.hash = '/run/calculator/search/100%25%'")
+    look.page.wait_for_selector("input[name=text]")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_screen_breaks_a_rule_of_accessibility(browser: Any, runs: Path, scheme: str) -> None:
+    axe = Path(__file__).parents[2] / "trainer/viewer/node_modules/axe-core/axe.min.js"
+    if not axe.is_file():
+        pytest.skip("axe-core is not there: nox -s view gets it")
+    rollout = "calculator-0a1b2c3d:t1-0-1"
+    (chat, *_) = [line for line in printed(runs / "calculator", "--rollout", rollout) if line["operation"] == "chat"]
+    call = f"call/{rollout}/{rollout}.1/{chat['span_id']}"
+    screens = (
+        "", "step/train/1", "group/calculator-0a1b2c3d:t1-0", f"rollout/{rollout}", call, "tries",
+        "account/1", "credit/1", "rewards/train/1", "tools/train/1", "fleet", "search/multiply", "marks",
+    )  # fmt: skip
+    width = {"light": 1280, "dark": 390}[scheme]
+    with looking(browser, runs, viewport={"width": width, "height": 800}, color_scheme=scheme) as look:
+        asked = look.page.context.new_cdp_session(look.page)  # from outside: the page lets no script in
+        broken = {}
+        for screen in screens:
+            look.open("run", "calculator", *filter(None, screen.split("/")))
+            look.until("!document.querySelector('[aria-busy]')")
+            look.page.wait_for_selector("main h1")
+            code = f"{axe.read_text()};axe.run().then(all => all.violations.map(one => [one.id, one.nodes[0].html]))"
+            told = asked.send("Runtime.evaluate", {"expression": code, "awaitPromise": True, "returnByValue": True})
+            broken[screen] = told["result"]["value"]
+        assert {screen: found for screen, found in broken.items() if found} == {}
 
 
 def test_hostile_texts_stay_texts(browser: Any, nasty: Path) -> None:

@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import stat
+from contextlib import closing
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -15,17 +17,24 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from conftest import Asked
-from made import NASTY, make_run
+from made import FIRST_NS, NASTY, Scene, asks, assistant, make_run, user
 from starlette.testclient import TestClient
 
 from lightning_spans.errors import ConfigError, StoreError
-from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.attempts import End, Rollout
+from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
 from lightning_trainer.cli.training.viewed import Viewed
+from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore
+from lightning_trainer.judging.judge import GroupJudge
+from lightning_trainer.judging.options import JudgeOptions
 from lightning_trainer.report.metrics import read
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.rl.rollouts import outcomes
+from lightning_trainer.run.folders import held
 from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.reading.pieces import pieces_of
 from lightning_trainer.view.reading.texts import legible
@@ -188,6 +197,69 @@ def test_a_group_says_how_far_its_rollouts_are_alike_and_what_each_was_worth(ask
     assert any(member["advantages"] for member in page["members"])
 
 
+def test_a_group_of_several_pages_is_alike_only_as_far_as_all_are(tmp_path: Path) -> None:
+    def halves(scene: Scene, skill: float) -> Any:
+        agent = scene.agent("one", None, 10)
+        number = int(scene.attempt.rollout.rollout_id.rpartition("-")[2])
+        scene.call(agent, [user("go")], assistant("left" if number < 8 else "right"))
+        scene.call(agent, [user("on")], assistant("done"))
+        return "succeeded", [Reward(value=1.0, **scene.ids)], None
+
+    ask = Asked(make_run(tmp_path / "r", steps=1, groups=1, size=16, play=halves))
+    group = ask("step", mode="train")["groups"][0]["group_id"]
+    first = ask("group", group=group)
+    rest = ask("group", group=group, after=first["next"])
+    assert len(first["members"]) == len(rest["members"]) == 8
+    assert min(first["alike"], rest["alike"]) == 0
+
+
+def test_the_ids_of_tool_calls_make_no_difference_and_results_bear_the_tools_name(tmp_path: Path) -> None:
+    def with_ids(scene: Scene, skill: float) -> Any:
+        agent = scene.agent("one", None, 10)
+        answer = asks("look", "{}")
+        answer["tool_calls"][0]["id"] = told = f"call_{scene.attempt.fence}"
+        scene.call(agent, [user("go")], answer)
+        heard = {"role": "tool", "tool_call_id": told, "content": "nothing"}
+        scene.call(agent, [user("go"), answer, heard], assistant("done"))
+        return "succeeded", [Reward(value=1.0, **scene.ids)], None
+
+    ask = Asked(make_run(tmp_path / "r", steps=1, groups=1, size=3, play=with_ids))
+    group = ask("step", mode="train")["groups"][0]["group_id"]
+    page = ask("group", group=group)
+    assert page["alike"] == 2
+    (result,) = [said for event in page["members"][0]["events"] for said in event["said"] if said["role"] == "tool"]
+    assert result["name"] == "look"
+
+
+def test_a_verdict_is_shown_with_what_the_judge_was_asked(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", steps=1, groups=1, size=4)
+    ask = Asked(folder)
+    store = open_store(str(folder / "lightning.db"))
+    found = outcomes(store, [each for each in store.rollouts() if ":t0-" in each.rollout_id])
+
+    def send(_: Any, told: Any) -> JudgeAnswer:
+        scores = tuple(JudgeScore(0.5, f"<b>number {n}</b>") for n in range(len(told)))
+        request = {"messages": [{"role": "user", "content": "which is best?"}]}
+        return JudgeAnswer(request, "all the same", scores, None, FIRST_NS, FIRST_NS + 1)
+
+    options = JudgeOptions(endpoint="http://127.0.0.1:9/v1", model="big", rubric="be short")
+    with closing(GroupJudge(options, store, send=send)) as judge:
+        judged = [each for each in judge.judge(found) if any(r.source == "judge" for r in each.rewards)]
+    store.close()
+    rollout = judged[0].rollout.rollout_id
+    page = ask("rollout", rollout=rollout)
+    (verdict,) = [event for event in page["events"] if event["operation"] == "evaluate"]
+    assert "score 0.5" in verdict["answer"][0]["text"]
+    assert "<b>number" in verdict["answer"][0]["text"]
+    assert page["ms"] < 60_000  # the verdict came later
+    (asked,) = ask("trace", trace=verdict["asked"][0])["events"]
+    assert asked["said"][0]["text"] == "which is best?"
+    assert asked["answer"][0]["text"] == "all the same"
+    (row,) = [each for each in ask("rewards", step=0)["attempts"] if each["rollout_id"] == rollout]
+    assert row["spans"]["judge"] == verdict["span_id"]
+    assert "<b>number" in row["said"]["judge"]
+
+
 def test_credit_can_be_shared_out_otherwise(ask: Asked) -> None:
     own, other = ask("credit", step=1), ask("credit", step=1, credit="last")
     assert own["credit"] == "identical"
@@ -224,6 +296,38 @@ def test_search_finds_what_was_said_however_it_is_kept(ask: Asked, text: str) ->
     hits = ask("search", text=text)["hits"]
     assert bool(hits) == (text != "no such thing anywhere")
     assert all(text in hit["match"].replace("\\", "") for hit in hits)
+
+
+def test_search_finds_what_a_program_said_that_is_not_attached(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "lightning.db"))
+    own: dict[str, Any] = {"start_ns": 1, "end_ns": 2, "policy": "p", "policy_version": 0, "trace_id": "a" * 32}
+    asked = {"messages": [{"role": "user", "content": "a needle"}]}
+    answer = Choice(0, (2,), (-0.1,), "stop", {"role": "assistant", "content": "a gem"})
+    for each in "bc":
+        call = Call(call_id=each, response_id=each, span_id=each * 16, request=asked, choices=(answer,), **own)
+        store.add_calls([call])
+    values = {"lightning.request": json.dumps(asked)}
+    store.add_spans([
+        Span(operation="chat", name="m", trace_id="a" * 32, span_id="b" * 16, start_ns=1, end_ns=2, attributes=values)
+    ])  # fmt: skip
+    store.close()
+    ask = Asked(tmp_path)
+    for text, number in (("a needle", 2), ("a gem", 1)):  # the span of one call tells what it was asked
+        page = ask("search", text=text)
+        hits = page["hits"] + ask("search", text=text, after=page["next"], calls=page["calls"])["hits"]
+        assert [hit["match"] for hit in hits] == [text] * number
+
+
+def test_passwords_of_a_run_are_not_shown(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "r")
+    options = json.loads((folder / "config.json").read_text())
+    url = "https://me:pa:ss@judge.example/v1"
+    (folder / "config.json").write_text(json.dumps({**options, "judge": {"endpoint": url, "seeds": [url]}}))
+    ask = Asked(folder)
+    (row,) = ask("runs")
+    for shown in (row, ask("run")):
+        assert shown["options"]["judge"]["endpoint"] == "https://me:***@judge.example/v1"
+        assert "pa:ss" not in json.dumps(shown)
 
 
 def test_hostile_texts_come_back_as_they_are(ask_nasty: Asked) -> None:
@@ -308,6 +412,31 @@ def test_a_folder_that_can_not_be_written_is_read(run: Path) -> None:
         StoreReader(str(run / "lightning.db")).close()
     finally:
         run.chmod(mode)
+
+
+def test_a_run_is_running_while_a_process_holds_its_folder_or_an_attempt_its_lease(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", steps=1, groups=1, size=2)
+    (run,) = Runs(folder).all()
+    assert run.state == "stopped"
+    before = run.changed
+    with held(folder):
+        assert run.state == "running"
+        assert run.changed != before  # whoever looks is told
+    assert run.state == "stopped"
+    (folder / ".held-by").write_text(f"process {2**22 + 1} on {socket.gethostname()}, since then,")  # it was killed
+    assert run.state == "stopped"
+    store = open_store(run.store)
+    (alone,) = Runs(store=run.store).all()
+    assert alone.state == "idle"
+    store.enqueue([Rollout(rollout_id="x", group_id="g", task={})])
+    (attempt,) = store.claim("runner", limit=1, lease_s=60)
+    assert run.state == alone.state == "running"
+    store.finish_all([End(attempt.attempt_id, attempt.fence, "succeeded", (), None)])
+    assert alone.state == "idle"
+    store.enqueue([Rollout(rollout_id="y", group_id="g", task={})])
+    store.claim("runner", limit=1, lease_s=1e-6)
+    assert alone.state == "idle"  # its runner says nothing any more
+    store.close()
 
 
 def test_what_is_no_store_or_run_is_refused(tmp_path: Path) -> None:

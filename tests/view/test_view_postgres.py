@@ -58,6 +58,7 @@ def test_search_finds_the_same(both: tuple[Asked, Asked, str], text: str) -> Non
     found = on_server("search", text=text)
     assert found == file("search", text=text)
     assert bool(found["hits"]) == ("such thing" not in text)
+    assert on_server("search", text=text, calls=True) == file("search", text=text, calls=True)
 
 
 def test_a_store_alone_is_named_by_its_url(both: tuple[Asked, Asked, str]) -> None:
@@ -85,9 +86,12 @@ def test_what_is_written_to_a_store_without_a_folder_is_told(both: tuple[Asked, 
     store = open_store(both[2])
     store.enqueue([Rollout(rollout_id="live-1", group_id="live", task={"q": "new"})])
     seen.append(run.changed)
+    assert run.state == "idle"
     [attempt] = store.claim("runner/one")
     seen.append(run.changed)
+    assert run.state == "running"
     store.finish(attempt.attempt_id, attempt.fence, status="succeeded")
     seen.append(run.changed)
+    assert run.state == "idle"
     store.close()
     assert len(set(seen)) == 4

@@ -21,6 +21,7 @@ export type Token = Schemas["Token"];
 export type AccountPage = Schemas["AccountPage"];
 export type CreditPage = Schemas["CreditPage"];
 export type RewardsPage = Schemas["RewardsPage"];
+export type Judgement = Schemas["Judgement"];
 export type RewardRow = Schemas["RewardRow"];
 export type ToolsPage = Schemas["ToolsPage"];
 export type FleetPage = Schemas["FleetPage"];
@@ -99,14 +100,45 @@ export function useGet<T>(path: string | null, params: Params, tick = 0): Loaded
   return state;
 }
 
-/** Count the server's word that something was written; between two counts pass two seconds at least. */
-export function useChanges(run: string | null): { tick: number; live: boolean } {
-  const [tick, setTick] = useState(0);
-  const [live, setLive] = useState(false);
+/** The same, of something that is asked for again at each tick until it is done. */
+export function useUntil<T>(path: string | null, params: Params, tick: number, done: (data: T) => boolean): Loaded<T> {
+  const [over, setOver] = useState(false);
+  const [last, setLast] = useState(tick);
+  const page = useGet<T>(path, params, over ? last : tick);
   useEffect(() => {
+    if (page.data === null) return;
+    setLast(tick);
+    setOver(done(page.data));
+  }, [page.data]);
+  return page;
+}
+
+/** What is known of a run: whether something is at work on it, and whether the server that says so answers. */
+export type State = "running" | "stopped" | "idle" | "not connected";
+
+interface Told {
+  first: boolean;
+  state: State;
+}
+
+/** The events in a stream of the server's, with what is left of the last, which has not ended. */
+function eventsIn(text: string): { told: Told[]; rest: string } {
+  const parts = text.split("\n\n");
+  const rest = parts.pop() ?? "";
+  const data = parts.flatMap((part) => part.split("\n").filter((line) => line.startsWith("data: ")));
+  return { told: data.map((line) => JSON.parse(line.slice(6)) as Told), rest };
+}
+
+/** Count the server's word that something was written; between two counts pass two seconds at least. */
+export function useChanges(run: string | null): { tick: number; state: State | null } {
+  const [tick, setTick] = useState(0);
+  const [state, setState] = useState<State | null>(null);
+  useEffect(() => {
+    setState(null);
     if (run === null) return;
     const stop = new AbortController();
     let last = 0;
+    let again = false; // what was written while nobody told is asked for once somebody does
     let waiting: ReturnType<typeof setTimeout> | undefined;
     const changed = (): void => {
       clearTimeout(waiting);
@@ -127,16 +159,24 @@ export function useChanges(run: string | null): { tick: number; live: boolean } 
           });
           if (!answer.ok || !answer.body) return;
           const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-          setLive(true);
+          let text = "";
           for (;;) {
             const { done, value } = await reader.read();
             if (done) break;
-            if (value.includes("event: changed") && !value.includes('"first":true')) changed();
+            const { told, rest } = eventsIn(text + value);
+            text = rest;
+            for (const { first, state } of told) {
+              setState(state);
+              if (!first || again) changed();
+              again = false;
+            }
           }
         } catch {
           // the server went away: it is asked again below
         }
-        setLive(false);
+        if (stop.signal.aborted) return;
+        again = true;
+        setState("not connected");
         await new Promise((wake) => setTimeout(wake, 3000));
       }
     };
@@ -146,5 +186,5 @@ export function useChanges(run: string | null): { tick: number; live: boolean } 
       clearTimeout(waiting);
     };
   }, [run]);
-  return { tick, live };
+  return { tick, state };
 }

@@ -1,7 +1,7 @@
 // The frame around every screen: where one is, where one can go, keys, light and dark.
 import { render, type JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { takeKey, useChanges } from "./api";
+import { takeKey, useChanges, type State } from "./api";
 import { Account } from "./screens/account";
 import { Call } from "./screens/call";
 import { Credit } from "./screens/credit";
@@ -19,7 +19,15 @@ import { Tries, Try } from "./screens/tries";
 import { go, href, Toggle, useKeys } from "./ui";
 import "./app.css";
 
-const parse = (): string[] => location.hash.replace(/^#\//, "").split("/").filter(Boolean).map(decodeURIComponent);
+const decoded = (part: string): string => {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part; // somebody typed a lone %
+  }
+};
+
+const parse = (): string[] => location.hash.replace(/^#\//, "").split("/").filter(Boolean).map(decoded);
 
 const TABS: [string, string][] = [
   ["", "Overview"],
@@ -45,6 +53,13 @@ const KEYS: [string, string][] = [
   ["?", "these keys"],
 ];
 
+const STATES: Record<State, string> = {
+  running: "Something is at work on this run. What it writes shows here without a reload.",
+  stopped: "Nothing is at work on this run. What is written shows here without a reload.",
+  idle: "No attempt runs. What is written shows here without a reload.",
+  "not connected": "The server does not answer: what shows here was read before.",
+};
+
 function App(): JSX.Element {
   const [path, setPath] = useState(parse);
   const [help, setHelp] = useState(false);
@@ -58,7 +73,7 @@ function App(): JSX.Element {
   }, []);
   const [kind, run = "", screen = "", ...rest] = path;
   const shown = kind === "run" ? run : null;
-  const { tick, live } = useChanges(shown);
+  const { tick, state } = useChanges(shown);
   const [dark, setDark] = useTheme();
   useKeys({
     "?": () => setHelp(!help),
@@ -84,9 +99,9 @@ function App(): JSX.Element {
             <a class="run-name" href={href("run", run)}>
               {run}
             </a>
-            {live && (
-              <span class="live" title="What is written shows here without a reload">
-                live
+            {state !== null && (
+              <span class={`state ${state.replace(" ", "-")}`} role="status" title={STATES[state]}>
+                {state}
               </span>
             )}
             <nav aria-label="Screens of the run">
@@ -144,9 +159,9 @@ function Screen({ kind, run, screen, rest, tick }: Where): JSX.Element {
     case "step":
       return <Step key={`${one}/${two}`} run={run} mode={one || "train"} step={stepIn(two)} bin={three} tick={tick} />;
     case "group":
-      return <Group key={one} run={run} group={one} />;
+      return <Group key={one} run={run} group={one} tick={tick} />;
     case "rollout":
-      return <Rollout key={`${one}/${two}`} run={run} rollout={one} attempt={two || null} span={three || null} />;
+      return <Rollout key={`${one}/${two}`} run={run} rollout={one} attempt={two || null} span={three || null} tick={tick} />;
     case "tries":
       return one ? <Try key={`${one}/${two}`} run={run} left={one} right={two} /> : <Tries run={run} tick={tick} />;
     case "trace":
@@ -160,9 +175,9 @@ function Screen({ kind, run, screen, rest, tick }: Where): JSX.Element {
     case "credit":
       return <Credit run={run} step={stepIn(one)} tick={tick} />;
     case "rewards":
-      return <Rewards run={run} mode={one || "train"} step={stepIn(two)} tick={tick} />;
+      return <Rewards run={run} mode={one} step={stepIn(two)} tick={tick} />;
     case "tools":
-      return <Tools run={run} mode={one || "train"} step={stepIn(two)} tick={tick} />;
+      return <Tools run={run} mode={one} step={stepIn(two)} tick={tick} />;
     case "fleet":
       return <Fleet run={run} tick={tick} />;
     case "search":

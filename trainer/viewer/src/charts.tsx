@@ -3,7 +3,7 @@ import type { JSX } from "preact";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { hue, number } from "./ui";
+import { extent, hues, number } from "./ui";
 
 export interface Line {
   name: string;
@@ -19,12 +19,14 @@ const tone = (name: string): string => getComputedStyle(document.documentElement
 export function Lines({ title, lines, onStep, unit = "" }: { title: string; lines: Line[]; onStep?: (step: number) => void; unit?: string }): JSX.Element | null {
   const holder = useRef<HTMLDivElement>(null);
   const known = JSON.stringify(lines.map((line) => [line.name, line.points, line.band ? [...line.band] : 0]));
+  const plain = hues(lines.filter((line) => !line.tone).map((line) => line.name));
+  const tones = lines.map((line) => line.tone ?? plain.shift() ?? "ink");
   const xs = useMemo(() => [...new Set(lines.flatMap((line) => line.points.map(([x]) => x)))].sort((a, b) => a - b), [known]);
   useEffect(() => {
     const place = holder.current;
     if (!place || xs.length === 0) return;
     const draw = (): uPlot => {
-      const colours = lines.map((line) => tone(`--${line.tone ?? hue(line.name)}`) || tone("--ink"));
+      const colours = tones.map((each) => tone(`--${each}`) || tone("--ink"));
       const series: uPlot.Series[] = [{}];
       const bands: uPlot.Band[] = [];
       const data: (number | null)[][] = [xs];
@@ -95,9 +97,9 @@ export function Lines({ title, lines, onStep, unit = "" }: { title: string; line
       <figcaption>{title}</figcaption>
       <div ref={holder} role="img" aria-label={`${title}: ${lines.map((line) => `${line.name} ${number(line.points.at(-1)?.[1])}`).join(", ")}`} />
       <div class="legend">
-        {lines.map((line) => (
+        {lines.map((line, at) => (
           <span key={line.name}>
-            <i class={`${line.tone ?? hue(line.name)} ${line.dashed ? "dashed" : ""}`} aria-hidden="true" />
+            <i class={`${tones[at]} ${line.dashed ? "dashed" : ""}`} aria-hidden="true" />
             {line.name} <b>{number(line.points.at(-1)?.[1])}</b>
             {unit}
           </span>
@@ -172,7 +174,7 @@ export interface Point {
 export function Scatter({ points, x, y }: { points: Point[]; x: string; y: string }): JSX.Element {
   const [width, height, left, bottom] = [560, 320, 48, 36];
   const range = (values: number[]): [number, number] => {
-    const [low, high] = [Math.min(...values), Math.max(...values)];
+    const [low, high] = extent(values);
     const pad = (high - low || 1) * 0.06;
     return [low - pad, high + pad];
   };
@@ -184,7 +186,7 @@ export function Scatter({ points, x, y }: { points: Point[]; x: string; y: strin
   const spread = (at: number, by: number): number => Math.sin(at * 12.9898 + by) * 4;
   const ticks = (low: number, high: number): number[] => [0.1, 0.5, 0.9].map((part) => low + part * (high - low));
   return (
-    <svg class="scatter" viewBox={`0 0 ${width} ${height}`} role="img" aria-label={`${y} against ${x}, ${points.length} attempts`}>
+    <svg class="scatter" viewBox={`0 0 ${width} ${height}`} role="group" aria-label={`${y} against ${x}, ${points.length} attempts`}>
       <line x1={left} y1={height - bottom} x2={width} y2={height - bottom} />
       <line x1={left} y1={0} x2={left} y2={height - bottom} />
       {ticks(x0, x1).map((each) => (

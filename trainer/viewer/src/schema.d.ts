@@ -313,7 +313,7 @@ export interface paths {
         };
         /**
          * Search
-         * @description Look for a text in everything that the store holds of spans; a page looks for a second at most.
+         * @description Look for a text in all that the store holds of spans, then of other calls; a page looks for a second at most.
          */
         get: operations["search_api_view_search_get"];
         put?: never;
@@ -541,8 +541,9 @@ export interface components {
          *         error: why it failed.
          *         turn: of a call: its number among the calls.
          *         known: of a call: messages of its prompt that an earlier call had, which are not in `said`.
-         *         said: of a call: what is new in its prompt; of a tool: its arguments.
-         *         answer: of a call: what was answered, one for each choice; of a tool: its result.
+         *         said: of a call: what is new in its prompt; of a tool: its arguments; of a judge: what it was asked.
+         *         answer: of a call: what was answered, one for each choice; of a tool: its result; of a judge: its verdict.
+         *         asked: of a judge's verdict: the traces in which it was asked for.
          *         prompt_tokens: of a call; None where not recorded.
          *         response_tokens: likewise.
          *         version: of the weights.
@@ -583,6 +584,8 @@ export interface components {
             said?: components["schemas"]["Said"][];
             /** Answer */
             answer?: components["schemas"]["Said"][];
+            /** Asked */
+            asked?: string[];
             /** Prompt Tokens */
             prompt_tokens?: number | null;
             /** Response Tokens */
@@ -723,7 +726,15 @@ export interface components {
         };
         /**
          * Judgement
-         * @description An attempt's rewards by source: a point of the scatter. `attempt_id` and the span tell where to look.
+         * @description An attempt's rewards by source: a point of the scatter.
+         *
+         *     Attributes:
+         *         rollout_id: its rollout.
+         *         attempt_id: its own.
+         *         outcome: what it was worth without automatic rules; None without a reward.
+         *         by_source: the sum of what each source gave.
+         *         spans: by source, the span that it gave the most for, up or down: where to look.
+         *         said: by source, why it gave this, in its own words.
          */
         Judgement: {
             /** Rollout Id */
@@ -736,8 +747,14 @@ export interface components {
             by_source: {
                 [key: string]: number;
             };
-            /** Span Id */
-            span_id: string | null;
+            /** Spans */
+            spans: {
+                [key: string]: string;
+            };
+            /** Said */
+            said: {
+                [key: string]: string;
+            };
         };
         /**
          * LoosePage
@@ -814,13 +831,15 @@ export interface components {
         };
         /**
          * RewardsPage
-         * @description Rewards of a step by source.
+         * @description Rewards of a step by source, and of some attempts; `total` is how many were rewarded.
          */
         RewardsPage: {
             /** Sources */
             sources: components["schemas"]["SourceRow"][];
             /** Attempts */
             attempts: components["schemas"]["Judgement"][];
+            /** Total */
+            total: number;
         };
         /**
          * RolloutPage
@@ -1015,7 +1034,13 @@ export interface components {
         };
         /**
          * SearchPage
-         * @description Where a text was found so far; `next` is where to go on, None when everything was looked through.
+         * @description Where a text was found on a page of a search.
+         *
+         *     Attributes:
+         *         hits: where.
+         *         looked: records that this page looked at.
+         *         next: where to go on; None when everything was looked through.
+         *         calls: go on there among calls that no span tells of, instead of spans.
          */
         SearchPage: {
             /** Hits */
@@ -1024,6 +1049,8 @@ export interface components {
             looked: number;
             /** Next */
             next: number | null;
+            /** Calls */
+            calls: boolean;
         };
         /**
          * SourceRow
@@ -1779,6 +1806,7 @@ export interface operations {
                 run: string;
                 text: string;
                 after?: number;
+                calls?: boolean;
             };
             header?: never;
             path?: never;

@@ -36,12 +36,31 @@ export const duration = (ms: number | null | undefined): string =>
 
 export const count = (n: number, one: string, many = `${one}s`): string => `${number(n)} ${n === 1 ? one : many}`;
 
-/** A colour for a name, the same on every screen; eight that can be told apart by most eyes. */
-export function hue(name: string | null | undefined): string {
-  if (!name) return "hue-none";
+const HUES = 8; // that can be told apart by most eyes
+const agents = new Map<string, number>();
+
+/** The first colour from a name's own on that is not used yet; its own where all are. */
+function free(name: string, used: Set<number>): number {
   let sum = 7;
   for (const letter of name) sum = (sum * 31 + letter.charCodeAt(0)) % 9973;
-  return `hue-${sum % 8}`;
+  return Array.from({ length: HUES }, (_, at) => (sum + at) % HUES).find((each) => !used.has(each)) ?? sum % HUES;
+}
+
+/** A colour for an agent, the same on every screen; of up to eight no two share one. */
+export function hue(name: string | null | undefined): string {
+  if (!name) return "hue-none";
+  if (!agents.has(name)) agents.set(name, free(name, new Set(agents.values())));
+  return `hue-${agents.get(name)}`;
+}
+
+/** Colours for names that stand beside each other and are no agents. */
+export function hues(names: string[]): string[] {
+  const used = new Set<number>();
+  return names.map((name) => {
+    const own = free(name, used);
+    used.add(own);
+    return `hue-${own}`;
+  });
 }
 
 export const Agent = ({ name }: { name: string | null | undefined }): JSX.Element => (
@@ -63,9 +82,11 @@ export const Chip = ({ kind = "", children, title }: { kind?: string; children: 
   </span>
 );
 
+export const isOpen = (status: string): boolean => status === "queued" || status === "running";
+
 export const Status = ({ row }: { row: RolloutRow }): JSX.Element | null =>
   row.status === "succeeded" ? null : (
-    <Chip kind={row.status === "queued" || row.status === "running" ? "busy" : "bad"} title={row.error ?? ""}>
+    <Chip kind={isOpen(row.status) ? "busy" : "bad"} title={row.error ?? ""}>
       {row.kind && row.kind !== row.status ? `${row.status}: ${row.kind}` : row.status}
     </Chip>
   );
@@ -79,6 +100,10 @@ export const Rewards = ({ rewards }: { rewards: RewardRow[] }): JSX.Element => (
     ))}
   </>
 );
+
+/** The lowest and the highest of any number of values; [Infinity, -Infinity] of none. */
+export const extent = (values: number[]): [number, number] =>
+  values.reduce<[number, number]>(([low, high], each) => [Math.min(low, each), Math.max(high, each)], [Infinity, -Infinity]);
 
 /** A value between the lowest and the highest, as a colour from bad over neutral to good. */
 export function shade(value: number | null | undefined, low: number, high: number): string {
@@ -227,6 +252,7 @@ export function useKeys(bound: Record<string, () => void>): void {
     const press = (event: KeyboardEvent): void => {
       const target = event.target as HTMLElement;
       if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName)) return;
+      if (event.key === "Enter" && target.closest("a, button, summary")) return; // it follows, presses or opens that
       const act = bound[event.key];
       if (act) {
         event.preventDefault();

@@ -25,15 +25,11 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore, ask, key_of
 from lightning_trainer.judging.options import JudgeOptions
+from lightning_trainer.judging.spans import ASKED, ATTEMPTS, EVALUATE, EXPLANATION, NAME, SCORE
 from lightning_trainer.judging.transcript import Entries, entries_of
 from lightning_trainer.rl.rollouts import Outcome
 
 CACHE_NAME: Final = "judge.jsonl"
-EVALUATE: Final = "evaluate"  # the operation of its spans
-# Of OpenTelemetry's conventions for evaluations.
-_NAME: Final = "gen_ai.evaluation.name"
-_SCORE: Final = "gen_ai.evaluation.score.value"
-_EXPLANATION: Final = "gen_ai.evaluation.explanation"
 
 
 class GroupJudge:
@@ -111,33 +107,35 @@ class GroupJudge:
         ]
         if problem := next((found for found in passes if isinstance(found, str)), None):
             return [replace(outcome, unjudged=f"the judge gave no verdict: {problem}") for outcome in outcomes]
-        verdicts = [found for found in passes if not isinstance(found, str)]
+        verdicts = [found for found, _ in (each for each in passes if not isinstance(each, str))]
+        asked = [trace_id for _, trace_id in (each for each in passes if not isinstance(each, str)) if trace_id]
         rewarded = []
         for outcome, attempt_id, entries in zip(outcomes, ids, told, strict=True):
             scores = [verdict[entries] for verdict in verdicts]
             rewarded.append((outcome, self._reward(outcome, attempt_id, scores), scores))
-        self._store.add_spans([self._span(reward, scores) for _, reward, scores in rewarded])
+        self._store.add_spans([self._span(reward, scores, asked) for _, reward, scores in rewarded])
         self._store.add_rewards([reward for _, reward, _ in rewarded])
         return [replace(outcome, rewards=(*outcome.rewards, reward)) for outcome, reward, _ in rewarded]
 
     def _verdict(
         self, told: Sequence[Entries], name: str, attempt_ids: Sequence[str]
-    ) -> dict[Entries, JudgeScore] | str:
-        """Return the score of each rollout that is told, or why there is none."""
+    ) -> tuple[dict[Entries, JudgeScore], str | None] | str:
+        """Return the score of each rollout that is told and the trace it was asked in (None: before), or why not."""
         order = list(told)
         random.Random(f"{self._seed}/{name}").shuffle(order)
         key = self._key(told, name.rpartition("/")[2])
         with self._lock:
             known = self._known.get(key)
         if known is not None:
-            return {entries: known[_digest(entries)] for entries in told}
+            return {entries: known[_digest(entries)] for entries in told}, None
         answer = self._send(self._options, order)
-        self._store.add_spans([self._asked(answer, attempt_ids)])
+        asked = self._asked(answer, attempt_ids)
+        self._store.add_spans([asked])
         if answer.scores is None:
             return answer.error or "it said nothing"
         verdict = dict(zip(order, answer.scores, strict=True))
         self._keep(key, {_digest(entries): score for entries, score in verdict.items()})
-        return verdict
+        return verdict, asked.trace_id
 
     def _key(self, told: Sequence[Entries], number: str) -> str:
         """Name what is judged, in whatever order it comes."""
@@ -162,8 +160,8 @@ class GroupJudge:
             reward_id=f"{JUDGE}/{attempt_id}",  # the same when judged again
         )
 
-    def _span(self, reward: Reward, scores: Sequence[JudgeScore]) -> Span:
-        """Return the verdict on an attempt."""
+    def _span(self, reward: Reward, scores: Sequence[JudgeScore], asked: Sequence[str]) -> Span:
+        """Return the verdict on an attempt, with the traces in which it was asked for."""
         now = time.time_ns()
         return Span(
             operation=EVALUATE,
@@ -177,9 +175,10 @@ class GroupJudge:
             end_ns=now,
             status="ok",
             attributes={
-                _NAME: JUDGE,
-                _SCORE: statistics.fmean(score.score for score in scores),
-                _EXPLANATION: "\n".join(score.explanation for score in scores),
+                NAME: JUDGE,
+                SCORE: statistics.fmean(score.score for score in scores),
+                EXPLANATION: "\n".join(score.explanation for score in scores),
+                ASKED: list(asked),
             },
         )
 
@@ -196,10 +195,10 @@ class GroupJudge:
             status="ok" if answer.scores is not None else "error",
             status_message=answer.error or "",
             attributes={
-                _NAME: JUDGE,
+                NAME: JUDGE,
                 REQUEST: json.dumps(answer.request, ensure_ascii=False),
                 RESPONSE: answer.response,
-                "lightning.judge.attempts": list(attempt_ids),
+                ATTEMPTS: list(attempt_ids),
             },
         )
 

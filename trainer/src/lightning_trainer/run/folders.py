@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from lightning_trainer.run.state import FOLDER, NEWEST, find
 STORE_NAME: Final = "lightning.db"
 RUNS: Final = Path("runs")  # where runs without a folder of their own go
 _LOCK: Final = ".lock"  # in the run's folder: locked while a process trains there
-_HOLDER: Final = ".held-by"  # beside it: which one
+HOLDER: Final = ".held-by"  # beside it: which one
 
 
 @contextmanager
@@ -44,16 +45,35 @@ def held(folder: Path) -> Iterator[None]:
         raise ConfigError(f"the run's folder {folder} can't be locked: {error.strerror}. Choose --out.") from None
     try:
         since = dt.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        (folder / _HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since},")
+        (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since},")
         yield
     finally:
-        (folder / _HOLDER).unlink(missing_ok=True)
+        (folder / HOLDER).unlink(missing_ok=True)
         lock.release()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process trains in a folder, told from what it left beside the lock: nothing here takes the lock.
+
+    A process of this machine that died without a word holds nothing; of another machine's its word is taken.
+    """
+    found = re.match(r"process (\d+) on (.*), since ", _holder(folder))
+    if found is None:
+        return False
+    if found[2] != socket.gethostname():
+        return True
+    try:
+        os.kill(int(found[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
 
 
 def _holder(folder: Path) -> str:
     try:
-        return (folder / _HOLDER).read_text(encoding="utf-8")
+        return (folder / HOLDER).read_text(encoding="utf-8")
     except OSError:
         return "another process"
 
@@ -61,7 +81,7 @@ def _holder(folder: Path) -> str:
 def _clear(folder: Path) -> None:
     """Remove everything in a folder but what keeps it for this process."""
     for path in folder.iterdir():
-        if path.name in (_LOCK, _HOLDER):
+        if path.name in (_LOCK, HOLDER):
             continue
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -115,14 +135,14 @@ def _empty(folder: Path) -> None:
     """
     if _came_to_nothing(folder):
         _clear(folder)
-    if any(path.name not in (_LOCK, _HOLDER) for path in folder.iterdir()):
+    if any(path.name not in (_LOCK, HOLDER) for path in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Choose another --out, or go on from it with --resume {folder}.")
 
 
 def _leave(folder: Path, *, existed: bool) -> None:
     """Leave a folder of which nothing came as it was found."""
     _clear(folder)
-    for name in (_LOCK, _HOLDER):
+    for name in (_LOCK, HOLDER):
         (folder / name).unlink(missing_ok=True)
     if not existed:
         folder.rmdir()

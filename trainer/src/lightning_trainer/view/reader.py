@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -83,6 +84,12 @@ class StoreReader(NullStore):
         counts = [select(func.count()).select_from(table).where(state).scalar_subquery() for table, state in states]
         with self.reading() as connection:
             return tuple(number or 0 for number in connection.execute(select(*newest, *counts)).one())
+
+    def at_work(self) -> bool:
+        """Whether any attempt runs whose runner still says so: its lease has not ended."""
+        leased = schema.attempts.c.lease_until_ns > time.time_ns()
+        with self.reading() as connection:
+            return connection.scalar(select(schema.attempts.c.fence).where(schema.RUNNING, leased).limit(1)) is not None
 
     def close(self) -> None:
         """Let go of the connections."""

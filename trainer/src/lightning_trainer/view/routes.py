@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeAlias
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import StreamingResponse
@@ -29,6 +29,7 @@ from lightning_trainer.view.reading import others
 from lightning_trainer.view.reading.calls import call_page
 from lightning_trainer.view.reading.learning import account_of, credit_of
 from lightning_trainer.view.reading.rollouts import as_it_went, loose_trace, page_of, side_by_side, trace_of
+from lightning_trainer.view.reading.search import search as search_page
 from lightning_trainer.view.reading.steps import Step, group_ids, groups_page, has_loose, overview
 from lightning_trainer.view.reading.summaries import run_row
 from lightning_trainer.view.reading.transcripts import facts_of
@@ -44,6 +45,7 @@ _Run = Annotated[str, Query(description="name of the run", alias="run")]
 _Limit = Annotated[int, Query(ge=1, le=_GROUPS)]
 _After = Annotated[int, Query(ge=0, le=2**63 - 1)]  # what a database holds
 _Before = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
+_Look: TypeAlias = tuple[tuple[int, ...], str]  # a run's mark, and its state
 _Text = Annotated[str, Query(min_length=1, max_length=500)]
 
 
@@ -107,7 +109,7 @@ def run_page(views: _Views, name: _Run) -> RunPage:
             loose = has_loose(connection)
         return RunPage(
             name=run.name,
-            options=dict(run.options),
+            options=run.shown_options,
             train=[line for line in lines if line["kind"] == "train"],
             val=[line for line in lines if line["kind"] == "val"],
             alarms=[line for line in lines if line["kind"] == "alarm"],
@@ -245,10 +247,10 @@ def loose(views: _Views, name: _Run, before: _Before = None) -> LoosePage:
 
 
 @router.get("/search")
-def search(views: _Views, name: _Run, text: _Text, after: _After = 0) -> SearchPage:
-    """Look for a text in everything that the store holds of spans; a page looks for a second at most."""
+def search(views: _Views, name: _Run, text: _Text, *, after: _After = 0, calls: bool = False) -> SearchPage:
+    """Look for a text in all that the store holds of spans, then of other calls; a page looks for a second at most."""
     with views.opened(name) as (_, reader):
-        return others.search(reader, text, after=after)
+        return search_page(reader, text, after=after, calls=calls)
 
 
 @router.get("/events", response_class=StreamingResponse)
@@ -257,13 +259,13 @@ async def events(request: Request, views: _Views, name: _Run) -> StreamingRespon
     run = views.named(name)
 
     async def changes() -> AsyncIterator[bytes]:
-        seen: tuple[int, ...] | None = None
+        seen: _Look | None = None
         quiet = 0
         while not views.stopping.is_set() and not await request.is_disconnected():
-            now = await asyncio.to_thread(_mark_of, run, seen)
+            now = await asyncio.to_thread(_look_at, run, seen)
             quiet = 0 if now != seen else quiet + 1
-            if now != seen:
-                yield b"event: changed\ndata: " + dumps({"first": seen is None}) + b"\n\n"
+            if now is not None and now != seen:
+                yield b"event: changed\ndata: " + dumps({"first": seen is None, "state": now[1]}) + b"\n\n"
                 seen = now
             elif quiet % 15 == 0:
                 yield b": still here\n\n"
@@ -272,9 +274,12 @@ async def events(request: Request, views: _Views, name: _Run) -> StreamingRespon
     return StreamingResponse(changes(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-def _mark_of(run: Run, before: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Return the run's mark; the one before where its store does not answer, until it does again."""
+def _look_at(run: Run, before: _Look | None) -> _Look | None:
+    """Return a run's mark and its state; those before where its store does not answer, until it does again."""
     try:
-        return run.changed
+        mark = run.changed
+        if before is not None and before[0] == mark and before[1] != "running":
+            return before  # whoever starts leaves a mark
+        return mark, run.state
     except StoreError:
         return before

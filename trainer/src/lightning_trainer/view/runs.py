@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import LOG_NAME, Line, read
+from lightning_trainer.run.folders import HOLDER, is_held
 from lightning_trainer.view.reader import StoreReader
 
 STORE_NAME: Final = "lightning.db"
@@ -40,6 +42,11 @@ class Run:
         except (OSError, ValueError):
             return {}
         return values if isinstance(values, dict) else {}
+
+    @property
+    def shown_options(self) -> dict[str, Any]:
+        """The same for whoever may look: without the passwords in addresses."""
+        return {name: _without_passwords(value) for name, value in self.options.items()}
 
     @property
     def config(self) -> TrainConfig | None:
@@ -71,7 +78,7 @@ class Run:
         Raises:
             StoreError: the store is on a server that does not answer.
         """
-        paths = [self.folder / LOG_NAME] if self.folder is not None else []
+        paths = [self.folder / LOG_NAME, self.folder / HOLDER] if self.folder is not None else []
         file = self.store.removeprefix("sqlite:///")
         mark: tuple[int, ...] = ()
         if "://" in file:
@@ -79,8 +86,37 @@ class Run:
                 mark = reader.mark()
         else:
             paths += [Path(file), Path(f"{file}-wal")]
-        found = [path.stat() for path in paths if path.exists()]
-        return (*(part for each in found for part in (each.st_size, each.st_mtime_ns)), *mark)
+        return (*(part for path in paths for part in _stamp(path)), *mark)
+
+    @property
+    def state(self) -> str:
+        """``running``: something is at work; else ``stopped``, or ``idle`` of a store that no run's folder names.
+
+        Raises:
+            StoreError: the store can't be read.
+        """
+        if self.folder is not None and is_held(self.folder):
+            return "running"
+        with closing(StoreReader(self.store)) as reader:
+            if reader.at_work():
+                return "running"
+        return "stopped" if self.folder is not None else "idle"
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, str):
+        return re.sub(r"(://[^/@:\s]*:)[^/@\s]*@", r"\1***@", value)
+    if isinstance(value, Mapping):
+        return {name: _without_passwords(each) for name, each in value.items()}
+    return [_without_passwords(each) for each in value] if isinstance(value, list) else value
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 def run_of(folder: Path) -> Run | None:

@@ -2,7 +2,7 @@
 import type { JSX } from "preact";
 import { useGet, type AccountPage, type CallLink, type RunPage } from "../api";
 import { Agent, Clipped, count, go, href, number, Show, Signed, useKeys } from "../ui";
-import { StepPicker } from "./step";
+import { goesOn, StepPicker } from "./step";
 
 export const Links = ({ run, links }: { run: string; links: CallLink[] }): JSX.Element => (
   <ul class="links">
@@ -24,15 +24,15 @@ export function Account({ run, step, tick }: { run: string; step: number | null;
   return (
     <Show of={known}>
       {(data) => {
-        const chosen = step ?? data.steps.filter((row) => row.mode === "train" && !("running" in row.status) && !("queued" in row.status)).at(-1)?.step;
-        return chosen === undefined ? <p class="note">No step of training has ended here.</p> : <One key={chosen} run={run} step={chosen} known={data.steps} />;
+        const chosen = step ?? data.steps.filter((row) => row.mode === "train" && !goesOn(row)).at(-1)?.step;
+        return chosen === undefined ? <p class="note">No step of training has ended here.</p> : <One key={chosen} run={run} step={chosen} known={data.steps} tick={goesOn(data.steps.find((row) => row.mode === "train" && row.step === chosen)) ? tick : 0} />;
       }}
     </Show>
   );
 }
 
-function One({ run, step, known }: { run: string; step: number; known: RunPage["steps"] }): JSX.Element {
-  const page = useGet<AccountPage>("account", { run, step });
+function One({ run, step, known, tick }: { run: string; step: number; known: RunPage["steps"]; tick: number }): JSX.Element {
+  const page = useGet<AccountPage>("account", { run, step }, tick);
   useKeys({ u: () => go(href("run", run, "step", "train", step)) });
   return (
     <>

@@ -3,7 +3,7 @@ import type { JSX } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { useGet, type CallPage, type Token } from "../api";
 import { find, flip, useMarks } from "../marks";
-import { Agent, Chip, count, duration, go, href, Message, number, Rewards, Show, Signed, Toggle, useKeys } from "../ui";
+import { Agent, Chip, count, duration, extent, go, href, Message, number, Rewards, Show, Signed, Toggle, useKeys } from "../ui";
 import { callAddress } from "./rollout";
 
 type Overlay = "logprob" | "entropy" | "gap" | "mask" | "advantage" | "none";
@@ -186,11 +186,11 @@ const Table = ({ of }: { of: Record<string, unknown> }): JSX.Element => (
 
 function Tokens({ page, overlay, onWhole, run }: { page: CallPage; overlay: Overlay; onWhole: () => void; run: string }): JSX.Element {
   const logprobs = useMemo(() => page.choices.flatMap((choice) => choice.tokens.flatMap((token) => (typeof token.logprob === "number" ? [token.logprob] : []))), [page]);
-  const most = Math.max(1e-9, ...page.choices.flatMap((choice) => choice.tokens.map((token) => Math.abs(token.advantage ?? 0))));
+  const most = Math.max(1e-9, extent(page.choices.flatMap((choice) => choice.tokens.map((token) => Math.abs(token.advantage ?? 0))))[1]);
   const seen = page.choices.flatMap((choice) => choice.tokens);
   const entropies = seen.flatMap((token) => (typeof token.entropy === "number" ? [token.entropy] : []));
   const gaps = seen.flatMap((token) => (typeof token.gap === "number" ? [token.gap] : []));
-  const widest = Math.max(1e-9, ...[...page.prompt, ...seen].map((token) => Math.abs(token.gap ?? 0)));
+  const widest = Math.max(1e-9, extent([...page.prompt, ...seen].map((token) => Math.abs(token.gap ?? 0)))[1]);
   const scale = overlay === "gap" ? widest : most;
   const total = logprobs.reduce((sum, each) => sum + each, 0);
   if (!page.prompt_total && page.choices.every((choice) => choice.tokens.length === 0))

@@ -4,23 +4,23 @@ import { useState } from "preact/hooks";
 import { useGet, type CreditPage, type RunPage } from "../api";
 import { Agent, go, href, number, shade, Show, useKeys } from "../ui";
 import { Links } from "./account";
-import { StepPicker } from "./step";
+import { goesOn, StepPicker } from "./step";
 
 export function Credit({ run, step, tick }: { run: string; step: number | null; tick: number }): JSX.Element {
   const known = useGet<RunPage>("run", { run }, tick);
   return (
     <Show of={known}>
       {(data) => {
-        const chosen = step ?? data.steps.filter((row) => row.mode === "train" && !("running" in row.status) && !("queued" in row.status)).at(-1)?.step;
-        return chosen === undefined ? <p class="note">No step of training has ended here.</p> : <One key={chosen} run={run} step={chosen} known={data.steps} />;
+        const chosen = step ?? data.steps.filter((row) => row.mode === "train" && !goesOn(row)).at(-1)?.step;
+        return chosen === undefined ? <p class="note">No step of training has ended here.</p> : <One key={chosen} run={run} step={chosen} known={data.steps} tick={goesOn(data.steps.find((row) => row.mode === "train" && row.step === chosen)) ? tick : 0} />;
       }}
     </Show>
   );
 }
 
-function One({ run, step, known }: { run: string; step: number; known: RunPage["steps"] }): JSX.Element {
+function One({ run, step, known, tick }: { run: string; step: number; known: RunPage["steps"]; tick: number }): JSX.Element {
   const [credit, setCredit] = useState<string | null>(null);
-  const page = useGet<CreditPage>("credit", { run, step, credit });
+  const page = useGet<CreditPage>("credit", { run, step, credit }, tick);
   useKeys({ u: () => go(href("run", run, "step", "train", step)) });
   return (
     <>
@@ -73,7 +73,7 @@ function Heat({ page }: { page: CreditPage }): JSX.Element {
   const values = page.cells.map((cell) => cell.credit).filter((each): each is number => each !== null);
   const [low, high] = [Math.min(0, ...values), Math.max(0, ...values)];
   return (
-    <div class="scroll card">
+    <div class="scroll card" role="group" aria-label="credit by agent and call" tabIndex={0}>
       <table class="heat">
         <thead>
           <tr>

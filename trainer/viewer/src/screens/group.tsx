@@ -1,14 +1,36 @@
 // A group side by side: where its rollouts part, what each did then, and what it was worth.
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { get, useGet, type Event, type GroupPage, type Member } from "../api";
-import { Agent, count, go, href, hue, number, Rewards, shade, Show, Signed, Status, Toggle, useKeys } from "../ui";
+import { get, useUntil, type Event, type GroupPage, type Loaded, type Member } from "../api";
+import { Agent, count, extent, go, href, hue, isOpen, number, Rewards, shade, Show, Signed, Status, Toggle, useKeys } from "../ui";
 import { EventCard } from "./rollout";
 
-export function Group({ run, group }: { run: string; group: string }): JSX.Element {
-  const page = useGet<GroupPage>("group", { run, group });
+export function Group({ run, group, tick }: { run: string; group: string; tick: number }): JSX.Element {
+  const page = useGroup(run, group, tick);
   return <Show of={page}>{(data) => <Side run={run} first={data} />}</Show>;
 }
+
+/** A group page with all that are in it so far: the first ones show at once, and what goes on is read again. */
+export function useGroup(run: string, group: string, tick = 0): Loaded<GroupPage> {
+  const first = useUntil<GroupPage>("group", { run, group }, tick, (data) => !data.members.some((member) => isOpen(member.row.status)));
+  const [whole, setWhole] = useState<GroupPage | null>(null);
+  useEffect(() => {
+    const stop = new AbortController();
+    const more = async (found: GroupPage): Promise<void> => {
+      while (found.next !== null && found.next !== undefined) {
+        const page: GroupPage = await get<GroupPage>("group", { run, group, after: found.next }, stop.signal);
+        found = { ...page, alike: Math.min(found.alike, page.alike), members: [...found.members, ...page.members] };
+        setWhole(found);
+      }
+    };
+    setWhole(first.data);
+    if (first.data) more(first.data).catch(() => undefined);
+    return () => stop.abort();
+  }, [first.data]);
+  return { ...first, data: whole?.group_id === group ? whole : first.data };
+}
+
+export const worth = (member: Member): number => member.row.reward ?? Number.NEGATIVE_INFINITY;
 
 /** What happened from each call to the next: rows of the comparison. */
 export function turns(events: Event[]): Event[][] {
@@ -37,37 +59,18 @@ function folded(members: Member[], fold: boolean): { columns: Member[]; twins: M
 const asked = (event: Event | undefined): string => JSON.stringify(event?.said ?? []);
 
 function Side({ run, first }: { run: string; first: GroupPage }): JSX.Element {
-  const [members, setMembers] = useState<Member[]>(first.members);
-  const [alike, setAlike] = useState(first.alike);
   const [fold, setFold] = useState(true);
   const [order, setOrder] = useState<"place" | "reward">("reward");
-  useEffect(() => {
-    const stop = new AbortController();
-    const more = async (): Promise<void> => {
-      let after = first.next ?? null;
-      const found = [...first.members];
-      while (after !== null) {
-        const page: GroupPage = await get<GroupPage>("group", { run, group: first.group_id, after }, stop.signal);
-        found.push(...page.members);
-        setAlike((before) => Math.min(before, page.alike));
-        setMembers([...found]);
-        after = page.next ?? null;
-      }
-    };
-    more().catch(() => undefined);
-    return () => stop.abort();
-  }, [first]);
   useKeys({ u: () => go(href("run", run, "step", first.mode, first.step ?? 0)) });
-  const worth = (member: Member): number => member.row.reward ?? Number.NEGATIVE_INFINITY;
-  const ordered = order === "reward" ? [...members].sort((a, b) => worth(b) - worth(a)) : members;
+  const ordered = order === "reward" ? [...first.members].sort((a, b) => worth(b) - worth(a)) : first.members;
   const { columns, twins } = folded(ordered, fold);
   const rows = columns.map((member) => turns(member.events));
-  const shared = rows.length > 1 ? alike : 0;
+  const shared = rows.length > 1 ? first.alike : 0;
   const prompt = rows[0]?.[shared]?.[0];
   const samePrompt = prompt !== undefined && rows.every((each) => asked(each[shared]?.[0]) === asked(prompt) && each[shared]?.[0]?.agent === prompt.agent);
   const depth = Math.max(0, ...rows.map((each) => each.length));
   const values = columns.map((member) => member.row.reward).filter((each): each is number => each !== null);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const [low, high] = extent(values);
   return (
     <>
       <div class="head">
@@ -100,7 +103,7 @@ function Side({ run, first }: { run: string; first: GroupPage }): JSX.Element {
         <span>
           <b>{first.total}</b> rollouts
         </span>
-        <span>{shared > 0 ? `alike for ${count(shared, "call")}` : "they part at the first call"}</span>
+        <span>{columns.length === 1 && first.members.length > 1 ? "all did the same" : shared > 0 ? `alike for ${count(shared, "call")}` : "they part at the first call"}</span>
       </p>
       {shared > 0 && rows[0] && (
         <details class="card">

@@ -1,9 +1,9 @@
 // A rollout: swim lanes by agent over time, and the transcript beside them, walked by mouse or keyboard.
 import type { JSX } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { useGet, type Event, type RolloutPage } from "../api";
+import { useUntil, type Event, type RolloutPage } from "../api";
 import { find, flip, useMarks } from "../marks";
-import { Agent, Chip, Clipped, count, duration, go, href, hue, Message, number, Rewards, Show, Signed, Toggle, useKeys } from "../ui";
+import { Agent, Chip, Clipped, count, duration, go, href, hue, isOpen, Message, number, Rewards, Show, Signed, Toggle, useKeys } from "../ui";
 
 interface Props {
   run: string;
@@ -11,15 +11,17 @@ interface Props {
   trace?: string;
   attempt?: string | null;
   span: string | null;
+  tick?: number;
 }
 
-export function Rollout({ run, rollout, trace, attempt, span }: Props): JSX.Element {
-  const page = useGet<RolloutPage>(trace ? "trace" : "rollout", trace ? { run, trace } : { run, rollout, attempt });
+export function Rollout({ run, rollout, trace, attempt, span, tick = 0 }: Props): JSX.Element {
+  const page = useUntil<RolloutPage>(trace ? "trace" : "rollout", trace ? { run, trace } : { run, rollout, attempt }, tick, (data) => !isOpen(data.status));
   return <Show of={page}>{(data) => <One run={run} page={data} trace={trace} span={span} />}</Show>;
 }
 
 const isTool = (event: Event): boolean => event.operation === "execute_tool";
-const spoken = (event: Event): boolean => event.turn !== null || isTool(event) || event.error !== null;
+const isVerdict = (event: Event): boolean => event.operation === "evaluate";
+const spoken = (event: Event): boolean => event.turn !== null || isTool(event) || isVerdict(event) || event.error !== null;
 
 export const callAddress = (run: string, page: { rollout_id?: string | null; attempt_id?: string | null }, trace: string | undefined, span: string): string =>
   trace ? href("run", run, "tracecall", trace, span) : href("run", run, "call", page.rollout_id ?? "", page.attempt_id ?? "", span);
@@ -142,7 +144,7 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
           <ol ref={list}>
             {walked.map((event) => (
               <li key={event.span_id} data-span={event.span_id} class={`event ${hue(event.agent)} ${event.span_id === chosen ? "chosen" : ""}`} onClick={() => setChosen(event.span_id)}>
-                <EventCard event={event} find={find_.trim() || undefined} address={event.turn !== null ? callAddress(run, page, trace, event.span_id) : null} />
+                <EventCard event={event} find={find_.trim() || undefined} address={event.turn !== null ? callAddress(run, page, trace, event.span_id) : null} run={run} />
               </li>
             ))}
           </ol>
@@ -153,19 +155,25 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
   );
 }
 
-export function EventCard({ event, address, find, brief = false }: { event: Event; address: string | null; find?: string | undefined; brief?: boolean }): JSX.Element {
+interface Card {
+  event: Event;
+  address: string | null;
+  find?: string | undefined;
+  brief?: boolean;
+  run?: string;
+}
+
+export function EventCard({ event, address, find, brief = false, run = "" }: Card): JSX.Element {
   return (
     <>
       <div class="event-head">
-        <Agent name={event.agent} />
+        {!isVerdict(event) && <Agent name={event.agent} />}
         {event.turn !== null ? (
           <b>{address ? <a href={address}>call {event.turn}</a> : `call ${event.turn}`}</b>
         ) : isTool(event) ? (
           <b>tool {event.name}</b>
         ) : (
-          <b>
-            {event.operation} {event.name}
-          </b>
+          <b>{isVerdict(event) ? event.name : `${event.operation} ${event.name}`}</b>
         )}
         {event.prompt_tokens !== null && (
           <small>
@@ -173,7 +181,12 @@ export function EventCard({ event, address, find, brief = false }: { event: Even
           </small>
         )}
         {event.version !== null && !brief && <small>weights {event.version}</small>}
-        {!brief && <small>{duration(event.ms)}</small>}
+        {!brief && !(isVerdict(event) && event.ms === 0) && <small>{duration(event.ms)}</small>}
+        {(event.asked ?? []).map((asked) => (
+          <a key={asked} href={href("run", run, "trace", asked)}>
+            what the judge was asked
+          </a>
+        ))}
         {event.finish && event.finish !== "stop" && event.finish !== "tool_calls" && <Chip kind="busy">{event.finish}</Chip>}
         {event.credit !== null && <small title="the call's share of the rewards">credit {number(event.credit)}</small>}
         {event.advantage !== null && (
@@ -245,9 +258,9 @@ function Lanes({ page, chosen, onChoose }: { page: RolloutPage; chosen: string |
                 type="button"
                 key={event.span_id}
                 class={`span ${hue(event.agent)} ${event.turn !== null ? "chat" : isTool(event) ? "tool" : "around"} ${event.error ? "failed" : ""} ${event.span_id === chosen ? "chosen" : ""}`}
-                style={{ left: `${(event.start_ms / span) * 100}%`, width: `max(5px, ${(event.ms / span) * 100}%)`, top: `${Math.min(level, 11) * 20 + 2}px` }}
+                style={{ left: `min(${(event.start_ms / span) * 100}%, 100% - 5px)`, width: `max(5px, ${(event.ms / span) * 100}%)`, top: `${Math.min(level, 11) * 20 + 2}px` }}
                 title={`${event.operation} ${event.name}\n${duration(event.ms)}${event.error ? `\n${event.error}` : ""}`}
-                aria-label={`${event.operation} ${event.name}`}
+                aria-label={event.turn !== null ? `${event.turn}: model call` : isTool(event) ? `${event.name}: tool` : `${event.name}: ${event.operation}`}
                 tabIndex={-1}
                 onClick={() => onChoose(event.span_id)}
               >

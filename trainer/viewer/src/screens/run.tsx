@@ -2,13 +2,14 @@
 import type { JSX } from "preact";
 import { useGet, type RunPage, type StepRow } from "../api";
 import { Lines, type Line } from "../charts";
-import { Chip, count, duration, go, href, number, Show } from "../ui";
+import { Chip, count, duration, go, href, hue, number, Show } from "../ui";
 
 type Rows = RunPage["train"];
 const pick = (rows: Rows, name: string): [number, number][] =>
   rows.filter((row) => typeof row[name] === "number").map((row) => [Number(row.step), Number(row[name])]);
 const named = (rows: Rows, start: string): string[] => [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((key) => key.startsWith(start)).sort();
 const family = (rows: Rows, start: string): Line[] => named(rows, start).map((key) => ({ name: key.slice(start.length), points: pick(rows, key) }));
+const byAgent = (rows: Rows, start: string): Line[] => family(rows, start).map((line) => ({ ...line, tone: hue(line.name) }));
 const one = (rows: Rows, name: string, label: string, more: Partial<Line> = {}): Line[] => {
   const points = pick(rows, name);
   return points.length ? [{ name: label, points, ...more }] : [];
@@ -37,6 +38,7 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
     ["program", options["target"] ?? options["command"]],
     ["backend", options["backend"]],
   ];
+  const steps = train.length || page.steps.filter((s) => s.mode === "train").length;
   const seconds = train.reduce((sum, row) => sum + Number(row["seconds"] ?? 0), 0);
   return (
     <>
@@ -47,9 +49,11 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
             {name} <b>{String(value)}</b>
           </span>
         ))}
-        <span>
-          steps <b>{train.length || page.steps.filter((s) => s.mode === "train").length}</b>
-        </span>
+        {steps > 0 && (
+          <span>
+            steps <b>{steps}</b>
+          </span>
+        )}
         {seconds > 0 && (
           <span>
             took <b>{duration(seconds * 1000)}</b>
@@ -71,15 +75,15 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
             ...one(val, "reward", "held out", { dashed: true, strong: true, tone: "held" }),
           ]}
         />
-        <Lines title="Reward by agent" onStep={open} lines={family(train, "reward/")} />
+        <Lines title="Reward by agent" onStep={open} lines={byAgent(train, "reward/")} />
         <Lines title="Reward by source" onStep={open} lines={family(train, "reward_source/")} />
         <Lines title="Groups without signal, failed rollouts" onStep={open} lines={[...one(train, "groups_without_signal", "share of groups"), ...failures(train)]} />
-        <Lines title="Entropy, nats a token" onStep={open} lines={[...one(train, "entropy", "all", ALL), ...family(train, "entropy/")]} />
+        <Lines title="Entropy, nats a token" onStep={open} lines={[...one(train, "entropy", "all", ALL), ...byAgent(train, "entropy/")]} />
         <Lines title="KL" onStep={open} lines={[...one(train, "kl", "kl"), ...one(train, "approx_kl", "of the update")]} />
         <Lines title="Gap between engine and trainer, nats" onStep={open} lines={one(train, "logprob_gap", "mean gap")} />
         <Lines title="Clipped share, gradient norm" onStep={open} lines={[...one(train, "clip_fraction", "clipped"), ...one(train, "grad_norm", "gradient norm")]} />
         <Lines title="Staleness, updates" onStep={open} lines={[...one(train, "staleness", "mean"), ...one(train, "staleness_max", "most")]} />
-        <Lines title="Tokens an answer" onStep={open} lines={[...one(train, "response_tokens", "all", ALL), ...family(train, "response_tokens/")]} />
+        <Lines title="Tokens an answer" onStep={open} lines={[...one(train, "response_tokens", "all", ALL), ...byAgent(train, "response_tokens/")]} />
         <Lines title="Tool errors, share" onStep={open} lines={[...one(train, "tool_error_rate", "all", ALL), ...family(train, "tool_error_rate/")]} />
         <Lines
           title="Seconds by phase"
@@ -117,7 +121,9 @@ function Steps({ run, steps }: { run: string; steps: StepRow[] }): JSX.Element {
         <thead>
           <tr>
             <th>step</th>
-            <th class="num">mean reward</th>
+            <th class="num" title="of the rollouts that succeeded">
+              mean of the succeeded
+            </th>
             <th class="num">lowest</th>
             <th class="num">highest</th>
             <th class="num">groups</th>

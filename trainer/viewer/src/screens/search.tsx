@@ -1,26 +1,37 @@
 // Search in everything that was recorded, a second at a time.
 import type { JSX } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 import { get, type SearchPage } from "../api";
-import { Agent, count, go, href, number } from "../ui";
+import { Agent, count, go, href } from "../ui";
+
+interface Place {
+  after: number;
+  calls: boolean;
+}
+
+const START: Place = { after: 0, calls: false };
 
 export function Search({ run, text }: { run: string; text: string }): JSX.Element {
   const [hits, setHits] = useState<SearchPage["hits"]>([]);
-  const [next, setNext] = useState<number | null>(0);
+  const [next, setNext] = useState<Place | null>(START);
   const [looked, setLooked] = useState(0);
   const [busy, setBusy] = useState(false);
   const [error, setError] = useState("");
-  const look = async (after: number, before: SearchPage["hits"], signal?: AbortSignal): Promise<void> => {
+  const field = useRef<HTMLInputElement>(null);
+  useEffect(() => field.current?.focus(), []);
+  const look = async (from: Place, before: SearchPage["hits"], signal?: AbortSignal): Promise<void> => {
     setBusy(true);
     try {
-      let at: number | null = after;
+      let at: Place | null = from;
+      let seen = from === START ? 0 : looked;
       const found = [...before];
       while (at !== null && found.length < before.length + 50 && !signal?.aborted) {
-        const page: SearchPage = await get<SearchPage>("search", { run, text, after: at }, signal);
+        const page: SearchPage = await get<SearchPage>("search", { run, text, after: at.after, calls: at.calls }, signal);
         found.push(...page.hits);
-        at = page.next ?? null;
+        at = page.next === null || page.next === undefined ? null : { after: page.next, calls: page.calls };
+        seen += page.looked;
         setHits([...found]);
-        setLooked(page.looked);
+        setLooked(seen);
         setNext(at);
       }
     } catch (problem) {
@@ -30,7 +41,7 @@ export function Search({ run, text }: { run: string; text: string }): JSX.Elemen
   };
   useEffect(() => {
     const stop = new AbortController();
-    if (text) void look(0, [], stop.signal);
+    if (text) void look(START, [], stop.signal);
     return () => stop.abort();
   }, [text]);
   return (
@@ -46,14 +57,14 @@ export function Search({ run, text }: { run: string; text: string }): JSX.Elemen
         }}
       >
         <label class="grow">
-          text <input type="search" name="text" defaultValue={text} autofocus placeholder="in prompts, answers, arguments, results, errors, names" />
+          text <input type="search" name="text" defaultValue={text} ref={field} placeholder="in prompts, answers, arguments, results, errors, names" />
         </label>
         <button type="submit">Search</button>
       </form>
       {error && <p class="note bad">{error}</p>}
       {text && (
         <p class="dim" aria-live="polite">
-          {count(hits.length, "span")} found in {number(looked)}
+          {count(hits.length, "place")} found in {count(looked, "record")}
           {busy ? " …" : ""}
         </p>
       )}

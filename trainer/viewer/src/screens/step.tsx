@@ -1,9 +1,11 @@
 // A step: the histogram of its rewards, its groups, what is filtered by a click, an agent, a tool or a text.
 import type { JSX } from "preact";
-import { useEffect, useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { get, useGet, type Facts, type GroupRow, type RolloutRow, type RunPage, type StepPage } from "../api";
 import { binsOf, Histogram, inBin } from "../charts";
-import { Chip, count, go, href, number, shade, Show, Signed, Toggle, useKeys } from "../ui";
+import { Chip, count, extent, go, href, isOpen, number, shade, Show, Signed, Toggle, useKeys } from "../ui";
+
+type StepRow = RunPage["steps"][number];
 
 interface Props {
   run: string;
@@ -30,6 +32,14 @@ export function Step({ run, mode, step, bin, tick }: Props): JSX.Element {
     </Show>
   );
 }
+
+/** What a screen without a step in its address shows: the last of training, else of whatever was run. */
+export const lastStep = (known: RunPage["steps"], mode: string): StepRow | undefined => known.filter((row) => row.mode === (mode || "train")).at(-1) ?? (mode ? undefined : known.at(-1));
+
+/** Whether anything of a step goes on, so that what is said of it is not the last word. */
+export const goesOn = (row: StepRow | undefined): boolean => Object.keys(row?.status ?? {}).some(isOpen);
+
+export const nameOf = (mode: string, step: number): string => (mode === "train" ? `step ${step}` : mode === "val" ? `the tasks held out after ${step}` : "all rollouts");
 
 export function StepPicker({ run, screen, mode, step, known }: { run: string; screen: string; mode: string; step: number; known: RunPage["steps"] }): JSX.Element {
   const at = known.findIndex((row) => row.mode === mode && row.step === step);
@@ -71,8 +81,6 @@ export function StepPicker({ run, screen, mode, step, known }: { run: string; sc
   );
 }
 
-type StepRow = RunPage["steps"][number];
-
 /** How the mean of the rollouts that succeeded has changed since the step of this kind before. */
 function Since({ now, known }: { now: StepRow | undefined; known: StepRow[] }): JSX.Element | null {
   const before = known.filter((row) => now !== undefined && row.mode === now.mode && row.step < now.step).at(-1);
@@ -108,28 +116,36 @@ function useGroups(run: string, mode: string, step: number, tick: number): { gro
   return { groups, total, error };
 }
 
-/** What is counted in traces comes in after the rewards, some rollouts at a time. */
-function useFacts(run: string, ids: string[], text: string): { facts: Map<string, Facts>; done: boolean } {
+/** What is counted in traces comes in after the rewards, some rollouts at a time, and again of those that went on. */
+function useFacts(run: string, rollouts: RolloutRow[], text: string, tick: number): { facts: Map<string, Facts>; done: boolean } {
   const [facts, setFacts] = useState<Map<string, Facts>>(new Map());
   const [done, setDone] = useState(false);
-  const key = ids.join("|");
+  const known = useRef({ text: "", stood: new Map<string, string>(), facts: new Map<string, Facts>() });
+  const stands = (row: RolloutRow): string => `${row.status}/${row.attempts}`;
+  const key = rollouts.map((row) => `${row.rollout_id}/${stands(row)}`).join("|");
   useEffect(() => {
     const stop = new AbortController();
-    setDone(false);
+    if (known.current.text !== text) known.current = { text, stood: new Map(), facts: new Map() };
+    const { stood, facts: found } = known.current;
+    const wanted = rollouts.filter((row) => row.status === "running" || stood.get(row.rollout_id) !== stands(row));
     const read = async (): Promise<void> => {
-      const found = new Map<string, Facts>();
-      for (let at = 0; at < ids.length && !stop.signal.aborted; at += 24) {
-        for (const each of await get<Facts[]>("facts", { run, rollout: ids.slice(at, at + 24), text }, stop.signal)) {
-          const before = found.get(each.rollout_id);
-          found.set(each.rollout_id, before ? { ...each, found: each.found || before.found } : each);
+      for (let at = 0; at < wanted.length && !stop.signal.aborted; at += 24) {
+        const some = wanted.slice(at, at + 24);
+        const fresh = new Map<string, Facts>();
+        for (const each of await get<Facts[]>("facts", { run, rollout: some.map((row) => row.rollout_id), text }, stop.signal)) {
+          const before = fresh.get(each.rollout_id);
+          fresh.set(each.rollout_id, before ? { ...each, found: each.found || before.found } : each);
         }
+        for (const row of some) stood.set(row.rollout_id, stands(row));
+        for (const [id, each] of fresh) found.set(id, each);
         setFacts(new Map(found));
       }
       setDone(true);
     };
-    if (ids.length) read().catch(() => setDone(true));
+    if (rollouts.some((row) => !found.has(row.rollout_id))) setDone(false);
+    if (rollouts.length) read().catch(() => !stop.signal.aborted && setDone(true));
     return () => stop.abort();
-  }, [run, key, text]);
+  }, [run, key, text, tick]);
   return { facts, done };
 }
 
@@ -138,7 +154,7 @@ function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; 
   const rollouts = useMemo(() => groups.flatMap((group) => group.rollouts), [groups]);
   const [text, setText] = useState("");
   const [sought, setSought] = useState("");
-  const { facts, done } = useFacts(run, useMemo(() => rollouts.map((row) => row.rollout_id), [rollouts]), sought);
+  const { facts, done } = useFacts(run, rollouts, sought, tick);
   const [bin, setBin] = useState<number | null>(null);
   const [agent, setAgent] = useState("");
   const [tool, setTool] = useState("");
@@ -153,7 +169,7 @@ function OneStep({ run, mode, step, known, tick }: { run: string; mode: string; 
   const value = (row: RolloutRow): number | null => (measure ? (row.by_agent[measure] ?? null) : row.reward);
   const values = rollouts.map(value).filter((each): each is number => each !== null);
   const bins = useMemo(() => binsOf(values), [groups, measure]);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const [low, high] = extent(values);
   const agents = [...new Set([...facts.values()].flatMap((each) => Object.keys(each.agents)))].sort();
   const tools = [...new Set([...facts.values()].flatMap((each) => Object.keys(each.tools)))].sort();
   const rewarded = [...new Set(rollouts.flatMap((row) => Object.keys(row.by_agent)))].sort();

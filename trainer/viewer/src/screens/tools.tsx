@@ -2,27 +2,27 @@
 import type { JSX } from "preact";
 import { useGet, type FleetPage, type RunPage, type ToolsPage } from "../api";
 import { Agent, Chip, duration, go, href, number, Show, useKeys } from "../ui";
-import { StepPicker } from "./step";
+import { goesOn, lastStep, nameOf, StepPicker } from "./step";
 
 export function Tools({ run, mode, step, tick }: { run: string; mode: string; step: number | null; tick: number }): JSX.Element {
   const known = useGet<RunPage>("run", { run }, tick);
   return (
     <Show of={known}>
       {(data) => {
-        const chosen = step ?? data.steps.filter((row) => row.mode === mode).at(-1)?.step;
-        return chosen === undefined ? <p class="note">No rollout is in this store.</p> : <One key={`${mode}${chosen}`} run={run} mode={mode} step={chosen} known={data.steps} />;
+        const row = step === null ? lastStep(data.steps, mode) : data.steps.find((each) => each.mode === mode && each.step === step);
+        return row === undefined ? <p class="note">No such rollout is in this store.</p> : <One key={`${row.mode}${row.step}`} run={run} mode={row.mode} step={row.step} known={data.steps} tick={goesOn(row) ? tick : 0} />;
       }}
     </Show>
   );
 }
 
-function One({ run, mode, step, known }: { run: string; mode: string; step: number; known: RunPage["steps"] }): JSX.Element {
-  const page = useGet<ToolsPage>("tools", { run, mode, step });
+function One({ run, mode, step, known, tick }: { run: string; mode: string; step: number; known: RunPage["steps"]; tick: number }): JSX.Element {
+  const page = useGet<ToolsPage>("tools", { run, mode, step }, tick);
   useKeys({ u: () => go(href("run", run, "step", mode, step)) });
   return (
     <>
       <div class="head">
-        <h1>Tools of {mode === "train" ? `step ${step}` : `the tasks held out after ${step}`}</h1>
+        <h1>Tools of {nameOf(mode, step)}</h1>
         <StepPicker run={run} screen="tools" mode={mode} step={step} known={known} />
       </div>
       <Show of={page}>
@@ -118,7 +118,7 @@ export function Fleet({ run, tick }: { run: string; tick: number }): JSX.Element
               </>
             )}
             <h2>Runners</h2>
-            <div class="scroll">
+            <div class="scroll" role="group" aria-label="runners" tabIndex={0}>
               <table class="rows">
                 <thead>
                   <tr>

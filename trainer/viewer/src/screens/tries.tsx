@@ -1,9 +1,9 @@
 // The same task at two times, side by side: before training and after, at two steps, by both sides of an evaluation.
 import type { JSX } from "preact";
 import { useState } from "preact/hooks";
-import { useGet, type GroupPage, type Member, type TriedGroup, type TriesPage } from "../api";
+import { useGet, type Member, type TriedGroup, type TriesPage } from "../api";
 import { count, go, href, hue, number, Rewards, Show, Signed, Status, useKeys } from "../ui";
-import { turns } from "./group";
+import { turns, useGroup, worth } from "./group";
 import { EventCard } from "./rollout";
 
 const when = (group: TriedGroup): string =>
@@ -134,7 +134,7 @@ interface HalfProps {
 }
 
 function Half({ run, group, groups, name, onGroup }: HalfProps): JSX.Element {
-  const page = useGet<GroupPage>("group", { run, group });
+  const page = useGroup(run, group);
   const [at, setAt] = useState(0);
   return (
     <section class="card" aria-label={name}>
@@ -151,7 +151,6 @@ function Half({ run, group, groups, name, onGroup }: HalfProps): JSX.Element {
       </p>
       <Show of={page}>
         {(data) => {
-          const worth = (member: Member): number => member.row.reward ?? Number.NEGATIVE_INFINITY;
           const members = [...data.members].sort((a, b) => worth(b) - worth(a));
           const member = members[Math.min(at, members.length - 1)];
           return (
@@ -162,7 +161,7 @@ function Half({ run, group, groups, name, onGroup }: HalfProps): JSX.Element {
                     {number(each.row.reward)}
                   </button>
                 ))}
-                {data.next !== null && <span class="dim">the first {data.members.length} of {data.total}</span>}
+                {data.members.length < data.total && <span class="dim">the first {data.members.length} of {data.total}</span>}
               </p>
               {member && <Went run={run} member={member} />}
             </>

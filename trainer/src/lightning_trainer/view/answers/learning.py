@@ -78,18 +78,29 @@ class SourceRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """An attempt's rewards by source: a point of the scatter. `attempt_id` and the span tell where to look."""
+    """An attempt's rewards by source: a point of the scatter.
+
+    Attributes:
+        rollout_id: its rollout.
+        attempt_id: its own.
+        outcome: what it was worth without automatic rules; None without a reward.
+        by_source: the sum of what each source gave.
+        spans: by source, the span that it gave the most for, up or down: where to look.
+        said: by source, why it gave this, in its own words.
+    """
 
     rollout_id: str
     attempt_id: str
     outcome: float | None
     by_source: dict[str, float]
-    span_id: str | None
+    spans: dict[str, str]
+    said: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsPage:
-    """Rewards of a step by source."""
+    """Rewards of a step by source, and of some attempts; `total` is how many were rewarded."""
 
     sources: list[SourceRow]
     attempts: list[Judgement]
+    total: int

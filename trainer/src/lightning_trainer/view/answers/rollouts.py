@@ -51,8 +51,9 @@ class Event:
         error: why it failed.
         turn: of a call: its number among the calls.
         known: of a call: messages of its prompt that an earlier call had, which are not in `said`.
-        said: of a call: what is new in its prompt; of a tool: its arguments.
-        answer: of a call: what was answered, one for each choice; of a tool: its result.
+        said: of a call: what is new in its prompt; of a tool: its arguments; of a judge: what it was asked.
+        answer: of a call: what was answered, one for each choice; of a tool: its result; of a judge: its verdict.
+        asked: of a judge's verdict: the traces in which it was asked for.
         prompt_tokens: of a call; None where not recorded.
         response_tokens: likewise.
         version: of the weights.
@@ -77,6 +78,7 @@ class Event:
     known: int = 0
     said: list[Said] = field(default_factory=list)
     answer: list[Said] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
     prompt_tokens: int | None = None
     response_tokens: int | None = None
     version: int | None = None

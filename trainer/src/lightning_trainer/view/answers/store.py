@@ -102,8 +102,16 @@ class Hit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchPage:
-    """Where a text was found so far; `next` is where to go on, None when everything was looked through."""
+    """Where a text was found on a page of a search.
+
+    Attributes:
+        hits: where.
+        looked: records that this page looked at.
+        next: where to go on; None when everything was looked through.
+        calls: go on there among calls that no span tells of, instead of spans.
+    """
 
     hits: list[Hit]
     looked: int
     next: int | None
+    calls: bool

@@ -29,7 +29,7 @@ from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.reading.learning import batch_of, row_of, step_trains
 from lightning_trainer.view.reading.pieces import Pieces, pieces_of
 from lightning_trainer.view.reading.steps import step_of
-from lightning_trainer.view.reading.texts import WHOLE, legible, messages, request_of, said
+from lightning_trainer.view.reading.texts import WHOLE, conversation, legible, messages, request_of, said
 from lightning_trainer.view.reading.transcripts import known, reward_row, rewards_by_node
 from lightning_trainer.view.runs import Run
 
@@ -80,7 +80,7 @@ def call_page(
             _choice(place, choice, pieces, calls, learned=learned, prompt=len(prompt))
             for place, choice in enumerate(node.answer.choices)
         ],
-        messages=[said(message, WHOLE) for message in messages(node)],
+        messages=conversation(messages(node), WHOLE),
         sampling=legible(node.call.sampling) if node.call is not None else {},
         row=learned.place,
         untrained=learned.untrained,

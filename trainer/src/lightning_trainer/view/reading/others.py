@@ -1,15 +1,14 @@
-"""Rewards by source, tools, the fleet, traces outside of rollouts, and search."""
+"""Rewards by source, tools, the fleet, and traces outside of rollouts."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import func, select
 
 from lightning_spans.adapter.nodes import Node
 from lightning_spans.adapter.trace import Trace
@@ -20,17 +19,16 @@ from lightning_spans.schema.spans import CHAT, TOOL_ARGUMENTS
 from lightning_spans.store.protocol import Where, whole_list
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
+from lightning_trainer.judging.spans import EVALUATE, EXPLANATION, NAME
 from lightning_trainer.report.step_metrics import tool_name
 from lightning_trainer.rl.scores import total
 from lightning_trainer.view.answers.calls import CallLink
 from lightning_trainer.view.answers.learning import Judgement, RewardsPage, SourceRow
 from lightning_trainer.view.answers.store import (
     FleetPage,
-    Hit,
     LoosePage,
     LooseRow,
     RunningRow,
-    SearchPage,
     ToolRow,
     ToolsPage,
     WorkerRow,
@@ -42,11 +40,8 @@ from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Run
 
 _MOST: Final = 2000  # attempts in a scatter
+_WORDS: Final = 1000  # characters of a verdict
 _NEWEST: Final = 20_000  # spans that one page of loose traces looks through
-_LOOK_S: Final = 1.0  # that one page of a search takes
-_AT_ONCE: Final = 2000  # records of a search between looks at the clock
-_AROUND: Final = 60
-_HITS: Final = 50
 
 
 def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
@@ -65,20 +60,44 @@ def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
         )
         for source, values in sorted(by_source.items())
     ]  # fmt: skip
-    return RewardsPage(sources=sources, attempts=[_judgement(run, its) for its in list(by_attempt.values())[:_MOST]])
+    shown = list(by_attempt.values())[:_MOST]
+    verdicts = _verdicts(reader, [its[0].attempt_id for its in shown])
+    return RewardsPage(
+        sources=sources,
+        attempts=[_judgement(run, its, verdicts[its[0].attempt_id]) for its in shown],
+        total=len(by_attempt),
+    )
 
 
-def _judgement(run: Run, rewards: Sequence[Reward]) -> Judgement:
+def _verdicts(reader: StoreReader, attempt_ids: Sequence[str]) -> defaultdict[str, dict[str, tuple[str, str]]]:
+    """Return by attempt, by source: the span of a verdict, and its words."""
+    spans = schema.spans.c
+    found: defaultdict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    with reader.reading() as connection:
+        chosen = among(connection, spans.attempt_id, attempt_ids)
+        query = select(spans.attempt_id, spans.span_id, spans.attributes).where(chosen, spans.operation == EVALUATE)
+        for attempt_id, span_id, attributes in connection.execute(query):
+            values = loads(attributes)
+            found[attempt_id][str(values.get(NAME))] = (span_id, legible(str(values.get(EXPLANATION) or ""))[:_WORDS])
+    return found
+
+
+def _judgement(run: Run, rewards: Sequence[Reward], verdicts: Mapping[str, tuple[str, str]]) -> Judgement:
     outcome = [reward for reward in rewards if reward.source not in run.rules]
     by_source: defaultdict[str, float] = defaultdict(float)
-    for reward in rewards:
+    spans: dict[str, str] = {}
+    for reward in sorted(rewards, key=lambda each: -abs(each.value)):
         by_source[reward.source] += reward.value
+        if reward.span_id is not None:
+            spans.setdefault(reward.source, reward.span_id)
+    told = {source: verdict for source, verdict in verdicts.items() if source in by_source}
     return Judgement(
         rollout_id=rewards[0].rollout_id,
         attempt_id=rewards[0].attempt_id,
         outcome=total(outcome) if outcome else None,
         by_source=dict(by_source),
-        span_id=next((reward.span_id for reward in rewards if reward.span_id), None),
+        spans=spans | {source: span_id for source, (span_id, _) in told.items()},
+        said={source: words for source, (_, words) in told.items()},
     )
 
 
@@ -215,65 +234,6 @@ def _loose(trace_id: str, rows: Sequence[Any]) -> LooseRow:
         calls=sum(row.operation == CHAT for row in rows),
         errors=sum(row.status == "error" for row in rows),
         agents=sorted({row.agent for row in rows if row.agent is not None}),
-    )
-
-
-def search(reader: StoreReader, text: str, *, after: int, rollouts: Sequence[str] | None = None) -> SearchPage:
-    """Look for a text in names, errors and attributes of spans (which hold requests, answers, arguments and results).
-
-    One page looks for a second at most; `next` goes on from there. The newest come last.
-    """
-    spans = schema.spans.c
-    # In attributes texts stand as JSON, requests as JSON in JSON: a letter that JSON escapes is looked for escaped.
-    columns = (
-        spans.seq, spans.rollout_id, spans.attempt_id, spans.trace_id, spans.span_id, spans.name, spans.agent,
-        spans.status_message, spans.attributes,
-    )  # fmt: skip
-    plain = (spans.name, spans.status_message, spans.agent)
-    matches = or_(
-        *(column.icontains(text, autoescape=True) for column in plain),
-        *(spans.attributes.icontains(form, autoescape=True) for form in _forms(text)),
-    )
-    until, hits, looked = time.monotonic() + _LOOK_S, list[Hit](), 0
-    with reader.reading() as connection:
-        last = connection.scalar(select(func.max(spans.seq))) or 0
-        while after < last and len(hits) < _HITS and time.monotonic() < until:
-            part = spans.seq.between(after + 1, after + _AT_ONCE)
-            query = select(*columns).where(part, matches).order_by(spans.seq)
-            if rollouts is not None:
-                query = query.where(among(connection, spans.rollout_id, rollouts))
-            for row in connection.execute(query):
-                hits.append(_hit(row, text))
-            after += _AT_ONCE
-            looked = min(after, last)
-    return SearchPage(hits=hits, looked=looked, next=after if after < last else None)
-
-
-def _forms(text: str) -> list[str]:
-    """Return a text as it stands in JSON, and in JSON that stands as a text in JSON, with letters escaped or not."""
-    found = [text]
-    for ascii_only in (False, True):
-        once = json.dumps(text, ensure_ascii=ascii_only)[1:-1]
-        found += [once, json.dumps(once, ensure_ascii=ascii_only)[1:-1]]
-    return list(dict.fromkeys(found))
-
-
-def _hit(row: Any, text: str) -> Hit:
-    attributes = legible(loads(row.attributes))
-    places = [row.name, row.agent or "", row.status_message, *map(str, attributes.values()), row.attributes]
-    forms = [form.casefold() for form in _forms(text)]
-    holder, form = next(((p, f) for p in places for f in forms if f in p.casefold()), ("", ""))
-    at = max(0, holder.casefold().find(form))
-    return Hit(
-        rollout_id=row.rollout_id,
-        attempt_id=row.attempt_id,
-        trace_id=row.trace_id,
-        span_id=row.span_id,
-        name=row.name,
-        agent=row.agent,
-        before=holder[max(0, at - _AROUND) : at],
-        match=holder[at : at + len(form)],
-        behind=holder[at + len(form) : at + len(form) + _AROUND],
     )
 
 

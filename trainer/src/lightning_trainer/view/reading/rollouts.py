@@ -13,6 +13,7 @@ from lightning_spans.errors import RefusedError
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import traces_of
+from lightning_trainer.judging.spans import EVALUATE
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.view.answers.groups import GroupPage, Member, RolloutRow
 from lightning_trainer.view.answers.rollouts import AttemptRow, Event, RolloutPage
@@ -50,19 +51,12 @@ def side_by_side(reader: StoreReader, run: Run, group: str, *, after: int) -> Gr
     judged, chosen = judged_in(reader, run, group), chosen_by(run)
     traces: dict[str | None, Trace] = {}
     shown = row.rollouts[after : after + _MEMBERS]
-    ids = [each.attempt_id for each in shown if each.attempt_id is not None]
+    first = row.rollouts[0]  # that all are compared with, on whichever page they are
+    ids = [each.attempt_id for each in (first, *shown) if each.attempt_id is not None]
     for trace in traces_of(reader, attempt_ids=ids):
         traces[trace.attempt_id] = trace
-    members = [
-        Member(
-            row=each,
-            rewards=[reward_row(reward) for reward in trace.rewards] if trace is not None else [],
-            advantages=_advantages(judged, each.attempt_id, chosen),
-            events=_steps_of(trace, judged, chosen) if trace is not None else [],
-        )
-        for each in shown
-        for trace in [traces.get(each.attempt_id)]
-    ]
+    members = [_member(each, traces.get(each.attempt_id), judged, chosen) for each in shown]
+    start = [] if first in shown else [_member(first, traces.get(first.attempt_id), judged, chosen)]
     step = step_of(group)
     following = after + _MEMBERS
     return GroupPage(
@@ -70,12 +64,21 @@ def side_by_side(reader: StoreReader, run: Run, group: str, *, after: int) -> Gr
         mode=step.mode,
         step=step.number,
         task=task_text(rollouts[0], _TASK),
-        alike=alike([member.events for member in members]),
+        alike=alike([member.events for member in (*start, *members)]) if len(row.rollouts) > 1 else 0,
         mean=row.mean,
         deviation=row.deviation,
         members=members,
         total=len(row.rollouts),
         next=following if following < len(row.rollouts) else None,
+    )
+
+
+def _member(row: RolloutRow, trace: Trace | None, judged: Sequence[Judged], chosen: Sequence[str] | None) -> Member:
+    return Member(
+        row=row,
+        rewards=[reward_row(reward) for reward in trace.rewards] if trace is not None else [],
+        advantages=_advantages(judged, row.attempt_id, chosen),
+        events=_steps_of(trace, judged, chosen) if trace is not None else [],
     )
 
 
@@ -190,5 +193,11 @@ def page_of(
         rewards=[reward_row(reward) for reward in trace.rewards],
         events=events,
         unjoined=unjoined,
-        ms=max((event.start_ms + event.ms for event in events), default=0.0),
+        ms=_took(events),
     )  # fmt: skip
+
+
+def _took(events: Sequence[Event]) -> float:
+    """Return the milliseconds of an attempt. A verdict on it, which came later, is no part of it."""
+    ends = [(event.operation == EVALUATE, event.start_ms + event.ms) for event in events]
+    return max((end for verdict, end in ends if not verdict), default=max((end for _, end in ends), default=0.0))

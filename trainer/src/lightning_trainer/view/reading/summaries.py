@@ -30,7 +30,7 @@ def run_row(run: Run) -> RunRow:
         val_last=held_out[-1] if held_out else None,
         alarms=sum(line["kind"] == "alarm" for line in lines),
         curve=curve,
-        options=dict(options),
+        options=run.shown_options,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from lightning_spans.adapter.nodes import Node
-from lightning_spans.chat.body import messages_of, tool_calls
+from lightning_spans.chat.body import ToolCall, messages_of, tool_calls
 from lightning_spans.schema.json import loads
 from lightning_spans.schema.spans import REQUEST, Json
 from lightning_trainer.view.answers.rollouts import Said, ToolUse
@@ -73,6 +74,25 @@ def said(message: Json, limit: int = LIMIT) -> Said:
         name=str(name) if name else None,
         **_cut(text, limit),
     )
+
+
+def conversation(asked: Sequence[Json], limit: int = LIMIT) -> list[Said]:
+    """Read the messages of a prompt. A tool's result has the tool's name: the id of its call is another each time."""
+    tools: dict[str, str] = {}
+    found: list[Said] = []
+    for message in asked:
+        read = said(message, limit)
+        if isinstance(message, Mapping):
+            tools.update((each.call_id, each.name) for each in _uses(message) if each.call_id)
+            if not message.get("name"):
+                read = replace(read, name=tools.get(read.name or "", read.name))
+        found.append(read)
+    return found
+
+
+def _uses(message: Mapping[str, Json]) -> Iterator[ToolCall]:
+    item = message.get("type") == "function_call" and "role" not in message
+    return tool_calls({"output": [message]} if item else message)
 
 
 def plain(role: str, value: Json, limit: int = LIMIT) -> Said:

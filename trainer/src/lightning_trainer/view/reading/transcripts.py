@@ -12,14 +12,15 @@ from typing import Final
 from lightning_spans.adapter.nodes import Node
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT, Json
+from lightning_spans.schema.spans import EXECUTE_TOOL, REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, Json
+from lightning_trainer.judging.spans import ASKED, EVALUATE, EXPLANATION, SCORE
 from lightning_trainer.report.step_metrics import tool_name
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.usage import tokens_of
 from lightning_trainer.view.answers.groups import Facts
 from lightning_trainer.view.answers.rollouts import Event, RewardRow
 from lightning_trainer.view.names import names_in
-from lightning_trainer.view.reading.texts import LIMIT, messages, plain, said
+from lightning_trainer.view.reading.texts import LIMIT, conversation, messages, plain, said
 
 MOST_EVENTS: Final = 5000  # of a trace on one page
 _LARGEST: Final = 4 << 20  # characters of a transcript; beyond, messages are cut shorter
@@ -60,6 +61,8 @@ def events_of(
                 said=[plain("arguments", node.span.attributes.get(TOOL_ARGUMENTS), shown)],
                 answer=[plain("result", node.span.attributes.get(TOOL_RESULT), shown)],
             )
+        elif node.span.operation == EVALUATE:
+            event = replace(event, **_of_judge(node, shown))
         size += sum(len(each.text) for each in (*event.said, *event.answer))
         found.append(_with_credit(event, by_span.get(event.span_id)))
     return found
@@ -92,13 +95,29 @@ def _of_call(node: Node, turn: int, earlier: list[list[str]], limit: int) -> dic
     return {
         "turn": turn,
         "known": known,
-        "said": [said(message, limit) for message in asked[known:]],
+        "said": conversation(asked, limit)[known:],
         "answer": answers,
         "prompt_tokens": prompt or None,
         "response_tokens": response or None,
         "version": node.policy_version,
         "model": answer.model,
         "finish": ", ".join(choice.finish_reason or "cut" for choice in answer.choices) or None,
+    }
+
+
+def _of_judge(node: Node, limit: int) -> dict[str, Json]:
+    """Read what a judge was asked and said of a group, or its verdict on this attempt and where it was asked for."""
+    values = node.span.attributes
+    if REQUEST in values:
+        return {
+            "said": conversation(messages(node), limit),
+            "answer": [plain("assistant", values.get(RESPONSE), limit)],
+        }
+    verdict = f"score {values.get(SCORE)}\n{values.get(EXPLANATION) or ''}".strip()
+    asked = values.get(ASKED)
+    return {
+        "answer": [plain("verdict", verdict, limit)],
+        "asked": [each for each in asked if isinstance(each, str)] if isinstance(asked, list) else [],
     }
 
 

@@ -1,0 +1,107 @@
+"""Looks for a text in all that was recorded, a second at a time: in spans, then in calls that no span tells of."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Final
+
+from sqlalchemy import Connection, Select, exists, func, or_, select
+
+from lightning_spans.schema.json import loads
+from lightning_spans.store.sql import schema
+from lightning_trainer.view.answers.store import Hit, SearchPage
+from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading.texts import legible
+
+_LOOK_S: Final = 1.0  # that one page of a search takes
+_AT_ONCE: Final = 2000  # records of a search between looks at the clock
+_AROUND: Final = 60
+_HITS: Final = 50
+
+
+def search(reader: StoreReader, text: str, *, after: int, calls: bool = False) -> SearchPage:
+    """Look for a text in names, errors and attributes of spans (which hold requests, answers, arguments and results).
+
+    Then in the requests and answers of calls that no span tells of: those of a program that is not attached. One page
+    looks for a second at most; `next` and `calls` go on from there. The newest come last.
+    """
+    query = _in_calls(text) if calls else _in_spans(text)
+    seq = schema.calls.c.seq if calls else schema.spans.c.seq
+    until, hits, looked, start = time.monotonic() + _LOOK_S, list[Hit](), 0, after
+    with reader.reading() as connection:
+        last = connection.scalar(select(func.max(seq))) or 0
+        while after < last and len(hits) < _HITS and time.monotonic() < until:
+            part = seq.between(after + 1, after + _AT_ONCE)
+            hits += [_hit(row, text) for row in connection.execute(query.where(part).order_by(seq))]
+            after += _AT_ONCE
+        looked = max(0, min(after, last) - start)
+        more = not calls and _any_call(connection)
+    if after < last:
+        return SearchPage(hits=hits, looked=looked, next=after, calls=calls)
+    return SearchPage(hits=hits, looked=looked, next=0 if more else None, calls=more)
+
+
+def _any_call(connection: Connection) -> bool:
+    return connection.scalar(select(schema.calls.c.seq).limit(1)) is not None
+
+
+def _in_spans(text: str) -> Select[Any]:
+    spans = schema.spans.c
+    columns = (
+        spans.rollout_id, spans.attempt_id, spans.trace_id, spans.span_id, spans.name, spans.agent,
+        spans.status_message, spans.attributes,
+    )  # fmt: skip
+    plain = (spans.name, spans.status_message, spans.agent)
+    # In attributes texts stand as JSON, requests as JSON in JSON: a letter that JSON escapes is looked for escaped.
+    return select(*columns).where(
+        or_(
+            *(column.icontains(text, autoescape=True) for column in plain),
+            *(spans.attributes.icontains(form, autoescape=True) for form in _forms(text)),
+        )
+    )
+
+
+def _in_calls(text: str) -> Select[Any]:
+    calls, choices, spans = schema.calls.c, schema.choices.c, schema.spans.c
+    told = exists().where(spans.trace_id == calls.trace_id, spans.span_id == calls.span_id)
+    answer = func.coalesce(choices.message, "")
+    columns = (
+        calls.rollout_id, calls.attempt_id, calls.trace_id, calls.policy.label("name"), calls.agent,
+        func.coalesce(calls.error, "").label("status_message"), calls.request, answer.label("message"),
+    )  # fmt: skip
+    holders = [column.icontains(form, autoescape=True) for column in (calls.request, answer) for form in _forms(text)]
+    found = or_(calls.error.icontains(text, autoescape=True), calls.agent.icontains(text, autoescape=True), *holders)
+    both = schema.calls.outerjoin(schema.choices, choices.call_id == calls.call_id)
+    return select(*columns).select_from(both).where(found, ~told)
+
+
+def _forms(text: str) -> list[str]:
+    """Return a text as it stands in JSON, and in JSON that stands as a text in JSON, with letters escaped or not."""
+    found = [text]
+    for ascii_only in (False, True):
+        once = json.dumps(text, ensure_ascii=ascii_only)[1:-1]
+        found += [once, json.dumps(once, ensure_ascii=ascii_only)[1:-1]]
+    return list(dict.fromkeys(found))
+
+
+def _hit(row: Any, text: str) -> Hit:
+    if hasattr(row, "attributes"):
+        values = [*map(str, legible(loads(row.attributes)).values()), row.attributes]
+    else:
+        values = [row.request, row.message]
+    places = [row.name, row.agent or "", row.status_message, *values]
+    forms = [form.casefold() for form in _forms(text)]
+    holder, form = next(((p, f) for p in places for f in forms if f in p.casefold()), ("", ""))
+    at = max(0, holder.casefold().find(form))
+    return Hit(
+        rollout_id=row.rollout_id,
+        attempt_id=row.attempt_id,
+        trace_id=row.trace_id,
+        span_id=getattr(row, "span_id", None),
+        name=row.name,
+        agent=row.agent,
+        before=holder[max(0, at - _AROUND) : at],
+        match=holder[at : at + len(form)],
+        behind=holder[at + len(form) : at + len(form) + _AROUND],
+    )
