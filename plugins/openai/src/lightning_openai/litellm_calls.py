@@ -173,7 +173,7 @@ class _Function(NamedTuple):
         if call.leads:
             if call.is_left(error):
                 raise LeftToOwnEndpointError from None
-            said_again(error)
+            said_again(error, call.provider)
         call.end(error=error)
 
     def answered(self, call: OtherCall, answer: Any) -> Any:

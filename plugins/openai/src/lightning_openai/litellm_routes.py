@@ -92,9 +92,19 @@ def schema_of(kind: type) -> Any:
     return sys.modules["litellm"].utils.type_to_response_format_param(response_format=kind)
 
 
-def said_again(error: BaseException) -> None:
-    """Have an error that is on record say what it said there, where LiteLLM put words of its own before that."""
-    told = str(error).partition(_TOLD)[2]
-    if told.startswith("litellm."):
-        error.args = (told,)
-        error.message = told  # type: ignore[attr-defined] # which LiteLLM's errors have
+def said_again(error: BaseException, provider: str | None) -> None:
+    """Have an error of a replay say what it said in the record, where LiteLLM tells it as one of ``openai``.
+
+    Args:
+        error: changed in place.
+        provider: that the program names.
+    """
+    before, _, told = str(error).partition(_TOLD)
+    if told.startswith("litellm."):  # recorded as LiteLLM raised it
+        said = told
+    elif told and provider:  # recorded as the provider sent it
+        said = f"{before}{provider[0].upper()}{provider[1:]}Exception - {told}"
+    else:
+        return
+    error.args = (said,)
+    error.message = said  # type: ignore[attr-defined] # which LiteLLM's errors have

@@ -108,7 +108,7 @@ class OtherCall:
         known: Mapping[str, Json] | None = None,
         leads: bool = False,
     ) -> None:
-        self.leads = leads
+        self.leads, self.provider = leads, provider
         self.left = False  # the openai client was told by the gateway to ask the program's own endpoint
         self.scope = Scope() if scope is None else scope
         self.scope.call = self
