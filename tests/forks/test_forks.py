@@ -316,6 +316,8 @@ def test_the_command_forks_and_replays(world: Any, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("CHANGED", " strictly")
         told = _run("fork", *whole, "--dry-run")
         assert "`judge`'s first call (call 1) is another: message 1 (user) differs" in told["ended"][0]["reason"]
+        none = CliRunner().invoke(cli, ["fork", *whole, "--call", "1", "--say", "quite good"])
+        assert (none.exit_code, "differs" in none.stdout) == (2, True)
         (replayed,) = _run("replay", *whole, "--success", "0")["replays"]
         assert "message 1 (user) differs" in replayed["parted"]
         assert (replayed["succeeds"], replayed["reason"]) == (True, None)
