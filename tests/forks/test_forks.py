@@ -221,6 +221,19 @@ def test_a_fork_goes_as_recorded_up_to_its_call_and_on_from_there(world: Any) ->
             assert new.chats[3].answer.choices != old.chats[3].answer.choices
 
 
+def test_what_an_own_endpoint_answered_to_the_forked_call_is_told(world: Any) -> None:
+    with world("team") as here:
+        here.rollout("r")
+        (old,) = traces_of(here.store, rollout_ids=["r"])
+        (stranger,) = (number for number, node in enumerate(old.chats) if node.span.agent == "stranger")
+        said = {old.chats[stranger].answer.choices[0].message["content"]}
+        found = here.fork("fork", "r", call=stranger, times=2)
+        assert found.ended == ()
+        answers = [str(each.answer) for each in found.continuations]
+        assert [answer[:4] for answer in answers] == ["own ", "own "]
+        assert len({*answers, *said}) == 3
+
+
 def test_a_time_of_day_in_a_prompt_ends_the_fork_with_its_reason(world: Any) -> None:
     with world("clock") as here:
         here.rollout("r")
@@ -303,6 +316,8 @@ def test_the_command_forks_and_replays(world: Any, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("CHANGED", " strictly")
         told = _run("fork", *whole, "--dry-run")
         assert "`judge`'s first call (call 1) is another: message 1 (user) differs" in told["ended"][0]["reason"]
+        none = CliRunner().invoke(cli, ["fork", *whole, "--call", "1", "--say", "quite good"])
+        assert (none.exit_code, "differs" in none.stdout) == (2, True)
         (replayed,) = _run("replay", *whole, "--success", "0")["replays"]
         assert "message 1 (user) differs" in replayed["parted"]
         assert (replayed["succeeds"], replayed["reason"]) == (True, None)

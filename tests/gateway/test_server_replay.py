@@ -291,7 +291,7 @@ def test_an_own_endpoints_responses_come_back_as_they_were(server, record):
 def test_a_call_of_a_client_that_no_gateway_sees_can_not_be_given_again(server, record):
     body = {"model": "claude", "messages": USER}
     answer = {"id": "x", "choices": [{"index": 0, "message": {"role": "assistant", "content": "19"}}]}
-    for framework, given in (("openai", True), ("litellm", False)):
+    for framework, given in (("openai", True), ("litellm", True), ("langchain", False)):
         attempt = f"{record} {framework}"
         span = a_chat(attempt, "/chat/completions", body, answer)
         server.store.add_spans([replace(span, attributes={**span.attributes, names.FRAMEWORK: framework})])
@@ -300,7 +300,7 @@ def test_a_call_of_a_client_that_no_gateway_sees_can_not_be_given_again(server, 
             assert plan(whole, name="all", replay=Replay(attempt_id=attempt))
             continue
         with pytest.raises(
-            ConfigError, match=r"call 0 \(writer\) can't be given again: it was made with litellm, whose"
+            ConfigError, match=r"call 0 \(writer\) can't be given again: it was made with langchain, whose"
         ):
             plan(whole, name="all", replay=Replay(attempt_id=attempt))
         with pytest.raises(ConfigError, match="has no tokens on record"):  # the forked call itself is not given

@@ -17,7 +17,7 @@ from lightning_openai.events import is_whole, read_events
 from lightning_openai.recorded_body import RecordedBody, body_of, record_body
 from lightning_openai.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
-from lightning_spans.record.instrument.scope import current_scope
+from lightning_spans.record.instrument.scope import current_scope, scopes_around
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.schema import spans as names
@@ -69,6 +69,7 @@ class ModelCall:
         self._chunks: int | None = None  # of that body, when the span ended
         self._prompted = False  # its agent's other prompt is in the body
         self._left_to_it = False  # a replay left the call to the program's own endpoint
+        self._is_made_again = False  # likewise, and another call is made for it
         self._left = False  # nothing went wrong but that the agent reads no further
         self._to_end = False
         self.events: int | None = None  # items of an event stream that the agent took; None: it reads in another way
@@ -134,6 +135,10 @@ class ModelCall:
         """Return the user's client and options where the gateway leaves a call of a replay to them; None elsewhere."""
         if self.client is self._user or not reroute.is_own(error):
             return None
+        lead: Any = next((scope.call for scope in scopes_around() if getattr(scope.call, "leads", False)), None)
+        if lead is not None:  # who led it to the gateway knows where else it goes
+            self._is_made_again = lead.left = True
+            return None
         if self._prompted:  # its other system prompt goes along
             options = reroute.with_body(options, self._body)
         self.client, self._base_url, self._left_to_it = self._user, self._user.base_url, True
@@ -191,6 +196,9 @@ class ModelCall:
     def failed(self, error: BaseException) -> None:
         """End the span of a call that raised."""
         with self._recorder.guard(PLUGIN, self.span):
+            if self._is_made_again:
+                unfinished.discard(self)
+                self.leave()
             if self.span.end_ns is not None:
                 return
             status = getattr(error, "status_code", None)

@@ -1,8 +1,7 @@
 """Calls made with LiteLLM, by whichever of its providers: most of those send HTTP of their own, beside every client.
 
 Each of its functions is one that LiteLLM's decorator `client` holds: caching, retries and logging are around it, the
-choice of a provider is in it. So it is changed where the decorator holds it, which reaches names imported before. The
-calls of agents in training are asked of LiteLLM's provider ``openai`` instead: it sends them to the gateway.
+choice of a provider is in it. So it is changed where the decorator holds it, which reaches names imported before.
 """
 
 from __future__ import annotations
@@ -16,6 +15,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_openai.abandoned import abandoned
 from lightning_openai.caller import caller_in
+from lightning_openai.litellm_routes import (
+    LeftToOwnEndpointError,
+    asks_first,
+    led_to,
+    provider_of,
+    said_again,
+    schema_of,
+    shaped_as,
+)
 from lightning_openai.other_clients import OtherCall
 from lightning_openai.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
@@ -24,7 +32,6 @@ from lightning_spans.record.instrument.imports import when_imported
 from lightning_spans.record.instrument.patches import Undo
 from lightning_spans.record.instrument.scope import place_of_call, scoped
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import Json
 
 if TYPE_CHECKING:
@@ -41,7 +48,6 @@ _ENDPOINTS: Final = {
     "aresponses": "/responses",
 }
 _SAME_ARGUMENTS: Final = {"atext_completion": "text_completion"}  # which takes whatever it is given
-_PREFIXES: Final = {"/completions": "text-completion-openai"}  # of a model's name: LiteLLM's provider for the endpoint
 # LiteLLM's asynchronous functions call the others with one of these, to be given a coroutine.
 _INNER: Final = ("acompletion", "atext_completion", "aresponses")
 # Of what the caller gives, what is part of a request's body; the rest are LiteLLM's own settings, and keys.
@@ -53,13 +59,6 @@ _BODY: Final = frozenset((
     "previous_response_id", "store", "truncation", "include", "service_tier", "web_search_options", "top_k", "min_p",
     "repetition_penalty", "best_of", "echo", "suffix", "extra_body",
 ))  # fmt: skip
-# Of what the caller gives, what says where a call goes and in whose name; it does not go along to the gateway.
-_WHERE: Final = frozenset((
-    "model", "api_key", "api_base", "base_url", "api_version", "api_type", "organization", "project", "deployment_id",
-    "model_list", "custom_llm_provider", "client", "shared_session", "headers", "extra_headers", "extra_query",
-    "ssl_verify", "azure", "hf_model_name", "region_name", "litellm_credential_name", "drop_params",
-))  # fmt: skip
-_VENDORS: Final = ("aws_", "azure_", "vertex_", "watsonx_", "oci_", "sagemaker_", "bedrock_", "gcs_")
 
 
 def follow(recorder: Callable[[], Recorder | None]) -> Undo:
@@ -113,17 +112,25 @@ class _Function(NamedTuple):
     signature: inspect.Signature
     recorder: Callable[[], Recorder | None]
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[OtherCall, dict[str, Any]] | None:
-        """Return the call that is about to be made, and the arguments to make it with; None: it is not recorded."""
+    def begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, left: bool
+    ) -> tuple[OtherCall, dict[str, Any]] | None:
+        """Return the call that is about to be made, and the arguments to make it with; None: it is not recorded.
+
+        Args:
+            args: as the caller gave them.
+            kwargs: likewise.
+            left: whether a replay has left the call to the program's own endpoint.
+        """
         recorder = self.recorder()
         if recorder is None or any(kwargs.get(name) is True for name in _INNER):
             return None
         with recorder.guard(PLUGIN):
-            return self._begin(recorder, args, kwargs)
+            return self._begin(recorder, args, kwargs, left=left)
         return None
 
     def _begin(
-        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], *, left: bool
     ) -> tuple[OtherCall, dict[str, Any]]:
         given: dict[str, Any] = {}
         for name, value in self.signature.bind(*args, **kwargs).arguments.items():
@@ -133,13 +140,16 @@ class _Function(NamedTuple):
                 given[name] = value
         context = place_of_call()
         caller = caller_in(context)
-        provider, model = _provider(given)
+        provider, model = provider_of(given)
         attempt = caller.goes_to(recorder)
+        leads = attempt is None and not left and asks_first(given, caller.attempt, self.endpoint)
+        body = _body(given, model)
         if attempt is not None:
-            model, given = attempt.model, self._rerouted(given, attempt)
-        body = {"model": model, **{name: given[name] for name in given if name in _BODY and given[name] is not None}}
-        if isinstance(body.get("messages"), list):
-            body["messages"] = list(body["messages"])
+            given = led_to(attempt, given, self.endpoint, attempt.model)
+            body = _body(given, attempt.model)
+        elif leads and caller.attempt is not None:
+            kept = shaped_as(given)
+            given = {**led_to(caller.attempt, given, self.endpoint, model), "allowed_openai_params": kept}
         call = OtherCall(
             recorder,
             PLUGIN,
@@ -149,20 +159,22 @@ class _Function(NamedTuple):
             streamed=bool(given.get("stream")),
             endpoint=self.endpoint,
             place=lambda: context,
-            known={} if attempt is None else {names.REROUTED: True},
+            known={names.REROUTED: True} if attempt is not None or leads else {},
+            leads=leads,
         )
         return call, given
 
-    def _rerouted(self, given: Mapping[str, Any], attempt: Attempt) -> dict[str, Any]:
-        """Return the arguments that ask the policy. Parameters that only another provider knows are left out."""
-        kept = {name: given[name] for name in given if name not in _WHERE and not name.startswith(_VENDORS)}
-        return {
-            **kept,
-            "model": f"{_PREFIXES.get(self.endpoint, 'openai')}/{attempt.model}",
-            "api_base": f"{attempt.endpoint}/v1",
-            "api_key": attempt.key or "unused",
-            "drop_params": True,
-        }
+    def failed(self, call: OtherCall, error: BaseException) -> None:
+        """End the span of a call that raised; what a replay's record has of an error is said as it was.
+
+        Raises:
+            LeftToOwnEndpointError: a replay leaves it to the program's own endpoint.
+        """
+        if call.leads:
+            if call.is_left(error):
+                raise LeftToOwnEndpointError from None
+            said_again(error, call.provider)
+        call.end(error=error)
 
     def answered(self, call: OtherCall, answer: Any) -> Any:
         """End the span of a call, now or as its stream is read."""
@@ -176,20 +188,20 @@ class _Function(NamedTuple):
         return answer
 
 
-def _provider(given: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the provider and its name for the model."""
-    model = str(given.get("model"))
-    told = given.get("custom_llm_provider")
-    provider, _, name = model.partition("/")
-    if told:
-        return str(told), name if provider == told else model
-    return (provider, name) if name else (None, model)
+def _body(given: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """Return what is asked in the form of OpenAI."""
+    body = {"model": model, **{name: given[name] for name in given if name in _BODY and given[name] is not None}}
+    if isinstance(body.get("messages"), list):
+        body["messages"] = list(body["messages"])
+    if isinstance(body.get("response_format"), type):
+        body["response_format"] = schema_of(body["response_format"])
+    more = body.pop("extra_body", None)
+    return {**body, **more} if isinstance(more, Mapping) else body
 
 
 def _wrap(original: Callable[..., Any], function: _Function) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        begun = function.begin(args, kwargs)
+    def ask_once(args: tuple[Any, ...], kwargs: dict[str, Any], *, left: bool) -> Any:
+        begun = function.begin(args, kwargs, left=left)
         if begun is None:
             return original(*args, **kwargs)
         call, given = begun
@@ -197,17 +209,24 @@ def _wrap(original: Callable[..., Any], function: _Function) -> Callable[..., An
             with entered(scoped(call.scope)):
                 answer = original(**given)
         except BaseException as error:
-            call.end(error=error)
+            function.failed(call, error)
             raise
         return function.answered(call, answer)
+
+    @functools.wraps(original)
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ask_once(args, kwargs, left=False)
+        except LeftToOwnEndpointError:
+            pass
+        return ask_once(args, kwargs, left=True)
 
     return ask
 
 
 def _wrap_async(original: Callable[..., Any], function: _Function) -> Callable[..., Any]:
-    @functools.wraps(original)
-    async def ask(*args: Any, **kwargs: Any) -> Any:
-        begun = function.begin(args, kwargs)
+    async def ask_once(args: tuple[Any, ...], kwargs: dict[str, Any], *, left: bool) -> Any:
+        begun = function.begin(args, kwargs, left=left)
         if begun is None:
             return await original(*args, **kwargs)
         call, given = begun
@@ -215,9 +234,17 @@ def _wrap_async(original: Callable[..., Any], function: _Function) -> Callable[.
             with entered(scoped(call.scope)):
                 answer = await original(**given)
         except BaseException as error:
-            call.end(error=error)
+            function.failed(call, error)
             raise
         return function.answered(call, answer)
+
+    @functools.wraps(original)
+    async def ask(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await ask_once(args, kwargs, left=False)
+        except LeftToOwnEndpointError:
+            pass
+        return await ask_once(args, kwargs, left=True)
 
     return ask
 

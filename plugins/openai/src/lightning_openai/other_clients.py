@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import orjson
 
 from lightning_openai.attributes import request_attributes, response_attributes
-from lightning_openai.foreign.begin import unaskable_in
-from lightning_openai.reroute import agent_header
+from lightning_openai.foreign.begin import is_followed
+from lightning_openai.reroute import ASKS, LEFT, agent_header
 from lightning_spans.record.context import current, current_attempt, entered, entered_iteration, entered_steps, settled
 from lightning_spans.record.instrument.scope import Scope, scoped, scopes_around
 from lightning_spans.schema import spans as names
@@ -53,6 +53,9 @@ def _end(
     if isinstance(error, GeneratorExit):  # its reader left
         bodies[names.ABANDONED], error = True, None
     told = {} if response is None else response_attributes(endpoint, response)
+    status = getattr(error, "status_code", None)
+    if isinstance(status, int):
+        told = {**told, "http.response.status_code": status}
     span.end(error=error, attributes={names.ENDPOINT: endpoint, **bodies, **told})
 
 
@@ -86,6 +89,7 @@ class OtherCall:
         place: gives the context for the span; called where the call begins.
         scope: what the plugin enters while the call lasts; one of its own by default.
         known: attributes of the span.
+        leads: whether a replay's gateway is asked first, in place of the program's own endpoint.
     """
 
     def __init__(
@@ -102,7 +106,10 @@ class OtherCall:
         place: Callable[[], Context] = settled,
         scope: Scope | None = None,
         known: Mapping[str, Json] | None = None,
+        leads: bool = False,
     ) -> None:
+        self.leads, self.provider = leads, provider
+        self.left = False  # the openai client was told by the gateway to ask the program's own endpoint
         self.scope = Scope() if scope is None else scope
         self.scope.call = self
         self._recorder = recorder
@@ -218,6 +225,14 @@ class OtherCall:
                 _tell(self._recorder, span, self._framework)
             _end(span, self._endpoint, self._asks(), response, error)
 
+    def is_left(self, error: BaseException) -> bool:
+        """Whether the gateway leaves a call that leads to it to the program's own endpoint: that makes the span."""
+        if not self.leads or not (self.left or LEFT in str(error)):
+            return False
+        if self._span is not None:
+            self._span.end_ns = self._span.start_ns  # so that nothing ends it
+        return True
+
     def begin(self) -> None:
         """Begin the span: there is no other of this call, and it is to be ended in any case."""
         with self._recorder.guard(self._plugin):
@@ -254,6 +269,8 @@ class OtherCall:
                 self._span = self._begin()
             request.headers["traceparent"] = self._span.traceparent
             request.headers.update(agent_header(self._span.path))
+            if self.leads:
+                request.headers.update(ASKS)
 
 
 def mark(request: Any) -> None:

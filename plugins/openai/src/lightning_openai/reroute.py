@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 AGENT_HEADER: Final = "x-lightning-agent"
 REPLAY_HEADER: Final = "x-lightning-replay"
-_ASKS: Final = {REPLAY_HEADER: "asks"}  # of a replay's calls: what is not in the record can be sent on from here
+ASKS: Final = {REPLAY_HEADER: "asks"}  # of a replay's calls: what is not in the record can be sent on from here
 _OWN: Final = "own"  # of the answer: it is to be
+LEFT: Final = "replay_own"  # the code in its body
 _TIMEOUT, _CONNECTION = "timeout", "connection"  # of the answer: there was none in the record
 # Of what the caller gave with the call. The last two are the openai client's notes to itself.
 _TAKEN: Final = ("content-type", "accept", "idempotency-key", "x-stainless-", "____stainless")
@@ -94,7 +95,7 @@ def rerouted(
     taken = {name: value for name, value in given.items() if name.lower().startswith(_TAKEN)}
     copy.headers = {**taken, **headers, "Authorization": f"Bearer {attempt.key or ''}"}
     if attempt.replay is not None:
-        copy.headers = {**copy.headers, **_ASKS}
+        copy.headers = {**copy.headers, **ASKS}
     if isinstance(options.timeout, NotGiven):
         copy.timeout = client.timeout
     if isinstance(options.max_retries, NotGiven):
@@ -119,7 +120,7 @@ def is_left(status: int | None, headers: Mapping[str, str]) -> bool:
 
 def own_headers(attempt: Attempt, agent: str | None) -> dict[str, str]:
     """Return the headers of a call to the gateway: the attempt's key, who asks, and whether it is a replay."""
-    asks = {} if attempt.replay is None else _ASKS
+    asks = {} if attempt.replay is None else ASKS
     return {"authorization": f"Bearer {attempt.key or 'unused'}", **agent_header(agent), **asks}
 
 

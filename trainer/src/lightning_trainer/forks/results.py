@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
+from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import AttemptRecord
+from lightning_spans.schema.calls import Call
 from lightning_spans.schema.replays import FORKED
 from lightning_spans.store import Store
 from lightning_trainer.forks.planning import Recorded
+from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import total
+
+Message: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,7 @@ class Continuation:
     Attributes:
         attempt_id: its attempt.
         reward: what it earned; None where the program failed.
-        answer: what the forked call said; None where the program's own endpoint answered it.
+        answer: what the forked call said; None where it failed, or is not on record.
         error: why the program failed; None where it did not.
     """
 
@@ -86,7 +92,8 @@ def result(store: Store, recorded: Recorded, outcomes: Sequence[Outcome]) -> For
     for attempt in attempts:
         own = [call for call in calls if call.attempt_id == attempt.attempt_id]
         forked = next((call for call in own if FORKED in call.sampling and call.choices), None)
-        answers[attempt.attempt_id] = None if forked is None else _said(forked.choices[0].message)
+        message = forked.choices[0].message if forked is not None else _own_answer(store, recorded, attempt, own)
+        answers[attempt.attempt_id] = None if message is None else said(message)
         reasons[attempt.attempt_id] = why_ended(attempt, own)
     went_on, ended = [], []
     for outcome in outcomes:
@@ -103,7 +110,23 @@ def result(store: Store, recorded: Recorded, outcomes: Sequence[Outcome]) -> For
     return ForkResult(reward, tuple(went_on), tuple(ended))
 
 
-def _said(message: Any) -> str:
+def _own_answer(store: Store, recorded: Recorded, attempt: AttemptRecord, calls: Sequence[Call]) -> Message | None:
+    """Return what the program's own endpoint answered to the forked call: no gateway saw it, but its span is there."""
+    replay = attempt.rollout.replay
+    if replay is None or replay.call is None or any(FORKED in call.sampling for call in calls):
+        return None
+    try:
+        made = read_record(store, attempt.attempt_id).calls
+    except ConfigError:  # it has no calls
+        return None
+    fork = recorded.record.calls[replay.call]
+    same = (call for call in made if call.asked.key == fork.asked.key and call.agents == fork.agents)
+    choices = next((call.node.answer.choices for call in same if call.node.call is None), ())
+    return choices[0].message if choices else None
+
+
+def said(message: Message) -> str:
+    """Return an answer as people read it: its text, and the tools that it asks for."""
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     texts = [message["content"]] if isinstance(message.get("content"), str) and message["content"] else []
     return "\n".join([*texts, *(f"{call.get('name')}({call.get('arguments')})" for call in calls)])

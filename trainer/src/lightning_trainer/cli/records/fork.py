@@ -107,6 +107,8 @@ def command(
         _show_replay(found)
     else:
         screen().print(_tree(found, config.call or 0))
+    if not config.dry_run and not found.result.continuations:
+        click.get_current_context().exit(2)  # the program is not as recorded, and the reasons were said
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -140,9 +142,11 @@ def _tree(found: ForkedAttempt, number: int) -> Tree:
     from rich.text import Text
     from rich.tree import Tree
 
-    def line(reward: float | None, said: str | None, more: str) -> Text:
+    from lightning_trainer.forks.results import said
+
+    def line(reward: float | None, answer: str | None, more: str) -> Text:
         shown = "-" if reward is None else f"{reward:.3f}"
-        cut = "" if not said else said if len(said) <= _SHORT else said[:_SHORT] + "..."
+        cut = "" if not answer else answer if len(answer) <= _SHORT else answer[:_SHORT] + "..."
         return Text.assemble((f"{shown:>7}  ", "bold"), printable(cut.replace("\n", " ")), ("  " + more, "dim"))
 
     recorded, result = found.recorded, found.result
@@ -155,8 +159,7 @@ def _tree(found: ForkedAttempt, number: int) -> Tree:
             at = tree.add(Text(printable(f"{text}: as recorded"), style="dim"))
         else:
             at = tree.add(Text(printable(text), style="bold"))
-            content = message.get("content")
-            at.add(line(result.recorded, content if isinstance(content, str) else None, "recorded"))
+            at.add(line(result.recorded, said(message), "recorded"))
     for each in result.continuations:
         failed = "" if each.error is None else f"failed: {each.error.rpartition(chr(10))[2]} "
         at.add(line(each.reward, each.answer, f"{failed}{each.attempt_id}"))

@@ -19,7 +19,8 @@ from lightning_trainer.gateway.prompt.equality import same_data
 from lightning_trainer.gateway.replay.requests import Asked, read_request
 
 _RAW: Final = frozenset({"/responses", "/completions", "/messages"})  # whose bodies are no chat completions
-_REPLAYABLE: Final = frozenset({"openai", "httpx", "httpx2", "gateway"})  # whose calls pass a patch that asks a gateway
+# Whose calls pass a patch that asks a gateway.
+_REPLAYABLE: Final = frozenset({"openai", "httpx", "httpx2", "litellm", "gateway"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
