@@ -150,6 +150,8 @@ def _spread(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ""
+    if len(values) == 1:
+        return f"{known[0]:.3f}"
     ended = "" if len(known) == len(values) else f", {len(values) - len(known)} ended before"
     return f"{statistics.fmean(known):.3f} ({min(known):.3f} to {max(known):.3f}{ended})"
 

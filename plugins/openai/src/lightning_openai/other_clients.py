@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import orjson
 
 from lightning_openai.attributes import request_attributes, response_attributes
-from lightning_openai.foreign.begin import is_followed
+from lightning_openai.foreign.begin import unaskable_in
 from lightning_openai.reroute import ASKS, LEFT, agent_header
 from lightning_spans.record.context import current, current_attempt, entered, entered_iteration, entered_steps, settled
 from lightning_spans.record.instrument.scope import Scope, scoped, scopes_around
