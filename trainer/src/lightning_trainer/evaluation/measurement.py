@@ -24,7 +24,7 @@ from lightning_trainer.judging.judge import GroupJudge
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import last_error
-from lightning_trainer.report.progress import Progress
+from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.run.data import Task
 from lightning_trainer.run.local import Local, serving, unnamed
@@ -91,7 +91,7 @@ class Measurement:
         carried = {self._rollout(place, generation).rollout_id: prompts for place in missing} if prompts else {}
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        self.progress.phase("importing the agent")
+        self.progress.phase(IMPORTING)
         runner = self._runner(len(missing), logs)
         with _started(runner), answering(self.subject, **config.load) as answers:
             self.check()
