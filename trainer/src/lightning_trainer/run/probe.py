@@ -23,7 +23,7 @@ from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.rewards import installed, read_rules
 from lightning_trainer.rl.rollouts import Outcome, plan
-from lightning_trainer.rl.scores import reward_of_failures, total
+from lightning_trainer.rl.scores import reward_of_failures, score, total
 from lightning_trainer.rl.usage import tokens_of
 from lightning_trainer.run.folders import STORE_NAME
 from lightning_trainer.run.local import opened, routing_of, serving
@@ -143,6 +143,7 @@ def _found(
         tokens_generated=sum(answer for _, answer in used),
         tokens_in_rows=sum(len(row.tokens) for row in ran.rows),
         calls=dict(sorted(calls.items())),
+        earned=score(ran.outcomes, config.failed).by_agent,
         trained=sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)}),
         load_seconds=load_seconds,
         memory=_peak(),
