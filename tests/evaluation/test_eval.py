@@ -204,8 +204,8 @@ def test_a_mistake_is_told_and_leaves_no_folder(folder, args, said):
 
 
 def test_where_no_sample_reached_a_model_the_status_is_the_agents_and_the_endpoint_is_told(folder, monkeypatch):
-    raising = "class APIConnectionError(Exception): ...\n\ndef run(task):\n    raise APIConnectionError('Connection error.')\n"
-    (folder / "away.py").write_text(raising)
+    raising = "def run(task):\n    raise APIConnectionError('Connection error.')\n"
+    (folder / "away.py").write_text(f"class APIConnectionError(Exception): ...\n\n{raising}")
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     result = rl("away:run", "--data", "tasks.jsonl", "--workers", "1")
     assert result.exit_code == 3
