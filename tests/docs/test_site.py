@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -74,6 +75,17 @@ def test_parts_of_files_are_taken_as_they_are_and_a_missing_one_is_an_error(tmp_
     for line in ('--8<-- "x.py:b"', '--8<-- "y.py"'):
         with pytest.raises(ValueError, match=r"there is no|has no such part"):
             stage.snippets(line, tmp_path)
+
+
+def test_a_page_links_the_files_that_only_its_site_shows():
+    """In the repository a page shows the line that names a file, and not the file: its reader follows the link."""
+    missing = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        shown = {mark[2] for mark in stage.SNIPPET.finditer(text)}
+        linked = {os.path.normpath(page.parent.relative_to(ROOT) / link[2]) for link in stage.LINK.finditer(text)}
+        missing += [f"{page.relative_to(ROOT)}: {file}" for file in sorted(shown - linked)]
+    assert missing == []
 
 
 def test_every_command_and_option_is_in_the_reference():

@@ -203,6 +203,17 @@ def test_a_mistake_is_told_and_leaves_no_folder(folder, args, said):
     assert not list(folder.glob("evals/*"))
 
 
+def test_where_no_sample_reached_a_model_the_status_is_the_agents_and_the_endpoint_is_told(folder, monkeypatch):
+    raising = "def run(task):\n    raise APIConnectionError('Connection error.')\n"
+    (folder / "away.py").write_text(f"class APIConnectionError(Exception): ...\n\n{raising}")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    result = rl("away:run", "--data", "tasks.jsonl", "--workers", "1")
+    assert result.exit_code == 3
+    assert "all 3 samples" in result.output
+    assert "OPENAI_BASE_URL is not set" in result.output
+    assert "--model" in result.output
+
+
 def test_a_model_that_no_call_reaches_is_not_what_was_measured(folder, monkeypatch):
     with ScriptedServer() as server:
         monkeypatch.setenv("TEST_MODEL_URL", server.url)

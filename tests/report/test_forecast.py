@@ -11,7 +11,7 @@ NEVER = Tried(place=1, rewards=(0.0, 0.0))
 ALWAYS = Tried(place=2, rewards=(1.0, 1.0))
 
 
-def probe(tried: list[Tried], **numbers: float) -> Probe:
+def probe(tried: list[Tried], **numbers: object) -> Probe:
     known = {"rollouts": 64, "rollout_seconds": 8.0, "update_seconds": 2.0, "tokens_prompt": 18_000}
     return Probe(tried=tried, **{**known, "tokens_generated": 1700, "tokens_in_rows": 9000, **numbers})  # type: ignore[arg-type]
 
@@ -51,3 +51,12 @@ def test_forecast_grows_with_the_step_and_the_model() -> None:
     assert hours == sorted(hours)
     assert [gpu["gpus"] for gpu in small["gpu"].values()] == [1, 2, 16]
     assert any("GPU-hours" in line for line in lines(small))
+
+
+def test_each_agent_is_told_with_what_it_earned_where_it_was_given_its_own() -> None:
+    calls = {"judge": 64, "tagger": 64, "clerk": 8}
+    measured = probe([HALF], calls=calls, earned={"judge": 0.25, "tagger": 0.0}, trained=["judge", "tagger"])
+    said = lines(forecast(measured, Plan(step_rollouts=64, steps=10)))
+    assert "judge: 64 calls, reward 0.250, would be trained" in said
+    assert "tagger: 64 calls, reward 0.000, would be trained" in said
+    assert "clerk: 8 calls, not trained" in said

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from lightning_trainer.report.progress import Shown, bar, duration, one_line, sparkline
+from lightning_trainer.report.progress import IMPORTING, Shown, bar, duration, one_line, sparkline
 
 
 def test_without_a_terminal_each_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,9 +17,33 @@ def test_without_a_terminal_each_step_is_one_line(capsys: pytest.CaptureFixture[
     assert captured.out == ""
     assert captured.err.splitlines() == [
         "training writer",
+        "rollouts: 8 ...",
         "step 1/2  reward 0.250  writer 0.500  loss 0.1250",
         "held out after 1 steps: [reward] 0.5",
     ]
+
+
+def test_without_a_terminal_a_long_wait_is_told_once_until_a_step_is_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Shown("training writer") as progress:
+        progress.phase("loading smollm2-135m")
+        for done in (0, 1, 2):
+            progress.phase("rollouts", done, 64)
+        progress.phase("learning from 7 rows")
+        progress.step(0, {"reward": 0.25})
+        progress.phase("rollouts", 0, 64)
+        progress.phase("learning from 9 rows")
+    said = ["training writer", "loading smollm2-135m ...", "rollouts: 64 ...", "learning from 7 rows ..."]
+    assert capsys.readouterr().err.splitlines()[:-1] == said
+
+
+def test_a_program_that_is_refused_without_a_terminal_is_told_in_the_error_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Shown("training writer") as progress:
+        progress.phase(IMPORTING)
+    assert capsys.readouterr().err == ""
 
 
 def test_nothing_is_shown_before_anything_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,12 @@ def test_help_names_every_command_and_imports_nothing_that_costs_time() -> None:
         assert f"\n  {name} " in done.stdout
 
 
+def test_cuda_without_it_is_told_before_the_agent_is_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_trainer.backends.torch.options.version", lambda _name: "2.13.0+cpu")
+    told(train("cli_plain:run", "--device", "cuda:0"), "device 'cuda:0': this torch finds no CUDA. Use --device cpu")
+    untouched(folder)
+
+
 def test_a_misspelt_command_is_told_the_nearest() -> None:
     result = call("trian")
     assert result.exit_code == 2

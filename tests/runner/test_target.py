@@ -79,7 +79,7 @@ def test_missing_function_lists_those_that_are_there(folder: Path) -> None:
 
 def test_thing_that_is_no_function_is_an_error(folder: Path) -> None:
     (folder / "user_number.py").write_text("run = 3\n")
-    with pytest.raises(ConfigError, match="is a int, not a function"):
+    with pytest.raises(ConfigError, match="is not a function but of type int"):
         load("user_number:run")
 
 

@@ -233,6 +233,6 @@ def entered_iteration(context: Context, items: Generator[T, None, None]) -> Gene
 
 @contextmanager
 def use_attempt(attempt: Attempt) -> Iterator[Attempt]:
-    """Run the block as part of this attempt: root spans begun inside belong to it."""
+    """Run the block as part of this attempt: root spans begun inside belong to it. See docs/how-to/own-loop.md."""
     with entered(with_attempt(attempt)):
         yield attempt

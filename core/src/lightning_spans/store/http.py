@@ -111,8 +111,9 @@ class HttpStore(Store):
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Queue rollouts; one already there is left as it is."""
-        check_rollouts(rollouts)  # here too: JSON has no number that is none, so the server would read no limit
-        return self._add("enqueue", rollouts)
+        asked = list(rollouts)
+        check_rollouts(asked)  # here too: JSON has no number that is none, so the server would read no limit
+        return self._add("enqueue", asked)
 
     def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
         """Start attempts for up to `limit` rollouts, oldest first, each with the context for its agent's process."""

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
-from lightning_spans.errors import LightningError
+from lightning_spans.errors import AgentFailedError, LightningError
 from lightning_spans.schema.agents import check_known, selects
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
@@ -23,8 +23,8 @@ from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import GroupJudge
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.report.agents import nothing_captured
-from lightning_trainer.report.failures import last_error
-from lightning_trainer.report.progress import Progress
+from lightning_trainer.report.failures import last_error, where_calls_go
+from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.run.data import Task
 from lightning_trainer.run.local import Local, serving, unnamed
@@ -80,9 +80,14 @@ class Measurement:
             self._draw(missing, generation)
         samples = list(self.samples.values())
         if all(sample.status == "failed" for sample in samples):
-            raise LightningError(
+            error = samples[-1].error or ""
+            where = where_calls_go(error)
+            todo = "Run the agent by itself on one task, to see what is wrong."
+            if where and self.config.model is None:
+                todo = "To let a model that is loaded here answer, add --model."
+            raise AgentFailedError(
                 f"all {len(samples)} samples of {self.subject.name} failed. The last error:\n"
-                f"{last_error(samples[-1].error or '')}\nRun the agent by itself on one task, to see what is wrong."
+                f"{last_error(error)}\n{where}{todo}"
             )
         return samples
 
@@ -91,7 +96,7 @@ class Measurement:
         carried = {self._rollout(place, generation).rollout_id: prompts for place in missing} if prompts else {}
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
-        self.progress.phase("importing the agent")
+        self.progress.phase(IMPORTING)
         runner = self._runner(len(missing), logs)
         with _started(runner), answering(self.subject, **config.load) as answers:
             self.check()

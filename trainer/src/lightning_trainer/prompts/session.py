@@ -15,6 +15,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.workers import cores
 from lightning_trainer.evaluation.subjects import Subject, answering
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.run.local import Local, opened, serving, unnamed
 from lightning_trainer.runner.runner import Runner
@@ -23,7 +24,6 @@ from lightning_trainer.runner.target import Job
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
     from lightning_trainer.gateway.app import App
-    from lightning_trainer.report.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def session(
     apps: list[App] = []
     with tempfile.TemporaryDirectory(prefix="lightning-logs-") as logs, ExitStack() as stack:
         runner = Runner(job, workers=min(cores(), 2), concurrency=concurrency, logs=Path(logs))
-        progress.phase("importing the agent")
+        progress.phase(IMPORTING)
         stack.callback(runner.stop)
         runner.start()
         with opened(store) as kept, answering(subject) as answers:

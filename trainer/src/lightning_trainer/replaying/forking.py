@@ -14,7 +14,7 @@ from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.forks.results import ForkResult, result
 from lightning_trainer.gateway.replay.record import Record
 from lightning_trainer.replaying.running import Program, from_run, refuse_unseen, running
-from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.report.progress import IMPORTING, Progress, Silent
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.interrupts import deferred
 from lightning_trainer.run.local import opened
@@ -111,7 +111,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
         if config.dry_run:
             program = replace(program, subject=None)
         agents = policy_agents(source.record)
-        progress.phase("importing the agent")
+        progress.phase(IMPORTING)
         with running(program, store, agents=agents, work=len(made), instead=config.instead) as (local, _, model):
             made = [
                 replace(

@@ -74,6 +74,7 @@ class Probe:
         tokens_prompt, tokens_generated: of all rollouts.
         tokens_in_rows: of the training rows, shared beginnings counted once.
         calls: model calls by agent.
+        earned: mean reward of each agent that was given its own.
         trained: names of the agents that would be trained.
         load_seconds: until the model answered.
         memory: most bytes that this process took, the update included.
@@ -87,6 +88,7 @@ class Probe:
     tokens_generated: int
     tokens_in_rows: int
     calls: Mapping[str, int] = field(default_factory=dict)
+    earned: Mapping[str, float] = field(default_factory=dict)
     trained: Sequence[str] = ()
     load_seconds: float = 0.0
     memory: int = 0
@@ -126,7 +128,10 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
         "samples": max((len(task.rewards) for task in probe.tried), default=0),
         "tasks_tried": len(probe.tried),
         "rollouts_tried": probe.rollouts,
-        "agents": {name: {"calls": n, "trained": name in probe.trained} for name, n in probe.calls.items()},
+        "agents": {
+            name: {"calls": count, "reward": probe.earned.get(name), "trained": name in probe.trained}
+            for name, count in probe.calls.items()
+        },
         "rows_tokens_step": round(probe.tokens_in_rows * scale),
         "tokens_prompt_step": round(probe.tokens_prompt * scale),
         "tokens_generated_step": round(probe.tokens_generated * scale),
@@ -182,7 +187,9 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
             f"{facts['samples']} ({facts['tasks_tried']} tasks tried)"
         )
     for name, agent in facts["agents"].items():
-        found.append(f"{name}: {agent['calls']} calls, {'would be trained' if agent['trained'] else 'not trained'}")
+        earned = "" if agent["reward"] is None else f"reward {agent['reward']:.3f}, "
+        trained = "would be trained" if agent["trained"] else "not trained"
+        found.append(f"{name}: {agent['calls']} calls, {earned}{trained}")
     times = f"{facts['seconds_rollouts']:.1f} s of rollouts, {facts['seconds_update']:.1f} s of learning"
     read, written = facts["tokens_prompt_step"], facts["tokens_generated_step"]
     found += [

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from lightning_trainer.report.terminal import printable
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
+IMPORTING: Final = "importing the agent"  # may still refuse the program: the error is then the one line that is told
 _CUT = ("rollouts", "validation")  # phases that need not end
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -71,7 +72,8 @@ class Silent:
 class Shown:
     """Shows progress on stderr while its ``with`` block runs, from the first thing that it is told on.
 
-    Nothing is shown before: options are still checked then, and a refused run never began.
+    Nothing is shown before: options are still checked then, and a refused run never began. Without a terminal each
+    long wait is a line of its own, once, until there are lines of steps.
 
     Args:
         title: the first line: what is trained on what.
@@ -90,6 +92,7 @@ class Shown:
         self._alarms: Sequence[str] = ()
         self._live: Live | None = None
         self._open = self._shown = False
+        self._told: set[str] = set()  # phases, where there is no terminal
 
     def __enter__(self) -> Shown:
         self._open = True
@@ -118,7 +121,11 @@ class Shown:
     def phase(self, name: str, done: int = 0, total: int = 0) -> None:
         """Say what happens now, and how far it is."""
         self._phase = (name, done, total)
-        self._show()
+        if self._console.is_terminal:
+            self._show()
+        elif name not in self._told and name != IMPORTING and not self._rewards:
+            self._told.add(name)
+            self.note(f"{name}{f': {total}' if total else ''} ...")
 
     def begin(self, step: int, steps: int) -> None:
         """Say which of how many steps comes first, once that is known."""

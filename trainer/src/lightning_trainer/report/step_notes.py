@@ -42,7 +42,8 @@ def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -
     taught = config.teacher == SELF
     alone = taught and config.algorithm == DISTIL
     what = untold if alone else f"{equal}, and {untold}" if taught else equal
-    return f"in the first {steps} steps {what}, so there is nothing to learn from.\n{tell if taught else vary}"
+    first = "step" if steps == 1 else f"{steps} steps"
+    return f"in the first {first} {what}, so there is nothing to learn from.\n{tell if taught else vary}"
 
 
 def no_rows(batch: Batch) -> str:

@@ -19,10 +19,11 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.forecast import Probe, Tried
+from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.rewards import installed, read_rules
 from lightning_trainer.rl.rollouts import Outcome, plan
-from lightning_trainer.rl.scores import reward_of_failures, total
+from lightning_trainer.rl.scores import reward_of_failures, score, total
 from lightning_trainer.rl.usage import tokens_of
 from lightning_trainer.run.folders import STORE_NAME
 from lightning_trainer.run.local import opened, routing_of, serving
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from lightning_spans.store import Store
     from lightning_trainer.backends.protocol import Learner
     from lightning_trainer.config.train import TrainConfig
-    from lightning_trainer.report.progress import Progress
     from lightning_trainer.rl.rows import Row
     from lightning_trainer.run.data import Task
     from lightning_trainer.run.local import Local
@@ -77,7 +77,7 @@ def probe(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-try-")))
         job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
-        progress.phase("importing the agent")
+        progress.phase(IMPORTING)
         runner = Runner(job, workers=config.worker_count(), concurrency=config.concurrency, logs=folder / "logs")
         runner.start()
         stack.callback(runner.stop)
@@ -143,6 +143,7 @@ def _found(
         tokens_generated=sum(answer for _, answer in used),
         tokens_in_rows=sum(len(row.tokens) for row in ran.rows),
         calls=dict(sorted(calls.items())),
+        earned=score(ran.outcomes, config.failed).by_agent,
         trained=sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)}),
         load_seconds=load_seconds,
         memory=_peak(),

@@ -17,7 +17,7 @@ from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge
 from lightning_trainer.report import trackers
 from lightning_trainer.report.metrics import MetricLog
-from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.report.progress import IMPORTING, Progress, Silent
 from lightning_trainer.rl.algorithms.protocol import credit_of
 from lightning_trainer.rl.rewards import read_rules
 from lightning_trainer.run.data import load_tasks
@@ -129,7 +129,7 @@ def _folder(config: TrainConfig, start: Start) -> Iterator[Path]:
 
 @contextmanager
 def _runner(config: TrainConfig, folder: Path, progress: Progress) -> Iterator[Runner]:
-    progress.phase("importing the agent")
+    progress.phase(IMPORTING)
     job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
     runner = Runner(job, workers=config.worker_count(), concurrency=config.concurrency, logs=folder / "logs")
     runner.start()

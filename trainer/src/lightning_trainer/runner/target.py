@@ -71,7 +71,7 @@ def load_function(spec: str, *, option: str, parameters: tuple[str, ...], yields
             raise ConfigError(f"{option} {spec!r}: {module_name} has no {path!r}.{_functions_of(found)}")
         found = getattr(found, name)
     if not callable(found):
-        raise ConfigError(f"{option} {spec!r} is a {type(found).__name__}, not a function. Name a function.")
+        raise ConfigError(f"{option} {spec!r} is not a function but of type {type(found).__name__}. Name a function.")
     if inspect.isclass(found):
         raise ConfigError(
             f"{option} {spec!r} is a class, not a function. Name a function, or an object's method: app.run."

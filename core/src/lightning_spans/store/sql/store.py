@@ -109,7 +109,8 @@ class SqlStore(Store):
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Queue rollouts; one already there is left as it is."""
-        return self._writer.do(lambda connection: q.enqueue(connection, rollouts))
+        asked = list(rollouts)  # read twice, and again where the write is
+        return self._writer.do(lambda connection: q.enqueue(connection, asked))
 
     def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
         """Start attempts for up to `limit` rollouts, oldest first."""

@@ -69,6 +69,12 @@ class QueuePromises:
         assert store.enqueue([rollout]) == 0
         assert _status(store, rollout) == "succeeded"
 
+    def test_rollouts_of_a_generator_are_queued(self, store: Store) -> None:
+        """If it fails: they were read to be checked, and nothing was left to be queued."""
+        rollout = a_rollout()
+        assert store.enqueue(each for each in [rollout]) == 1  # type: ignore[arg-type]  # what a program may do
+        store.cancel([rollout.rollout_id])
+
     def test_a_rollout_without_attempts_is_refused(self, store: Store) -> None:
         """If it fails: max_attempts below 1 could never end; refuse it when it is queued."""
         with pytest.raises(RefusedError, match="max_attempts"):

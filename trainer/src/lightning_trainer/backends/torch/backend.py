@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer import models
 from lightning_trainer.backends.torch.needs import check_disk, room, weights_of
-from lightning_trainer.backends.torch.options import make_options
+from lightning_trainer.backends.torch.options import check_device, make_options
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import look
@@ -79,6 +79,7 @@ def check(config: TrainConfig) -> None:
     if (config.gpus, config.nodes, config.staleness, dict(config.verl)) != (1, 1, 0, {}):
         raise ConfigError('gpus, nodes, staleness and verl are options of backend = "verl". Set it, or leave them out.')
     make_options(config.model, learner_options(config))
+    check_device(config.device)
     need_torch()
     look(config.model)
     check_disk(config, config.steps)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -196,3 +198,19 @@ def make_options(model: Path | str, values: Mapping[str, Any]) -> TorchOptions:
             f"unknown option of the torch backend: {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
         )
     return TorchOptions(model=Path(model), **values)
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that torch can't have, as far as its version tells: importing it takes seconds.
+
+    Raises:
+        ConfigError: it is CUDA's, and this torch was built for processors alone.
+    """
+    with contextlib.suppress(PackageNotFoundError):
+        if device.startswith("cuda") and version("torch").endswith("+cpu"):
+            raise no_cuda(device)
+
+
+def no_cuda(device: str) -> ConfigError:
+    """Return the error of a device that is CUDA's where there is none."""
+    return ConfigError(f"device {device!r}: this torch finds no CUDA. Use --device cpu, or install torch with CUDA.")

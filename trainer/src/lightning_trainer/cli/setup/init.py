@@ -26,8 +26,9 @@ def command(*, folder: Path, framework: str | None) -> None:
             f"--framework {folder.name}`, or name the framework besides the folder."
         )
     framework = framework or "langgraph"
+    made = write_project(folder, framework)
     click.echo(f"a program for {framework}")
-    for path in write_project(folder, framework):
+    for path in made:
         click.echo(f"made {path}")
     if absent := missing(framework):
         click.echo(

@@ -21,7 +21,7 @@ from lightning_trainer.judging.options import read_judge
 from lightning_trainer.models import look
 from lightning_trainer.policies import parse
 from lightning_trainer.report.metrics import MetricLog
-from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.report.progress import IMPORTING, Progress, Silent
 from lightning_trainer.run.data import digest, load_tasks
 from lightning_trainer.run.folders import STORE_NAME, held, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
@@ -120,7 +120,7 @@ def _again(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _started(config: RoundsConfig, folder: Path, tasks: int, progress: Progress) -> Iterator[Runner]:
-    progress.phase("importing the agent")
+    progress.phase(IMPORTING)
     job = Job(target=config.target, command=config.command, reward=config.reward)
     workers = worker_count(config.workers, tasks * config.samples, config.concurrency)
     runner = Runner(job, workers=workers, concurrency=config.concurrency, logs=folder / "logs")

@@ -19,7 +19,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.generate.cache import CacheShape, SlotCache
 from lightning_trainer.backends.torch.generate.step import SHORT, Chunk, StepPlan
 from lightning_trainer.backends.torch.model import attention, recurrent
-from lightning_trainer.backends.torch.options import TorchOptions
+from lightning_trainer.backends.torch.options import TorchOptions, no_cuda
 from lightning_trainer.models import check_folder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -139,7 +139,7 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         raise ConfigError(f"device {name!r} is not known. Use auto, cpu, cuda or cuda:1.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r}: this torch finds no CUDA. Use --device cpu, or install torch with CUDA.")
+        raise no_cuda(name)
     return device
 
 
