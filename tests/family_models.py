@@ -57,6 +57,8 @@ ONE_OF_EACH: Final = (
     "Qwen2.5", "Qwen3", "Llama 3.1", "Mistral v3", "GLM-4.5", "Gemma 3", "Gemma 4", "gpt-oss", "Qwen3.5", "LFM2.5",
 )  # fmt: skip
 
+SERVED_BY_VLLM: Final = ("Qwen2.5", "Qwen3", "Llama 3.1", "Mistral v3", "GLM-4.5", "Gemma 3")
+
 
 def make_family_model(folder: Path, family: Family, *, seed: int = 0) -> Path:
     """Write the folder of a random model of a family's architecture and give its path."""

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from family_models import ONE_OF_EACH
+from family_models import ONE_OF_EACH, SERVED_BY_VLLM
 from model_families import Family, all_families, tokenizer_of
 
 from lightning_trainer.gateway.prompt.doctor import examined
@@ -18,14 +18,14 @@ BEGIN, END = "<!-- table: tests/formats/test_table.py -->\n", "<!-- end of table
 
 def rows() -> list[str]:
     names = "family | tools | format | reasoning | plain | reasoning, then a question | tool call | forced | trained as"
-    lines = [f"| {names} |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    lines = [f"| {names} | vLLM |", f"|{'---|' * 10}"]
     for family in all_families():
         report = examined(tokenizer_of(family))
         opened = "no" if report.reasoning is None else f"`{report.reasoning['open'].strip()}`".replace("|", "\\|")
         how = [report.continuation.get(kind, "-").partition(":")[0] for kind in ("plain", "reasoning", "tool call")]
         tools = report.tools.partition(":")[0]
-        cells = (family.name, tools, report.tool_format or "-", opened, *how, forced(family), trained(family))
+        tried = forced(family), trained(family), served(family)
+        cells = (family.name, tools, report.tool_format or "-", opened, *how, *tried)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -43,6 +43,11 @@ def forced(family: Family) -> str:
 def trained(family: Family) -> str:
     """The architecture of the tiny model that `test_families.py` trains."""
     return family.architecture if family.name in ONE_OF_EACH else "-"
+
+
+def served(family: Family) -> str:
+    """What a tiny model of the architecture was served with, by `test_vllm_families.py`."""
+    return "exact" if family.name in SERVED_BY_VLLM else "-"
 
 
 def test_the_table_of_families_is_as_measured():

@@ -14,7 +14,9 @@ torch = pytest.importorskip("torch")
 from as_transformers import check_engine_and_update, check_gradients, drawn, prompts_of, row_of
 from tiny import make_tiny_model
 
+from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchLearner
+from lightning_trainer.backends.torch.model.recurrent import Memory
 from lightning_trainer.rl.rows import Row
 
 pytestmark = pytest.mark.torch
@@ -104,3 +106,14 @@ def test_rollouts_of_a_group_read_their_prompt_once(tmp_path: Path) -> None:
     asyncio.run(ask([*said[0], 5, 6, 7]))  # goes on from where the first has ended
     assert learner.engine.counts()["reused_tokens"] - before == len(said[0]) - 1
     learner.close()
+
+
+def test_a_transformers_whose_layers_ask_in_another_form_is_told(tmp_path: Path, monkeypatch) -> None:
+    def older(self, conv_states, layer_idx):
+        raise TypeError("update_conv_state() has no conv_kernel_size")
+
+    monkeypatch.setattr(Memory, "update_conv_state", older)
+    with pytest.raises(
+        ConfigError, match=r"lfm2\): its layers that remember are of another form \(with transformers 5"
+    ):
+        TorchLearner(make_model(tmp_path / "model", "Lfm2"), threads=1, dtype="float32")

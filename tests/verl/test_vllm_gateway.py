@@ -69,6 +69,7 @@ def vllm_serving(model, folder, logprobs_mode, *more):
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
         *("--model", str(model), "--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
         *("--max-model-len", "2048", "--max-num-seqs", "16", "--logprobs-mode", logprobs_mode),
+        *("--gpu-memory-utilization", "0.2"),  # of the memory, though there is no GPU: other programs have some too
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *more,
     ]
