@@ -34,9 +34,8 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
         "sliding_window": 64,
         "global_head_dim": 64,
         "hidden_size_per_layer_input": 8,
-        "num_kv_shared_layers": 1,
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "Qwen3_5": {
         "layer_types": ["linear_attention", "full_attention"],
@@ -57,7 +56,9 @@ ONE_OF_EACH: Final = (
     "Qwen2.5", "Qwen3", "Llama 3.1", "Mistral v3", "GLM-4.5", "Gemma 3", "Gemma 4", "gpt-oss", "Qwen3.5", "LFM2.5",
 )  # fmt: skip
 
-SERVED_BY_VLLM: Final = ("Qwen2.5", "Qwen3", "Llama 3.1", "Mistral v3", "GLM-4.5", "Gemma 3")
+# vLLM 0.27's CPU build computes the experts of gpt-oss in bfloat16 alone, wants torchvision for Qwen3.5, and settings
+# for LFM2 that transformers' class does not have.
+SERVED_BY_VLLM: Final = ("Qwen2.5", "Qwen3", "Llama 3.1", "Mistral v3", "GLM-4.5", "Gemma 3", "Gemma 4")
 
 
 def make_family_model(folder: Path, family: Family, *, seed: int = 0) -> Path:
