@@ -147,7 +147,7 @@ COMMANDS = ["@anthropic-ai/claude-code", "@openai/codex", "opencode-ai"]  # of n
 def commands(session: nox.Session) -> None:
     """Let agents that are commands mend a file, with a scripted model: aider, Claude Code, codex and opencode."""
     session.install("-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"), *TEST)
-    folder = session.cache_dir / "commands"
+    folder = session.cache_dir.resolve() / "commands"
     session.run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *COMMANDS, external=True)
     aider = folder / "aider"  # in an environment of its own: it pins what it needs
     if not aider.exists():

@@ -15,7 +15,7 @@ from lightning_spans import Attempt, adapt, open_store, traces_of, use_attempt
 from lightning_spans.schema.attempts import Rollout
 from lightning_trainer.gateway.settings import Routing
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parent / "loops"
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-loop.md"
 MESSAGES = {"lamp": "Where is my lamp?", "hat": "Where is my hat?"}
 WHICH = re.compile("|".join(MESSAGES))
@@ -88,5 +88,5 @@ def test_threads_that_were_there_before_work_in_the_attempt_of_whoever_asked(ser
 
 
 def test_the_page_shows_the_programs_that_are_tested():
-    shown = set(re.findall(r'--8<-- "tests/docs/programs/(own_\w+\.py):main"', PAGE.read_text(encoding="utf-8")))
+    shown = set(re.findall(r'--8<-- "tests/docs/loops/(own_\w+\.py):main"', PAGE.read_text(encoding="utf-8")))
     assert shown == {path.name for path in PROGRAMS.glob("own_*.py")}

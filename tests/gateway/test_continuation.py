@@ -479,8 +479,11 @@ class World:
             assert _unthought(text) == _unthought(rendered)
             assert prompt.ids == alone.ids or text != rendered
             self.alone += bool(continues)
-            # What the template writes as it was sampled is always joined: whole answers of plain text, all along.
-            assert self.rewrites or not all(whole and plain for _, _, whole, plain in continues) or not continues
+            # What the template writes as it was sampled is always joined: whole answers of plain text, all along. But
+            # reasoning before them, in an answer to what was edited since, is left out later.
+            thought = any(message.get("reasoning_content") for message in messages)
+            joins = continues and not thought and all(whole and plain for _, _, whole, plain in continues)
+            assert self.rewrites or not joins
             return
         self.joined += prompt.how == reasons.JOINED
         self.forked += prompt.how == reasons.FORKED

@@ -106,6 +106,7 @@ class MemoryStore(Store):
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Queue rollouts; one already there is left as it is."""
+        rollouts = list(rollouts)  # it may be a generator
         check_rollouts(rollouts)
         return self._add(self._kept.rollouts, ((r.rollout_id, replace(r, status="queued")) for r in rollouts))
 
