@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -16,6 +16,11 @@ from lightning_trainer.gateway.engine import Sampling
 from lightning_trainer.rl.losses import policy_loss, token_logprobs
 from lightning_trainer.rl.rows import Row, token_weights
 
+COMMON: Final = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.2,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+}  # fmt: skip
 Gradients = dict[str, torch.Tensor]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from as_transformers import check_engine_and_update, check_gradients, drawn, prompts_of, row_of
+from as_transformers import COMMON, check_engine_and_update, check_gradients, drawn, prompts_of, row_of
 from tiny import make_tiny_model
 
 from lightning_spans.errors import ConfigError
@@ -21,11 +21,6 @@ from lightning_trainer.rl.rows import Row
 
 pytestmark = pytest.mark.torch
 
-_COMMON: Final = {
-    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.2,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
-}  # fmt: skip
 _LAYERS: Final = ["linear_attention", "full_attention", "linear_attention"]
 _DELTA: Final = {
     "layer_types": _LAYERS, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
@@ -53,7 +48,7 @@ def make_model(folder: Path, name: str, *, seed: int = 0) -> Path:
     config = getattr(transformers, f"{name}TextConfig" if name == "Qwen3_5" else f"{name}Config")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(config(**{**_COMMON, **MODELS[name]}))
+        model = getattr(transformers, f"{name}ForCausalLM")(config(**{**COMMON, **MODELS[name]}))
     model.save_pretrained(folder)
     return folder
 
@@ -105,6 +100,22 @@ def test_rollouts_of_a_group_read_their_prompt_once(tmp_path: Path) -> None:
     before = learner.engine.counts()["reused_tokens"]
     asyncio.run(ask([*said[0], 5, 6, 7]))  # goes on from where the first has ended
     assert learner.engine.counts()["reused_tokens"] - before == len(said[0]) - 1
+    learner.close()
+
+
+def test_a_prompt_that_another_request_left_whole_is_read_once(tmp_path: Path) -> None:
+    """What it would be remembered by is there before its last token is read."""
+    learner = TorchLearner(make_model(tmp_path / "model", "Lfm2"), threads=1, dtype="float32", slots=4)
+    prompt = prompts_of(0)[4]
+
+    async def ask(prompt: list[int]) -> list[int]:
+        return [*prompt, *(await drawn(learner.engine, prompt, max_tokens=8, seed=1))[0]]
+
+    said = asyncio.run(ask(prompt))
+    for _ in range(2):
+        before = learner.engine.counts()["reused_tokens"]
+        asyncio.run(ask(said))
+        assert learner.engine.counts()["reused_tokens"] - before == len(said) - 1
     learner.close()
 
 

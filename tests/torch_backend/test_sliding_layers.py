@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from as_transformers import check_engine_and_update, check_gradients, drawn, plain_logprobs, prompts_of, row_of
+from as_transformers import COMMON, check_engine_and_update, check_gradients, drawn, plain_logprobs, prompts_of, row_of
 from tiny import make_tiny_model
 
 from lightning_spans.errors import ConfigError
@@ -22,11 +22,6 @@ from lightning_trainer.backends.torch.generate import step
 
 pytestmark = pytest.mark.torch
 
-_COMMON: Final = {
-    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024, "initializer_range": 0.2,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
-}  # fmt: skip
 _LAYERS: Final = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "Mistral": {"sliding_window": 20},
@@ -48,7 +43,7 @@ def make_model(folder: Path, name: str, *, seed: int = 0, **settings: Any) -> Pa
     config = getattr(transformers, f"{name}TextConfig" if name in {"Gemma3", "Gemma4"} else f"{name}Config")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(config(**{**_COMMON, **MODELS[name], **settings}))
+        model = getattr(transformers, f"{name}ForCausalLM")(config(**{**COMMON, **MODELS[name], **settings}))
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks"):
                 parameter.data.normal_(std=2)  # as strong as scores
@@ -87,7 +82,7 @@ def test_gemma_3_with_a_part_for_images_is_run_on_text(tmp_path: Path) -> None:
         "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
         "patch_size": 14,
     }  # fmt: skip
-    text = {**_COMMON, **MODELS["Gemma3"]}
+    text = {**COMMON, **MODELS["Gemma3"]}
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=258)
     model = Gemma3ForConditionalGeneration(config).eval()
     model.save_pretrained(folder)
@@ -106,6 +101,6 @@ def test_layers_of_a_kind_that_is_not_known_are_refused_by_name(tmp_path: Path) 
 
     folder = make_tiny_model(tmp_path / "model")
     layers = {"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "attention_chunk_size": 20}
-    Llama4ForCausalLM(Llama4TextConfig(**_COMMON, **layers, num_local_experts=2)).save_pretrained(folder)
+    Llama4ForCausalLM(Llama4TextConfig(**COMMON, **layers, num_local_experts=2)).save_pretrained(folder)
     with pytest.raises(ConfigError, match=r"llama4_text\): it has layers of another kind \(chunked_attention\)"):
         TorchLearner(folder, threads=1, dtype="float32")

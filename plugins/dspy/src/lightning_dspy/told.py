@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
 
 _AGENTS: Final = ("dspy.predict.react", "dspy.predict.react_v2")  # those that tell the model where a tool failed
+_OURS: Final = ("lightning_dspy", "lightning_openai")
 _FORMATS: Final = ("format_error_for_lm", "_fmt_exc")  # the second before 3.4
 _TOOL, _ARGUMENTS = "next_tool_name", "next_tool_args"  # the fields of a `ReAct`
 _reading: Final[ContextVar[bool]] = ContextVar("lightning_dspy_reading", default=False)
@@ -57,7 +58,7 @@ class ToldModels(Tracker):
 
         def told(error: BaseException, *args: Any, **kwargs: Any) -> str:
             with self.guard():
-                without_our_frames(error, self.plugin)
+                without_our_frames(error, *_OURS)
             return original(error, *args, **kwargs)
 
         return told

@@ -11,9 +11,9 @@ def without_our_frames(error: BaseException, *packages: str) -> None:
 
     Args:
         error: changed in place.
-        packages: import packages of ours, beside the core's and `lightning_openai`.
+        packages: import packages of ours, beside the core's.
     """
-    ours = {"lightning_spans", "lightning_openai", *packages}
+    ours = {"lightning_spans", *packages}
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:

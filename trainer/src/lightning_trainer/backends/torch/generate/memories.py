@@ -62,7 +62,8 @@ class SlotMemories:
             self._kept[slot], self._kept_at[slot] = self._kept[source], self._kept_at[source]
         else:
             self._kept[slot], self._kept_at[slot] = {}, 0
-        self.read[slot], self._keep_at[slot] = shared, max(prompt - 1, 0)
+        self._keep_at[slot] = max(prompt - 1, 0)
+        self.have_read(slot, shared)
 
     def end(self, slot: int) -> None:
         """Nothing more comes: the slot's request has ended."""
@@ -84,7 +85,7 @@ class SlotMemories:
     def have_read(self, slot: int, count: int) -> None:
         """Count the tokens of a slot; at the end of its prompt, keep a copy."""
         self.read[slot] = count
-        if count == self._keep_at[slot]:
+        if count == self._keep_at[slot] != self._kept_at[slot]:
             self._kept_at[slot] = count
             self._kept[slot] = {
                 layer: {name: tensor[slot].clone() for name, tensor in tensors.items()}

@@ -29,7 +29,7 @@ _FORGETFUL = frozenset({"mlp", "moe"})  # and that need none: each token by itse
 _NARROW = 24  # the window of sliding layers while a model is proved: its own may be longer than any proof
 
 
-class Plan(attention.AttentionPlan, recurrent.RecurrentPlan, Protocol):
+class ForwardPlan(attention.AttentionPlan, recurrent.RecurrentPlan, Protocol):
     """What follows what in one forward pass over packed tokens."""
 
 
@@ -53,7 +53,7 @@ class LoadedModel:
     end_tokens: frozenset[int]
     source: Path
 
-    def hidden(self, tokens_N: Tensor, positions_N: Tensor, plan: Plan) -> Tensor:
+    def hidden(self, tokens_N: Tensor, positions_N: Tensor, plan: ForwardPlan) -> Tensor:
         """(N, width) last hidden states of packed tokens."""
         body = self.causal.base_model
         with recurrent.planned(plan):
