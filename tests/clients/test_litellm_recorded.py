@@ -197,7 +197,7 @@ def test_a_cached_answer_is_no_call(recorded, model, sink, monkeypatch):
 
 
 def test_after_detaching_litellm_is_as_it_was(model, sink):
-    from lightning_openai.litellm_calls import _cell
+    from lightning_openai.litellm.calls import _cell
 
     function = sys.modules["litellm.main"].completion
     before = _cell(function).cell_contents

@@ -19,12 +19,13 @@ from openai._base_client import AsyncAPIClient, AsyncHttpxClientWrapper, SyncAPI
 from openai._streaming import AsyncStream, Stream
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor  # type: ignore[attr-defined]
 
-from lightning_openai import litellm_calls, reroute
+from lightning_openai import reroute
 from lightning_openai.abandoned import abandoned
 from lightning_openai.call import PLUGIN, ModelCall, endpoint_of
 from lightning_openai.collected import wrap_del
 from lightning_openai.foreign import google_aiohttp
 from lightning_openai.httpx_sends import HttpxSends, is_sending
+from lightning_openai.litellm import calls as litellm_calls
 from lightning_openai.other_clients import mark
 from lightning_openai.unfinished import unfinished
 from lightning_spans.record.instrument.http_calls import watch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lightning_openai.abandoned import abandoned
 from lightning_openai.caller import caller_in
-from lightning_openai.litellm_routes import (
+from lightning_openai.litellm.routes import (
     LeftToOwnEndpointError,
     asks_first,
     led_to,
