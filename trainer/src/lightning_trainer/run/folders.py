@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.report.metrics import LOG_NAME, read
@@ -60,15 +62,7 @@ def is_held(folder: Path) -> bool:
     found = re.match(r"process (\d+) on (.*), since ", _holder(folder))
     if found is None:
         return False
-    if found[2] != socket.gethostname():
-        return True
-    try:
-        os.kill(int(found[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's
-    return True
+    return found[2] != socket.gethostname() or psutil.pid_exists(int(found[1]))
 
 
 def _holder(folder: Path) -> str:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from lightning_spans.errors import ConfigError
 from lightning_trainer.runner.worker.command import filled, texts
 
@@ -194,18 +196,8 @@ def remove_left_over(folder: Path | None = None) -> None:
     """Delete folders of processes that were killed and are no more."""
     for path in (folder or Path(tempfile.gettempdir())).glob(f"{LEFT_OVER}*-*"):
         number = path.name.removeprefix(LEFT_OVER).partition("-")[0]
-        if number.isdigit() and not _alive(int(number)):
+        if number.isdigit() and not psutil.pid_exists(int(number)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _git(folder: Path, *words: str, environment: Mapping[str, str] | None = None, status: Sequence[int] = (0,)) -> str:
