@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.resources import files
 from importlib.util import find_spec
@@ -60,7 +61,9 @@ def families() -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 def _trl(name: str) -> str | None:
     spec = find_spec("trl")
-    path = Path(spec.origin).parent / "chat_templates" / f"{name}.jinja" if spec and spec.origin else None
+    apart = os.environ.get("TRL_FOLDER")  # where it must not be imported: verl takes any trl it finds for its own
+    package = Path(apart) / "trl" if apart else Path(spec.origin).parent if spec and spec.origin else None
+    path = package / "chat_templates" / f"{name}.jinja" if package else None
     return path.read_text("utf-8") if path is not None and path.is_file() else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 import time
@@ -91,6 +92,15 @@ def test_a_temporary_folder_inside_the_environment_is_refused(options, tmp_path,
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     with pytest.raises(ConfigError, match="Set RAY_TMPDIR to another folder"):
+        train(TrainConfig(**options))
+    assert not options["out"].exists()
+
+
+def test_a_trl_on_which_verls_workers_would_fail_is_refused(options, monkeypatch):
+    if "TRL_FOLDER" not in os.environ:
+        pytest.skip("needs a folder with a trl of today")
+    monkeypatch.syspath_prepend(os.environ["TRL_FOLDER"])
+    with pytest.raises(ConfigError, match="verl does not work beside this trl .*pip uninstall trl"):
         train(TrainConfig(**options))
     assert not options["out"].exists()
 

@@ -29,6 +29,7 @@ class VerlBackend:
     def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
         """Refuse what can't work, verl's own options among it, and find what to go on from: `Backend.start`."""
         _need_verl()
+        _need_a_trl_that_fits()
         _need_room_for_ray()
         config = placed(config, fetch=False)
         if config.device == "cpu":
@@ -97,6 +98,20 @@ def _need_verl() -> None:
     for package in ("verl", "ray", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f'{package} is not installed here. Run: pip install "lightning-trainer[verl]"')
+
+
+def _need_a_trl_that_fits() -> None:
+    """Refuse a trl without the class that verl patches in any trl it finds: its workers would fail on it."""
+    found = importlib.util.find_spec("trl")
+    if found is None or found.origin is None:
+        return
+    package = Path(found.origin)  # read, not imported: importing it takes seconds, and changes what verl finds
+    if (package.parent / "experimental" / "ppo").is_dir() or "WithValueHead" in package.read_text("utf-8"):
+        return
+    raise ConfigError(
+        f"verl does not work beside this trl ({package}): its workers look in it for the class"
+        ' AutoModelForCausalLMWithValueHead, which it no longer has. Run: pip install "trl==0.27.0", or: pip uninstall trl'
+    )
 
 
 def _need_room_for_ray() -> None:
