@@ -110,7 +110,8 @@ def _need_a_trl_that_fits() -> None:
         return
     raise ConfigError(
         f"verl does not work beside this trl ({package}): its workers look in it for the class"
-        ' AutoModelForCausalLMWithValueHead, which it no longer has. Run: pip install "trl==0.27.0", or: pip uninstall trl'
+        ' AutoModelForCausalLMWithValueHead, which it no longer has. Run: pip install "trl==0.27.0", or: pip'
+        " uninstall trl"
     )
 
 
