@@ -66,9 +66,9 @@ def notes() -> int:
     return Path("notes.txt").read_text().count("\n")
 
 
-def run(*words: str) -> Any:
+def run(*words: str, status: int = 0) -> Any:
     found = CliRunner().invoke(cli, list(words))
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == status, found.output
     return json.loads(found.stdout.rstrip("\n").rpartition("\n")[2])
 
 
@@ -90,5 +90,5 @@ def test_a_command_replays_and_forks_where_its_tools_may_run(words: list[str]) -
     (replayed,) = run("replay", *words, "--run-tools", "*")["replays"]
     assert (replayed["succeeds"], replayed["parted"], replayed["reason"]) == (True, None, None)
     Path("agent.py").write_text(PROGRAM.replace('"judge "', '"judge strictly "'))
-    told = run("fork", *words, "--tools", "run", "--dry-run")
+    told = run("fork", *words, "--tools", "run", "--dry-run", status=2)
     assert "message 1 (user) differs" in told["ended"][0]["reason"]

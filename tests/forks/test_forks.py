@@ -111,9 +111,11 @@ async def race(task):
     with agent("stranger"):
         own, asked = without_an_answer(None), [{"role": "user", "content": "?"}]
         slow = asyncio.ensure_future(own.chat.completions.create(model="own", messages=asked))
+    if os.path.exists("hasty"):
+        slow.cancel()  # before it was asked, as on a machine where other answers come first
     quick = await say("reader", await say("writer", "write " + task["q"]))
-    left = slow.cancel()
-    return len(await say("judge", f"{quick} {left}")) / 99
+    slow.cancel()
+    return len(await say("judge", quick)) / 99
 
 
 async def continued(task):
@@ -266,7 +268,14 @@ def test_a_program_replays_to_its_last_call(world: Any, function: str, calls: in
         assert (again.error, again.reward) == (None, sum(reward.value for reward in first.rewards))
         (new,) = traces_of(here.store, attempt_ids=[again.attempt_id])
         kinds = [[node.span.attributes.get("error.type") for node in trace.chats] for trace in (old, new)]
-        assert kinds[0] == kinds[1]
+        assert kinds[1] in (kinds[0], [kind for kind in kinds[0] if kind != "CancelledError"])  # left before it was asked
+
+
+def test_a_call_that_its_agent_left_may_be_left_before_it_is_asked(world: Any) -> None:
+    with world("race") as here:
+        here.rollout("r")
+        Path("hasty").touch()
+        assert here.fork("whole", "r").ended == ()
 
 
 def test_a_call_that_its_agent_left_after_the_forked_one_is_made_anew(world: Any) -> None:
@@ -314,7 +323,7 @@ def test_the_command_forks_and_replays(world: Any, monkeypatch: pytest.MonkeyPat
         assert told["continuations"][0]["reward"] == pytest.approx(len("quite good") / 99)
         assert own.requests == []
         monkeypatch.setenv("CHANGED", " strictly")
-        told = _run("fork", *whole, "--dry-run")
+        told = _run("fork", *whole, "--dry-run", status=2)
         assert "`judge`'s first call (call 1) is another: message 1 (user) differs" in told["ended"][0]["reason"]
         none = CliRunner().invoke(cli, ["fork", *whole, "--call", "1", "--say", "quite good"])
         assert (none.exit_code, "differs" in none.stdout) == (2, True)
@@ -323,6 +332,8 @@ def test_the_command_forks_and_replays(world: Any, monkeypatch: pytest.MonkeyPat
         assert (replayed["succeeds"], replayed["reason"]) == (True, None)
         assert replayed["reward"] == pytest.approx(len("own answer") / 99)
         assert len(own.requests) == 1
+        for least, status in (("0", 0), ("0.5", 1)):
+            assert _run("replay", *whole, "--success", "1", "--fail-under", least, status=status)["succeed"] == 0
 
 
 def test_a_store_at_which_others_work_is_not_forked(world: Any, tmp_path: Path) -> None:
@@ -336,9 +347,9 @@ def test_a_store_at_which_others_work_is_not_forked(world: Any, tmp_path: Path) 
         assert "1 rollout of it waits or runs" in found.output
 
 
-def _run(*words: str) -> Any:
+def _run(*words: str, status: int = 0) -> Any:
     found = CliRunner().invoke(cli, list(words))
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == status, found.output
     return json.loads(found.stdout.rstrip("\n").rpartition("\n")[2])
 
 

@@ -96,11 +96,16 @@ class Regression:
 
     replayed: tuple[Replayed, ...]
 
+    @property
+    def succeeded(self) -> int:
+        """How many succeed."""
+        return sum(each.succeeds for each in self.replayed)
+
     def to_json(self) -> dict[str, Any]:
         """Return what `lightning-rl replay --json` prints."""
         return {
             "records": len(self.replayed),
-            "succeed": sum(each.succeeds for each in self.replayed),
+            "succeed": self.succeeded,
             "as_recorded": sum(each.parted is None and each.reason is None for each in self.replayed),
             "replays": [each.to_json() for each in self.replayed],
         }

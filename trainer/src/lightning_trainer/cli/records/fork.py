@@ -107,7 +107,7 @@ def command(
         _show_replay(found)
     else:
         screen().print(_tree(found, config.call or 0))
-    if not config.dry_run and not found.result.continuations:
+    if not found.result.continuations:
         click.get_current_context().exit(2)  # the program is not as recorded, and the reasons were said
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--run-tools", default="", metavar="NAME,...", help="Tools that are run; others get recorded results.")
 @click.option("--stop", is_flag=True, help="End a replay at its first difference, in place of going on.")
 @click.option("--success", type=float, help="Least reward that is a success. [default: the recorded one]")
+@click.option("--fail-under", type=click.FloatRange(0, 1), help="End with status 1 where a smaller share succeeds.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
 @click.option("--temperature", type=click.FloatRange(0), help="Forced on the calls that are drawn.")
@@ -49,6 +50,7 @@ def command(
     file: Path | None,
     stop: bool,
     success: float | None,
+    fail_under: float | None,
     store: str,
     **sampling: Any,
 ) -> None:
@@ -84,6 +86,8 @@ def command(
         print_json(found.to_json())
     else:
         _show(found)
+    if fail_under is not None and found.succeeded < fail_under * len(found.replayed):
+        click.get_current_context().exit(1)
 
 
 def _show(found: Regression) -> None:
