@@ -159,3 +159,19 @@ def test_json_form_makes_the_same_configuration_again() -> None:
 def test_every_option_is_described() -> None:
     missing = [name for name, field in TrainConfig.model_fields.items() if not field.description]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("postgresql://me:pa:s%40s@db/x", "postgresql://me@db/x"),
+        ("postgresql://db/x?user=me&password=secret&sslmode=require", "postgresql://db/x?user=me&sslmode=require"),
+        ("postgresql://db/x?password=secret", "postgresql://db/x"),
+        ("http://127.0.0.1:4318", "http://127.0.0.1:4318"),
+        ("sqlite:///a:b@c.db", "sqlite:///a:b@c.db"),
+    ],
+)
+def test_a_password_in_an_address_is_not_kept(given: str, kept: str) -> None:
+    original = config(store=given)
+    assert TrainConfig.model_validate_json(to_json(original)).store == kept
+    assert original.store == given

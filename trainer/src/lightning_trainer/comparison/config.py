@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.evaluation.subjects import Endpoint
 
@@ -78,7 +79,8 @@ class CompareConfig:
         """Return it as kept in the comparison's folder, without a key."""
         reflect = None if self.reflect is None else {"url": self.reflect.url, "model": self.reflect.model}
         own = {"budget": self.budget, "methods": self.methods, "samples": self.samples, "rounds": self.rounds}
-        return {"train": self.train.model_dump(mode="json"), **own, "sft": dict(self.sft), "reflect": reflect}
+        whole = {"train": self.train.model_dump(mode="json"), **own, "sft": dict(self.sft), "reflect": reflect}
+        return dict(without_passwords(whole))
 
 
 def read(folder: Path, reflect_key: str | None) -> CompareConfig:

@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import BaseModel
+
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.mistakes import refuse_unknown
+from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.environments import options as environment
 
@@ -76,6 +79,6 @@ def _is_heading(key: str) -> bool:
     return not difflib.get_close_matches(key, TrainConfig.model_fields, n=1, cutoff=0.8)
 
 
-def to_json(config: TrainConfig) -> str:
-    """Return the configuration as JSON text, as kept in the run's folder."""
-    return json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
+def to_json(config: BaseModel) -> str:
+    """Return a configuration as JSON text, as kept in the run's folder: without the passwords in addresses."""
+    return json.dumps(without_passwords(config.model_dump(mode="json")), indent=2) + "\n"

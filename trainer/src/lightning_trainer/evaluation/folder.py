@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.evaluation.samples import Sample
 from lightning_trainer.report.metrics import write_atomically
 
@@ -58,7 +59,7 @@ def is_evaluation(folder: Path) -> bool:
 
 def write_asked(folder: Path, asked: Mapping[str, Any]) -> None:
     """Keep what was asked."""
-    write_atomically(folder / ASKED_NAME, (json.dumps(asked, indent=2, default=str) + "\n").encode())
+    write_atomically(folder / ASKED_NAME, (json.dumps(without_passwords(asked), indent=2, default=str) + "\n").encode())
 
 
 def read_asked(folder: Path) -> dict[str, Any]:

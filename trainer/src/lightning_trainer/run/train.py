@@ -12,6 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.store import Store
 from lightning_trainer import registry
 from lightning_trainer.backends.protocol import Backend, Described, OpenRun, Start
+from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge
@@ -160,7 +161,7 @@ def _judge(options: JudgeOptions | None, store: Store, folder: Path, seed: int) 
 @contextmanager
 def _log(config: TrainConfig, folder: Path, step: int) -> Iterator[MetricLog]:
     with (
-        trackers.opened(config.trackers, folder, config.model_dump(mode="json")) as told,
+        trackers.opened(config.trackers, folder, without_passwords(config.model_dump(mode="json"))) as told,
         closing(MetricLog(folder, from_step=step, trackers=told)) as log,
     ):
         yield log

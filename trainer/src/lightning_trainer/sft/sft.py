@@ -14,7 +14,7 @@ from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.store import open_store
 from lightning_trainer import registry
 from lightning_trainer.backends.protocol import Backend, Learner
-from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.export.export import selected
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import Wanted
@@ -89,7 +89,7 @@ def sft(config: SftConfig, progress: Progress | None = None) -> Learned:
         steps = steps_of(config, task.rows)
         learner.schedule(*schedule(steps))
         log = stack.enter_context(closing(MetricLog(folder)))
-        write_atomically(folder / CONFIG_NAME, (config.model_dump_json(indent=2) + "\n").encode())
+        write_atomically(folder / CONFIG_NAME, to_json(config).encode())
         _tell(progress, task)
         fit = Fit(
             learner=learner, rows=task.rows, held_out=task.held_out, folder=folder, log=log, progress=progress,

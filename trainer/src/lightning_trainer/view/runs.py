@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import LOG_NAME, Line, read
 from lightning_trainer.run.folders import HOLDER, is_held
@@ -46,7 +46,7 @@ class Run:
     @property
     def shown_options(self) -> dict[str, Any]:
         """The same for whoever may look: without the passwords in addresses."""
-        return {name: _without_passwords(value) for name, value in self.options.items()}
+        return {name: without_passwords(value) for name, value in self.options.items()}
 
     @property
     def config(self) -> TrainConfig | None:
@@ -101,14 +101,6 @@ class Run:
             if reader.at_work():
                 return "running"
         return "stopped" if self.folder is not None else "idle"
-
-
-def _without_passwords(value: Any) -> Any:
-    if isinstance(value, str):
-        return re.sub(r"(://[^/@:\s]*:)[^/@\s]*@", r"\1***@", value)
-    if isinstance(value, Mapping):
-        return {name: _without_passwords(each) for name, each in value.items()}
-    return [_without_passwords(each) for each in value] if isinstance(value, list) else value
 
 
 def _stamp(path: Path) -> tuple[int, int]:

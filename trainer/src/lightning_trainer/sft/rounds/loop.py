@@ -15,7 +15,7 @@ from lightning_spans.errors import AgentFailedError, NothingToLearnError
 from lightning_spans.schema.agents import earns
 from lightning_spans.store import Store
 from lightning_trainer.backends.protocol import Learner
-from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.export.export import selected
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import Wanted
@@ -166,7 +166,7 @@ class RoundLoop:
     def _learn(self, rows: list[Row]) -> Fitted:
         config = self.config
         if not (self.folder / CONFIG_NAME).exists():  # from here on the folder stays
-            write_atomically(self.folder / CONFIG_NAME, (config.model_dump_json(indent=2) + "\n").encode())
+            write_atomically(self.folder / CONFIG_NAME, to_json(config).encode())
         return Fit(
             learner=self.learner, rows=rows, held_out=(), folder=self.folder, log=self.log, progress=self.progress,
             check=self.check, batch_size=config.batch_size, steps=steps_of(config, rows), seed=config.seed,
