@@ -33,6 +33,11 @@ def history(**numbers: Sequence[float] | Callable[[float], float]) -> list[dict[
     return lines
 
 
+def uncertain(lines: list[dict[str, Any]], by: float) -> list[dict[str, Any]]:
+    """The same lines, with intervals of held-out rewards."""
+    return [{**line, "reward_high": line["reward"] + by} if line["kind"] == "val" else line for line in lines]
+
+
 def names(lines: list[dict[str, Any]]) -> set[str]:
     return {alarm.name for alarm in raised(lines)}
 
@@ -63,6 +68,7 @@ def falling_to(end: float, start: float = 1.2) -> Callable[[float], float]:
         (history(truncated=lambda x: 0.9 * x, reward=rising), "answers_cut", "cut at their limit, 5% were at first"),
         (history(groups_without_signal=[0.95], reward=[1.0]), "groups_dead", "95% of the groups .* at a mean of 1.00"),
         (history(reward=rising, val=[0.2, 0.5, 0.4, 0.3]), "held_out_falls", "fallen from 0.50 after 5 steps to 0.30"),
+        (uncertain(history(reward=rising, val=[0.2, 0.9, 0.3, 0.3]), 0.2), "held_out_falls", "fallen from 0.90"),
         (history(logprob_gap=lambda x: 0.01 + 0.3 * x, reward=rising), "engine_gap_widens", "has widened from"),
         (history(logprob_gap=[0.01] * 19 + [2.5]), "engine_gap_widens", "differ from the trainer's by 2.50"),
         (history(tool_error_rate__search=lambda x: x, reward=stuck), "tools_fail/search", "tool calls of search fail"),
@@ -92,6 +98,9 @@ def test_what_goes_wrong_is_said_in_a_sentence(lines: list[dict[str, Any]], name
         pytest.param(history(groups_without_signal=[0.9, 0.9, 0.5]), id="some groups live"),
         pytest.param(history(reward=rising, val=[0.2, 0.4, 0.38, 0.37]), id="held-out noise"),
         pytest.param(history(reward=rising, val=[0.2, 0.4, 0.2, 0.5]), id="held-out falls once"),
+        pytest.param(
+            uncertain(history(reward=rising, val=[0.22, 0.2, 0.11, 0.09]), 0.16), id="held-out within its interval"
+        ),
         pytest.param(history(reward=lambda x: 1 - x, val=[0.2, 0.9, 0.5, 0.2]), id="both fall: not by heart"),
         pytest.param(history(logprob_gap=[0.03, 0.02, 0.04]), id="a gap that stays"),
         pytest.param(history(logprob_gap=falling_to(0.002, 0.03)), id="a gap that closes"),

@@ -101,12 +101,14 @@ def groups_dead(history: History) -> Found:
 
 
 def held_out_falls(history: History) -> Found:
-    """Raise where the held-out reward was best some validations ago, and the training reward still rises."""
+    """Raise where the held-out reward was surely better some validations ago, and the training reward still rises."""
     held_out = series(history, "val", "reward")
     if len(held_out) < 3:
         return
     best_step, best = max(held_out[:-2], key=lambda point: point[1])
     if any(value > best - 0.1 * abs(best) for _, value in held_out[-2:]):
+        return
+    if any(high >= best for step, high in series(history, "val", "reward_high") if step >= held_out[-2][0]):
         return
     train = series(history, "train", "reward")
     then = [value for step, value in train if abs(step - best_step) < WINDOW]
