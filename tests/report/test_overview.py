@@ -17,7 +17,7 @@ from lightning_spans.schema.spans import (
     UNASKABLE,
     Span,
 )
-from lightning_trainer.report.agents import nothing_captured, overview
+from lightning_trainer.report.agents import nothing_captured, overview, unrewarded
 
 
 def trace(*spans: tuple[str, str | None, dict[str, Any]], rewards: dict[str | None, float] | None = None) -> Trace:
@@ -96,6 +96,18 @@ def test_agent_that_earned_nothing_is_told_so() -> None:
     assert rows["a"].trained
     assert rows["b"].why.startswith("no reward")
     assert list(rows["b"].to_json())[:2] == ["agent", "calls"]
+
+
+def test_why_attempts_got_no_reward_is_one_line_of_the_table() -> None:
+    why = "reward is nan.\nIt came from the task {'n': 0}."
+    [row] = overview([trace((CHAT, "a", {}))], None, reward_error=why)
+    assert row.why == "no reward: reward is nan."  # the whole of it is the error that ends the command
+
+
+def test_agents_of_which_every_reward_names_somebody_else_have_nothing_to_learn_from() -> None:
+    missed = trace((CHAT, "writer", {}), rewards={"wroter": 1.0})
+    assert "'wroter'" in (unrewarded([missed]) or "")
+    assert unrewarded([missed, trace((CHAT, "writer", {}), rewards={"writer": 1.0})]) is None
 
 
 def test_what_to_do_depends_on_whether_anything_is_attached() -> None:

@@ -70,8 +70,24 @@ def test_save_that_fails_leaves_the_checkpoint_before_and_nothing_half_written(t
 def test_folder_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         find(tmp_path)
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="there is no folder "):
         read_config(tmp_path / "nowhere")
+
+
+def test_run_that_was_stopped_before_its_first_checkpoint_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 0}\n')
+    with pytest.raises(ConfigError, match=r"ended before its first checkpoint.*--save-every"):
+        read_config(tmp_path)
+    with pytest.raises(ConfigError, match="is not empty") as told, new_folder(tmp_path):
+        pass
+    assert "--resume" not in str(told.value)  # it would say that there is nothing to go on from
+
+
+def test_run_that_another_process_trains_is_in_use_before_it_has_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with held(tmp_path), pytest.raises(ConfigError, match=f"is in use: process {os.getpid()}"):
+        read_config(tmp_path)
 
 
 def test_damaged_state_is_an_error(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_reward_function_that_can_not_be_called(folder: Path, tiny_model: Path) 
         (["--backend", "magic"], ["magic", "torch"]),
         (["--backend-options", "slots"], ["NAME=VALUE"]),
         (["--config", "none.toml"], ["none.toml"]),
-        (["--resume", "none"], ["none holds no checkpoint"]),
+        (["--resume", "none"], ["there is no folder none"]),
     ],
 )
 def test_option_that_is_wrong(folder: Path, flags: list[str], words: list[str]) -> None:

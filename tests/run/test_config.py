@@ -139,7 +139,7 @@ def test_no_workers_here_where_others_run_the_agent() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"backend_options": {"slot": 3}}, "unknown option of the torch backend: slot"),
+        ({"backend_options": {"slot": 3}}, r"unknown option of the torch backend: slot \(did you mean 'slots'\?\)"),
         ({"backend_options": {"slots": 0}}, "slots must be at least 1"),
         ({"backend_options": {"learning_rate": 1.0}}, "learning_rate is an option of its own"),
     ],

@@ -144,8 +144,15 @@ def unrewarded(traces: Sequence[Trace]) -> str | None:
     Args:
         traces: of any attempts, with their rewards.
     """
-    if any(trace.rewards for trace in traces):
+    given = [(reward.agent, trace.agent_paths) for trace in traces for reward in trace.rewards]
+    if any(named is None or any(earns(named, path) for path in paths) for named, paths in given):
         return None
+    if given:
+        lost = ", ".join(sorted({repr(named) for named, _ in given}))
+        return (
+            f"every reward of {len(traces)} executions names an agent that made no model call in them: {lost}. Nothing"
+            " can be learned from such.\nName the agents as the table does."
+        )
     return (
         f"not one of {len(traces)} executions got a reward, so that nothing can be learned from them.\n"
         "Return a number from run(), or one for each agent ({'writer': 1.0}); or name a function that scores what it"
@@ -248,7 +255,8 @@ def _problem(name: str | None, count: _Count, asked: _BesideCounts) -> str | Non
     if (problem := _unreached(count)) is not None:
         return problem
     if not count.earned:
-        return f"no reward: {asked.reward_error or 'return one from run(), or give --reward'}"
+        why = asked.reward_error or "return one from run(), or give --reward"
+        return f"no reward: {why.splitlines()[0]}"  # what stands below is told once, by the error that ends the command
     return None
 
 

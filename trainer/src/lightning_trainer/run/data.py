@@ -127,7 +127,7 @@ def _arrow(path: Path) -> Iterator[Task]:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        raise DataError(f'{path} needs pyarrow. Run: pip install "lightning-trainer[parquet]"') from None
+        raise DataError(f"{path} needs pyarrow. Run: pip install pyarrow") from None
     try:
         if path.suffix == ".arrow":
             with pa.memory_map(str(path)) as source:

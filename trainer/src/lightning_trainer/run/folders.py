@@ -39,10 +39,7 @@ def held(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ConfigError(
-            f"{folder} is in use: {_holder(folder)} trains there. Wait until it has ended, stop it, or choose another"
-            " --out."
-        ) from None
+        raise ConfigError(_in_use(folder)) from None
     except OSError as error:
         raise ConfigError(f"the run's folder {folder} can't be locked: {error.strerror}. Choose --out.") from None
     try:
@@ -63,6 +60,13 @@ def is_held(folder: Path) -> bool:
     if found is None:
         return False
     return found[2] != socket.gethostname() or psutil.pid_exists(int(found[1]))
+
+
+def _in_use(folder: Path) -> str:
+    return (
+        f"{folder} is in use: {_holder(folder)} trains there."
+        " Wait until it has ended, stop it, or choose another --out."
+    )
 
 
 def _holder(folder: Path) -> str:
@@ -130,7 +134,8 @@ def _empty(folder: Path) -> None:
     if _came_to_nothing(folder):
         _clear(folder)
     if any(path.name not in (_LOCK, HOLDER) for path in folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty. Choose another --out, or go on from it with --resume {folder}.")
+        then = f", or go on from it with --resume {folder}" if (folder / NEWEST).exists() else ""
+        raise ConfigError(f"{folder} is not empty. Choose another --out{then}.")
 
 
 def _leave(folder: Path, *, existed: bool) -> None:
@@ -165,8 +170,11 @@ def read_config(resume: Path) -> dict[str, Any]:
     """Read the options of a run that goes on, from its folder; those that were not set are left out.
 
     Raises:
-        ConfigError: there is no run to go on from, or its options can't be read.
+        ConfigError: there is no run to go on from, another process trains in it and has written no checkpoint yet, or
+            its options can't be read.
     """
+    if not (resume / NEWEST).exists() and is_held(resume):
+        raise ConfigError(_in_use(resume))
     run, _ = find(resume)
     try:
         values: dict[str, Any] = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import RolloutStatus
+from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.run.data import Task, digest
 
@@ -106,6 +107,13 @@ def find(resume: Path) -> tuple[Path, Path]:
     """
     checkpoint = resume / NEWEST if (resume / NEWEST).exists() else resume
     checkpoint = checkpoint.resolve()
+    if not resume.exists():
+        raise ConfigError(f"there is no folder {resume}. Give the folder of a run.")
+    if not (checkpoint / STATE_NAME).is_file() and (resume / CONFIG_NAME).is_file():
+        raise ConfigError(
+            f"{resume} ended before its first checkpoint, so that there is nothing to go on from. Train anew with its"
+            f" options, which {resume / CONFIG_NAME} has, and another --out; --save-every 1 writes one after each step."
+        )
     if not (checkpoint / STATE_NAME).is_file():
         raise ConfigError(
             f"{resume} holds no checkpoint: there is no {NEWEST} or {STATE_NAME} in it. Give a run's folder."

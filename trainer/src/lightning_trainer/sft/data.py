@@ -139,7 +139,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise ConfigError('Parquet needs pyarrow: pip install "lightning-trainer[parquet]"') from None
+        raise ConfigError("Parquet needs pyarrow. Run: pip install pyarrow") from None
     number = 0
     try:
         with path.open("rb") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -194,9 +195,9 @@ def make_options(model: Path | str, values: Mapping[str, Any]) -> TorchOptions:
     known = {field.name for field in fields(TorchOptions)}
     unknown = sorted(set(values) - known)
     if unknown:
-        raise ConfigError(
-            f"unknown option of the torch backend: {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
-        )
+        near = {name: difflib.get_close_matches(name, known, n=1) for name in unknown}
+        told = [f"{name}{f' (did you mean {near[name][0]!r}?)' if near[name] else ''}" for name in unknown]
+        raise ConfigError(f"unknown option of the torch backend: {', '.join(told)}. Known: {', '.join(sorted(known))}.")
     return TorchOptions(model=Path(model), **values)
 
 

@@ -126,11 +126,11 @@ def _print(tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
 
 
 def _keep(path: Path, tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
-    from lightning_spans.errors import ConfigError
+    from lightning_spans.errors import ConfigError, NothingToLearnError
 
     kept = [tasks[one.place] for one in sorted(tried, key=lambda one: one.place) if one.contrast]
     if not kept:
-        raise ConfigError(f"no task teaches anything, so {path} is not written.")
+        raise NothingToLearnError(f"no task teaches anything, so {path} is not written.")
     try:
         path.write_text("".join(json.dumps(task, ensure_ascii=False) + "\n" for task in kept), encoding="utf-8")
     except OSError as error:
