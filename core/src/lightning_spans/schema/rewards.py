@@ -45,7 +45,7 @@ def as_reward(value: object, *, what: str = "reward") -> float:
         RewardError: it is None, not a number, or not finite.
     """
     if value is None:
-        raise RewardError(f"{what} is None. Return a number from run(), or name a --reward function that gives one.")
+        raise RewardError(f"{what} is None. Return a number from run(), or from the function that --reward names.")
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise RewardError(f"{what} is {value!r} ({type(value).__name__}), not a number.")
     number = float(value)
