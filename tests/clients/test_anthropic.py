@@ -6,7 +6,7 @@ import pytest
 
 anthropic = pytest.importorskip("anthropic")
 
-from conftest import CALL
+from conftest import CALL, asked
 
 TOOLS = [{"name": "calculator", "input_schema": {"type": "object", "properties": {"expression": {"type": "string"}}}}]
 USER = {"role": "user", "content": "What is 12+7?"}
@@ -84,19 +84,10 @@ def test_langchain_asks_with_tools(attempt, stream):
         [{"name": "calculator", "description": "counts", "input_schema": TOOLS[0]["input_schema"]}]
     )
     messages = [("user", "What is 12+7?")]
-    first = _asked(model, messages, stream)
+    first = asked(model, messages, stream)
     assert first.tool_calls[0]["args"] == {"expression": "12+7"}
     from langchain_core.messages import ToolMessage
 
     result = ToolMessage("19", tool_call_id=first.tool_calls[0]["id"])
-    assert "It is 19." in str(_asked(model, [*messages, first, result], stream).content)
+    assert "It is 19." in str(asked(model, [*messages, first, result], stream).content)
     attempt.continued()
-
-
-def _asked(model, messages, stream):
-    if not stream:
-        return model.invoke(messages)
-    whole = None
-    for chunk in model.stream(messages):
-        whole = chunk if whole is None else whole + chunk
-    return whole

@@ -6,7 +6,7 @@ import pytest
 
 models = pytest.importorskip("langchain_openai")
 
-from conftest import CALL
+from conftest import CALL, asked
 
 TOOL = {
     "type": "function",
@@ -27,17 +27,8 @@ def test_a_conversation_with_a_tool(attempt, responses, stream):
     options = {"base_url": f"{attempt.url}/v1", "api_key": attempt.key, "max_retries": 0}
     model = models.ChatOpenAI(model="policy", use_responses_api=responses, **options).bind_tools([TOOL])
     messages = [("user", "What is 12+7?")]
-    first = _asked(model, messages, stream)
+    first = asked(model, messages, stream)
     assert first.tool_calls[0]["args"] == {"expression": "12+7"}
     result = ToolMessage("19", tool_call_id=first.tool_calls[0]["id"])
-    assert "It is 19." in str(_asked(model, [*messages, first, result], stream).content)
+    assert "It is 19." in str(asked(model, [*messages, first, result], stream).content)
     attempt.continued()
-
-
-def _asked(model, messages, stream):
-    if not stream:
-        return model.invoke(messages)
-    whole = None
-    for chunk in model.stream(messages):
-        whole = chunk if whole is None else whole + chunk
-    return whole

@@ -17,7 +17,6 @@ pytest.importorskip("litellm")
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # else it fetches prices when it is imported
 
 import litellm
-from fake_sink import ListSink
 
 from lightning_openai import patch
 from lightning_spans import Attempt, agent, use_attempt
@@ -28,18 +27,6 @@ from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.server import ScriptedServer
 
 USER = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture
-def sink():
-    return ListSink()
-
-
-@pytest.fixture
-def recorded(sink):
-    undo = patch.bind(SpanRecorder(make_tracer("embedded", sink)))
-    yield
-    undo()
 
 
 @pytest.fixture

@@ -13,21 +13,18 @@ pytest.importorskip("litellm")
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # else it fetches prices when it is imported
 
 import litellm
-from fake_sink import ListSink
 from fakes import FakeEngine, served
 from pydantic import BaseModel
 from test_litellm_recorded import USER, WAYS, chats, complete, complete_async, options, stream, stream_async
 
-from lightning_openai import patch
 from lightning_spans import Attempt, agent, use_attempt
-from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.replays import Replay
 from lightning_spans.testing.plugins.script import Reply
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.gateway.settings import Routing
 
+pytestmark = pytest.mark.usefixtures("recorded")
 REASONED = {"temperature": 0.3, "reasoning_effort": "low", "top_p": 0.9, "stop": ["."], "extra_body": {"top_k": 5}}
 
 
@@ -41,18 +38,6 @@ class Verdict(BaseModel):
 def server(tmp_path_factory):
     with served(tmp_path_factory.mktemp("replay"), FakeEngine(version=7), routing=Routing(agents=("writer",))) as made:
         yield made
-
-
-@pytest.fixture
-def sink():
-    return ListSink()
-
-
-@pytest.fixture(autouse=True)
-def recorded(sink):
-    undo = patch.bind(SpanRecorder(make_tracer("embedded", sink)))
-    yield
-    undo()
 
 
 @pytest.fixture

@@ -13,18 +13,14 @@ ollama = pytest.importorskip("ollama")
 cohere = pytest.importorskip("cohere")
 
 from conftest import CALL
-from fake_sink import ListSink
 from google.genai import errors, types
 from vendors import Vendors
 
-from lightning_openai import patch
 from lightning_spans import Attempt as Attached
 from lightning_spans import agent, attach, use_attempt
 from lightning_spans.chat.response import read_answer
 from lightning_spans.record import unrecorded
 from lightning_spans.record.delivery import otlp
-from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.server import ScriptedServer
 
@@ -38,19 +34,6 @@ TOOL = {"type": "function", "function": FUNCTION}
 def calculator(expression: str) -> str:
     """Count."""
     return "19"
-
-
-@pytest.fixture
-def sink():
-    return ListSink()
-
-
-@pytest.fixture
-def recorded(sink):
-    undo = patch.bind(SpanRecorder(make_tracer("embedded", sink)))
-    unrecorded.forget()
-    yield
-    undo()
 
 
 @pytest.fixture

@@ -3,64 +3,38 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from loopback import Loopback, LoopbackHandler
 
 TEXT = ["Nine", "teen", "."]
 USAGE = {"billed_units": {"input_tokens": 11, "output_tokens": 3}, "tokens": {"input_tokens": 11, "output_tokens": 3}}
 
 
-class Vendors:
-    """Use it in a ``with`` block; `asked` grows with each request: its path and its body."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"owner": self}))
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> Vendors:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    owner: Vendors
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
+class _Handler(LoopbackHandler):
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        path = self.path.partition("?")[0]
+        path, body = self.read()
         self.owner.asked.append((path, body))
         if path.endswith("Content"):
-            self._answer(gemini_events(), "stream" in path, b"data: %b\r\n\r\n", "text/event-stream", gemini)
+            self._answer(gemini_events(), "stream" in path, "data: %s\r\n\r\n", "text/event-stream", gemini)
         elif path.endswith(("/api/chat", "/api/generate")):
             lines = ollama_lines(path.endswith("chat"))
-            self._answer(lines, body.get("stream", True), b"%b\n", "application/x-ndjson", ollama(path))
+            self._answer(lines, body.get("stream", True), "%s\n", "application/x-ndjson", ollama(path))
         else:
-            self._answer(cohere_events(), body.get("stream"), b"data: %b\n\n", "text/event-stream", cohere)
+            self._answer(cohere_events(), body.get("stream"), "data: %s\n\n", "text/event-stream", cohere)
 
-    def _answer(self, events: Iterator[Any], stream: Any, frame: bytes, kind: str, whole: Any) -> None:
+    def _answer(self, events: Iterator[Any], stream: Any, frame: str, kind: str, whole: Any) -> None:
         if stream:
-            self._send(kind, b"".join(frame % json.dumps(event).encode() for event in events))
+            self.send_text(200, kind, "".join(frame % json.dumps(event) for event in events))
         else:
-            self._send("application/json", json.dumps(whole("".join(TEXT), last=True)).encode())
+            self.send(200, whole("".join(TEXT), last=True))
 
-    def _send(self, kind: str, content: bytes) -> None:
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
 
-    def log_message(self, *_: object) -> None:
-        """Say nothing; the requests are kept instead."""
+class Vendors(Loopback):
+    """`asked` has the path and the body of each request."""
+
+    handler = _Handler
 
 
 def gemini(text: str, *, last: bool) -> dict[str, Any]:

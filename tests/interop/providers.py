@@ -7,11 +7,11 @@ A question that says ``use add`` is answered with a call of the tool ``add``, un
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from loopback import Loopback, LoopbackHandler
 
 TEXT = ["Nine", "teen", "."]
 ARGUMENTS = {"a": 12, "b": 7}
@@ -27,31 +27,9 @@ class Asked:
     headers: dict[str, str]
 
 
-class Providers:
-    """Use it in a ``with`` block; `asked` grows with each request."""
-
-    def __init__(self) -> None:
-        self.asked: list[Asked] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"owner": self}))
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> Providers:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    owner: Providers
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
+class _Handler(LoopbackHandler):
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        path = self.path.partition("?")[0]
+        path, body = self.read()
         text = json.dumps(body)
         number = len(self.owner.asked) + 1
         uses = "use add" in text and not any(mark in text for mark in ('"tool_result"', '"tool"', "functionResponse"))
@@ -59,13 +37,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.owner.asked.append(Asked(path, body, response_id, {k.lower(): v for k, v in self.headers.items()}))
         if "fail" in text:
             error = {"type": "invalid_request_error", "message": "no such luck"}
-            self._send(400, {"type": "error", "error": error if path.endswith("/messages") else "no such luck"})
+            self.send(400, {"type": "error", "error": error if path.endswith("/messages") else "no such luck"})
         elif path.endswith("/messages"):
             self._anthropic(body, response_id, uses=uses)
         elif path.endswith("/api/chat"):
             self._ollama(body, uses=uses)
         elif path.endswith("/api/show"):
-            self._send(200, {"details": {}, "model_info": {}, "capabilities": ["tools"], "template": "tools"})
+            self.send(200, {"details": {}, "model_info": {}, "capabilities": ["tools"], "template": "tools"})
         else:
             self._gemini(response_id, uses=uses, stream="stream" in path)
 
@@ -84,9 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if body.get("stream"):
             events = "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in _events(message))
-            self._send_text(200, "text/event-stream", events)
+            self.send_text(200, "text/event-stream", events)
         else:
-            self._send(200, message)
+            self.send(200, message)
 
     def _ollama(self, body: dict[str, Any], *, uses: bool) -> None:
         call = [{"function": {"name": "add", "arguments": ARGUMENTS}}]
@@ -103,10 +81,10 @@ class _Handler(BaseHTTPRequestHandler):
                 for text in texts
             ]
             lines.append({**known, "message": {"role": "assistant", "content": ""}, **last})
-            self._send_text(200, "application/x-ndjson", "".join(json.dumps(line) + "\n" for line in lines))
+            self.send_text(200, "application/x-ndjson", "".join(json.dumps(line) + "\n" for line in lines))
         else:
             message = {"role": "assistant", "content": "".join(texts), **({"tool_calls": call} if uses else {})}
-            self._send(200, {**known, "message": message, **last})
+            self.send(200, {**known, "message": message, **last})
 
     def _gemini(self, response_id: str | None, *, uses: bool, stream: bool) -> None:
         part = {"functionCall": {"name": "add", "args": ARGUMENTS}} if uses else {"text": "".join(TEXT)}
@@ -117,23 +95,16 @@ class _Handler(BaseHTTPRequestHandler):
             "responseId": response_id,
         }
         if stream:
-            self._send_text(200, "text/event-stream", f"data: {json.dumps(body)}\r\n\r\n")
+            self.send_text(200, "text/event-stream", f"data: {json.dumps(body)}\r\n\r\n")
         else:
-            self._send(200, body)
+            self.send(200, body)
 
-    def _send(self, status: int, body: object) -> None:
-        self._send_text(status, "application/json", json.dumps(body))
 
-    def _send_text(self, status: int, kind: str, text: str) -> None:
-        content = text.encode()
-        self.send_response(status)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+class Providers(Loopback):
+    """`asked` has an `Asked` for each request."""
 
-    def log_message(self, *_: object) -> None:
-        """Say nothing; the requests are kept instead."""
+    asked: list[Asked]
+    handler = _Handler
 
 
 def _events(message: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,8 @@
-"""A recorder that the openai plugin's patches report to, for tests of calls that no client of openai's makes."""
+"""What plugins' tests share: a run of a program attached, and a recorder of calls that no client of openai's makes."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 from fake_sink import ListSink
@@ -8,6 +10,35 @@ from fake_sink import ListSink
 from lightning_spans.record import unrecorded
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.tracers import make_tracer
+from lightning_spans.testing.plugins.program import record
+
+
+@pytest.fixture
+def found_of(request, tmp_path):
+    """Return a function that runs a program attached to the framework that the module tests.
+
+    It gives what the program left, after what every program must keep.
+    """
+
+    def work(program):
+        found = record(program, tmp_path, framework=request.module.TestConformance.framework, tracer="embedded")
+        known = {span.span_id for span in found.spans}
+        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
+        return found
+
+    return work
+
+
+@pytest.fixture
+def under_way():
+    """Return a coroutine function that waits until a model call is made."""
+    unfinished = pytest.importorskip("lightning_openai.unfinished").unfinished
+
+    async def wait():
+        while not unfinished:
+            await asyncio.sleep(0.01)
+
+    return wait
 
 
 @pytest.fixture

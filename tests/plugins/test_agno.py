@@ -25,7 +25,7 @@ import lightning_agno
 from lightning_agno.agents import Workflow, ways
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import record, span_of
+from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.replayed import run_twice
 from lightning_spans.testing.plugins.script import agent_of
 from lightning_spans.testing.plugins.server import ScriptedServer
@@ -248,19 +248,6 @@ class Told(Model):
 
     def _parse_provider_response_delta(self, response):
         return response
-
-
-@pytest.fixture
-def found_of(tmp_path):
-    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
-
-    def work(program):
-        found = record(program, tmp_path, framework="agno", tracer="embedded")
-        known = {span.span_id for span in found.spans}
-        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
-        return found
-
-    return work
 
 
 WAYS = {

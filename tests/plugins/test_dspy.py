@@ -269,19 +269,6 @@ class TestConformance(PluginConformance):
             return [ask("writer", url, PROMPTS["callbacks"]), seen]
 
 
-@pytest.fixture
-def found_of(tmp_path):
-    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
-
-    def work(program):
-        found = record(program, tmp_path, framework="dspy", tracer="embedded")
-        known = {span.span_id for span in found.spans}
-        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
-        return found
-
-    return work
-
-
 def paths(found):
     """Return the paths of the agents that made the calls, in order."""
     by_id = {span.span_id: span for span in found.spans}

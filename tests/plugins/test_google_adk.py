@@ -24,7 +24,7 @@ from google.genai import types
 import lightning_google_adk
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import record, span_of
+from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_spans.testing.plugins.suite import (
@@ -253,19 +253,6 @@ class Told(BaseLlm):
 
 def said(text):
     return types.Content(role="model", parts=[types.Part(text=text)])
-
-
-@pytest.fixture
-def found_of(tmp_path):
-    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
-
-    def work(program):
-        found = record(program, tmp_path, framework="google-adk", tracer="embedded")
-        known = {span.span_id for span in found.spans}
-        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
-        return found
-
-    return work
 
 
 def paths(found):

@@ -26,7 +26,7 @@ from lightning_haystack.agents import async_pipeline
 from lightning_haystack.tools import HaystackTools
 from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import record, span_of
+from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.replayed import run_twice
 from lightning_spans.testing.plugins.script import agent_of
 from lightning_spans.testing.plugins.server import ScriptedServer
@@ -272,19 +272,6 @@ class Told:
     @component.output_types(replies=list[ChatMessage])
     async def run_async(self, messages: list[ChatMessage], tools: list | None = None):
         return self.run(messages, tools)
-
-
-@pytest.fixture
-def found_of(tmp_path):
-    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
-
-    def work(program):
-        found = record(program, tmp_path, framework="haystack", tracer="embedded")
-        known = {span.span_id for span in found.spans}
-        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
-        return found
-
-    return work
 
 
 def paths(found):

@@ -19,7 +19,7 @@ from llama_index.llms.openai_like import OpenAILike
 import lightning_llama_index
 from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import record, span_of
+from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_spans.testing.plugins.suite import (
@@ -207,19 +207,6 @@ def responses(url):
     return OpenAIResponses(model="gpt-4o-mini", api_base=url, reuse_client=False)
 
 
-@pytest.fixture
-def found_of(tmp_path):
-    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
-
-    def work(program):
-        found = record(program, tmp_path, framework="llama-index", tracer="embedded")
-        known = {span.span_id for span in found.spans}
-        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
-        return found
-
-    return work
-
-
 def paths(found):
     """Return the paths of the agents that made the calls, in order."""
     by_id = {span.span_id: span for span in found.spans}
@@ -362,12 +349,12 @@ def test_a_workflow_of_the_users_own_is_one_trace(found_of):
     assert (root.operation, root.name) == (names.INVOKE_WORKFLOW, "Flow")
 
 
-def test_a_run_that_fails_or_is_cancelled_is_an_error(found_of):
+def test_a_run_that_fails_or_is_cancelled_is_an_error(found_of, under_way):
     async def work(url):
         with pytest.raises(Exception):  # noqa: B017, PT011 - which one depends on the version
             await ask(make("left", model(url, max_retries=0)), "fail 500 9")
         task = asyncio.create_task(ask(make("right", url), "wait 5"))
-        await asyncio.sleep(0.5)
+        await under_way()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

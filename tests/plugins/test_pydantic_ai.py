@@ -28,7 +28,7 @@ from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.record.context import current_agent
 from lightning_spans.record.delivery import otlp
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import record, span_of
+from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.replayed import NOTES, run_twice
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
 from lightning_spans.testing.plugins.server import ScriptedServer
@@ -214,19 +214,6 @@ class TestConformance(PluginConformance):
             return (await make("writer", url).run(PROMPTS["callbacks"], event_stream_handler=hear)).output
 
         return [run(work()), seen]
-
-
-@pytest.fixture
-def found_of(tmp_path):
-    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
-
-    def work(program, script=None):
-        found = record(program, tmp_path, framework="pydantic-ai", tracer="embedded")
-        known = {span.span_id for span in found.spans}
-        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
-        return found
-
-    return work
 
 
 def above(found, span):
@@ -516,10 +503,10 @@ def test_tools_of_a_local_mcp_server(found_of, tmp_path):
     assert "42" in tool.attributes[names.TOOL_RESULT]
 
 
-def test_a_run_that_is_cancelled_leaves_nothing_behind(found_of):
+def test_a_run_that_is_cancelled_leaves_nothing_behind(found_of, under_way):
     async def work(url):
         task = asyncio.create_task(ask("writer", url, "wait 5"))
-        await asyncio.sleep(0.3)
+        await under_way()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         client = openai.AsyncOpenAI(base_url=url)

@@ -25,7 +25,7 @@ from smolagents.models import (
 import lightning_smolagents
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import record, span_of
+from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.replayed import run_twice
 from lightning_spans.testing.plugins.script import Reply, agent_of, tool_results
 from lightning_spans.testing.plugins.server import ScriptedServer
@@ -280,19 +280,6 @@ class Told(Model):
         answer = self._answer(messages, tools_to_call_from)
         for piece in ("Action: ", json.dumps({**answer, "arguments": json.loads(answer["arguments"])})):
             yield ChatMessageStreamDelta(content=piece)
-
-
-@pytest.fixture
-def found_of(tmp_path):
-    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
-
-    def work(program):
-        found = record(program, tmp_path, framework="smolagents", tracer="embedded")
-        known = {span.span_id for span in found.spans}
-        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
-        return found
-
-    return work
 
 
 @pytest.mark.parametrize("way", [ask, stream])

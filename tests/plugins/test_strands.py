@@ -21,7 +21,7 @@ from strands.tools.executors._executor import ToolExecutor
 import lightning_strands
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.schema import spans as names
-from lightning_spans.testing.plugins.program import record, span_of
+from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_spans.testing.plugins.suite import (
@@ -248,19 +248,6 @@ class Told(Model):
         yield {"messageStop": {"stopReason": "end_turn"}}
         usage = {"inputTokens": 3, "outputTokens": 2, "totalTokens": 5}
         yield {"metadata": {"usage": usage, "metrics": {"latencyMs": 1}}}
-
-
-@pytest.fixture
-def found_of(tmp_path):
-    """Return a function that runs a program attached, and gives what it left, after what every program must keep."""
-
-    def work(program):
-        found = record(program, tmp_path, framework="strands", tracer="embedded")
-        known = {span.span_id for span in found.spans}
-        assert all(span.parent_id is None or span.parent_id in known for span in found.spans)
-        return found
-
-    return work
 
 
 WAYS = {

@@ -200,7 +200,7 @@ def test_importance_correction(tmp_path, cap, mask):
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-    from lightning_trainer.backends.torch.learn.update import _corrected, _Part
+    from lightning_trainer.backends.torch.learn.update import _corrected, _MicroBatch
     from lightning_trainer.backends.torch.options import TorchOptions
     from lightning_trainer.backends.verl.options.describe import composed
     from lightning_trainer.backends.verl.options.overrides import Site, overrides
@@ -223,7 +223,7 @@ def test_importance_correction(tmp_path, cap, mask):
         rollout_rs_threshold=chosen.rollout_rs_threshold,
     )
     theirs = kept if weights is None else kept * weights.batch["rollout_is_weights"]
-    part = _Part(None, (), engine.flatten(), engine.flatten(), all_tokens.flatten())
+    part = _MicroBatch(None, (), engine.flatten(), engine.flatten(), all_tokens.flatten())
     options = TorchOptions(model=tmp_path, old_logprobs="recompute", **given)
     ours = _corrected(part, trainer.flatten(), options).weights_P
     assert ours.tolist() == pytest.approx(theirs.flatten().tolist(), rel=1e-6)

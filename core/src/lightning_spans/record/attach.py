@@ -165,16 +165,20 @@ def attach(
         if framework in _attached:
             return _attached[framework]
         other = read_prompts(options.prompts) if options.prompts is not None else {}
-        recorder = _open_pipeline(options).recorder
-        try:
-            undo = _bind(framework, recorder)
-        except BaseException:
-            if not _attached:
-                _close_pipeline()
-            raise
+        undo = _bind_or_close(framework, _open_pipeline(options).recorder)
         use(other)
         _attached[framework] = Attachment(framework, undo)
         return _attached[framework]
+
+
+def _bind_or_close(framework: str, recorder: Recorder) -> Callable[[], None]:
+    """Bind a framework; where that fails and nothing else is attached, close the pipeline that was opened for it."""
+    try:
+        return _bind(framework, recorder)
+    except BaseException:
+        if not _attached:
+            _close_pipeline()
+        raise
 
 
 def _bind(framework: str, recorder: Recorder) -> Callable[[], None]:

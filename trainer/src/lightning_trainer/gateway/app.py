@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import cast
 
 import orjson
 from fastapi import FastAPI, Request
@@ -172,7 +172,7 @@ def create_app(
 
     async def settle() -> None:
         await gateway.settle()
-        for policy in [*forwarding, *([elsewhere] if elsewhere is not None else [])]:
+        for policy in filter(None, [*forwarding, elsewhere]):
             await policy.close()
         await asyncio.to_thread(writer.close)
 
@@ -201,20 +201,13 @@ def create_app(
     receiver = OtlpReceiver(
         access=access, leases=leases, intake=intake, writer=writer, metrics=metrics, limits=limits, live=live
     )
-
-    def key_status() -> dict[str, Any] | None:
-        status: dict[str, Any] | None = app.state.key_status()
-        return status
-
+    key_status = lambda: app.state.key_status()  # noqa: E731, PLW0108 - it is set later, where keys are in files
     health = Health(store, writer, embedded, forwarding, key_status)
-    control = UpstreamControl(forwarding, access, intake)
     surfaces: list[Surface] = [ChatSurface(), CompletionsSurface(), ResponsesSurface(conversations), MessagesSurface()]
     app.hot = {
         **{("POST", surface.path): gateway.on(surface) for surface in surfaces},
-        **_other_hot_paths(gateway, replays, control, receiver),
-        ("GET", "/healthz"): health.page,
-        ("GET", "/metrics"): metrics.page,
-        ("GET", "/openapi.json"): _description(app),
+        **_other_hot_paths(gateway, replays, UpstreamControl(forwarding, access, intake), receiver),
+        **_pages(app, health),
     }
     app.include_router(router)
     answer_errors(app)
@@ -244,7 +237,7 @@ def _bare_app(at_end: Callable[[], Awaitable[None]]) -> App:
 def _other_hot_paths(
     gateway: Gateway, replays: ReplayGate, control: UpstreamControl, receiver: OtlpReceiver
 ) -> dict[tuple[str, str], ASGIApp]:
-    """Return what is answered before FastAPI besides the surfaces and what says how the server is."""
+    """Return what is answered before FastAPI besides the surfaces and the server's own pages."""
     return {
         ("POST", "/v1/messages/count_tokens"): gateway.count_tokens,
         ("POST", "/v1/embeddings"): gateway.embeddings,
@@ -255,6 +248,15 @@ def _other_hot_paths(
         ("GET", "/v1/models"): gateway.models,
         ("GET", "/v1/models/NAME"): gateway.model,
         ("POST", "/v1/traces"): receiver.traces,
+    }
+
+
+def _pages(app: App, health: Health) -> dict[tuple[str, str], ASGIApp]:
+    """Return what says how the server is and what it answers."""
+    return {
+        ("GET", "/healthz"): health.page,
+        ("GET", "/metrics"): app.metrics.page,
+        ("GET", "/openapi.json"): _description(app),
     }
 
 

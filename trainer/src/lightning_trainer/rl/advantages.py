@@ -78,14 +78,7 @@ def transition_advantages(
     Raises:
         ValueError: lengths differ, a value is not finite, or an attempt is in two groups.
     """
-    values = np.asarray(values_M, dtype=np.float64)
-    lengths = {len(values), len(attempt_M), len(group_M), len(values if agent_M is None else agent_M)}
-    if values.ndim != 1 or len(lengths) != 1:
-        raise ValueError(f"values, attempts, groups and agents must be lists of one length, not of {sorted(lengths)}")
-    if not np.isfinite(values).all():
-        raise ValueError(
-            f"value {values[~np.isfinite(values)][0]} at {int(np.argmin(np.isfinite(values)))}: not finite"
-        )
+    values = _checked(values_M, attempt_M, group_M, agent_M)
     if not len(values):
         return values
     attempt, group = _numbered(attempt_M), _numbered(group_M)
@@ -234,6 +227,21 @@ def generalised_advantages(
         next_value = np.where(mask[:, t], values[:, t], next_value)
         advantages[:, t] = np.where(mask[:, t], ahead, 0.0)
     return advantages, np.where(mask, advantages + values, 0.0)
+
+
+def _checked(
+    values_M: FloatArray | Sequence[float], attempt_M: Ids | range, group_M: Ids, agent_M: Ids | None
+) -> FloatArray:
+    """(M,) the values as an array. Raises ValueError where lengths differ or a value is not finite."""
+    values = np.asarray(values_M, dtype=np.float64)
+    lengths = {len(values), len(attempt_M), len(group_M), len(values if agent_M is None else agent_M)}
+    if values.ndim != 1 or len(lengths) != 1:
+        raise ValueError(f"values, attempts, groups and agents must be lists of one length, not of {sorted(lengths)}")
+    if not np.isfinite(values).all():
+        raise ValueError(
+            f"value {values[~np.isfinite(values)][0]} at {int(np.argmin(np.isfinite(values)))}: not finite"
+        )
+    return values
 
 
 def _numbered(ids: Ids | range) -> IntArray:

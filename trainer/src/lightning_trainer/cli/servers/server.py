@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -16,7 +15,7 @@ from lightning_trainer.cli.servers.serving import tls_options
 
 if TYPE_CHECKING:
     from lightning_trainer.gateway.settings import Routing
-    from lightning_trainer.gateway.upstream.upstream import Upstream
+    from lightning_trainer.naming import NameRule
 
 
 @click.command(name="server")
@@ -144,32 +143,29 @@ def command(
         opened_when_ready,
         serve_until_stopped,
     )
-    from lightning_trainer.cli.servers.upstream_keys import with_keys
+    from lightning_trainer.cli.servers.upstreams import read_provider, read_upstreams
     from lightning_trainer.gateway.app import create_app
-    from lightning_trainer.gateway.http.masking import remember, remember_password
+    from lightning_trainer.gateway.http.masking import remember_password
     from lightning_trainer.gateway.settings import parse_limits
-    from lightning_trainer.gateway.upstream.adapters import load_adapters
-    from lightning_trainer.gateway.upstream.upstream import parse_provider, parse_upstream
     from lightning_trainer.naming import parse_rules
     from lightning_trainer.view.pages import add_view
     from lightning_trainer.view.routes import Views
     from lightning_trainer.view.runs import Runs
 
-    forwarded = with_keys(
-        [parse_upstream(text, total_s=upstream_timeout) for text in upstreams], upstream_keys, os.environ
+    forwarded = read_upstreams(
+        upstreams,
+        timeout_s=upstream_timeout,
+        keys=upstream_keys,
+        adapters=adapters,
+        tokenizers=tokenizers,
+        tool_formats=tool_formats,
     )
-    forwarded += load_adapters(adapters, forwarded) if adapters else []
-    forwarded = _with_formats(_with_tokenizers(forwarded, tokenizers), tool_formats)
     if unrecorded and provider is None:
         raise ConfigError("--unrecorded is about calls that go to --provider URL, which is not given.")
-    provider_key = os.environ.get("LIGHTNING_PROVIDER_KEY")
-    elsewhere = parse_provider(provider, key=provider_key) if provider else None
-    remember(provider_key)
+    elsewhere = read_provider(provider)
     for url in (store, provider or "", *(url for each in forwarded for url in (each.url, *each.replicas))):
         remember_password(url)
-    routing = replace(
-        _routing(names, model, [upstream.model for upstream in forwarded], endpoint), name_by=parse_rules(name_by)
-    )
+    routing = _routing(names, model, [upstream.model for upstream in forwarded], endpoint, parse_rules(name_by))
     known_as = (urlsplit(endpoint).hostname or "",) if endpoint else ()
     place = Place(host, port, tls_cert, tls_key, plain_http, known_as)
     check_place(place)
@@ -194,7 +190,9 @@ def command(
         serve_until_stopped(app, place, files, stopping=views.stopping.set)
 
 
-def _routing(names: str | None, model: str | None, models: Sequence[str], endpoint: str | None) -> Routing:
+def _routing(
+    names: str | None, model: str | None, models: Sequence[str], endpoint: str | None, rules: Sequence[NameRule]
+) -> Routing:
     """Say which agents' calls go to which model."""
     from lightning_spans.errors import ConfigError
     from lightning_trainer.gateway.settings import Routing
@@ -204,43 +202,5 @@ def _routing(names: str | None, model: str | None, models: Sequence[str], endpoi
         raise ConfigError("agents can't be sent to a model that is not there. Name one with --upstream MODEL=URL.")
     if model is not None and model not in models:
         raise ConfigError(f"--model {model} is none of the upstreams: {', '.join(models)}.")
-    return Routing(agents=agents, model=model or (models[0] if models else "policy"), endpoint=endpoint)
-
-
-def _with_tokenizers(upstreams: Sequence[Upstream], named: Sequence[str]) -> list[Upstream]:
-    """Return upstreams with the tokenizers that are named for them.
-
-    Raises:
-        ConfigError: a name is no upstream's, or a folder has no tokenizer with a chat template.
-    """
-    from lightning_spans.errors import ConfigError
-    from lightning_trainer.backends.tokenizers import load_tokenizer
-
-    folders = {}
-    for text in named:
-        model, _, folder = text.partition("=")
-        if not folder or model not in {upstream.model for upstream in upstreams}:
-            raise ConfigError(f"--tokenizer {text!r}: must be MODEL=FOLDER, with the MODEL of an --upstream.")
-        folders[model] = folder
-    return [
-        replace(each, tokenizer=load_tokenizer(folders[each.model])) if each.model in folders else each
-        for each in upstreams
-    ]
-
-
-def _with_formats(upstreams: Sequence[Upstream], named: Sequence[str]) -> list[Upstream]:
-    """Return upstreams with the formats of tool calls that are named for them.
-
-    Raises:
-        ConfigError: a name is no upstream's with a tokenizer, or there is no such format.
-    """
-    from lightning_spans.errors import ConfigError
-    from lightning_trainer.gateway.formats.table import by_name
-
-    formats = dict(text.partition("=")[::2] for text in named)
-    models = {upstream.model for upstream in upstreams if upstream.tokenizer is not None}
-    for model, name in formats.items():
-        if model not in models:
-            raise ConfigError(f"--tool-format {model}={name}: must be MODEL=NAME, with the MODEL of a --tokenizer.")
-        by_name(name)
-    return [replace(each, tool_format=formats.get(each.model)) for each in upstreams]
+    chosen = model or (models[0] if models else "policy")
+    return Routing(agents=agents, model=chosen, endpoint=endpoint, name_by=tuple(rules))

@@ -47,7 +47,7 @@ def calls_lark(frame: CallFrame, tools: Sequence[Mapping[str, Any]], most: int) 
             lines.append(f"args_{at}: {json_lark(schema, *frame.separators)}")
         else:
             _check_object(name, schema)
-            lines += _Arguments(f"args_{at}", tool, schema, frame.pairs, words).lines()
+            lines += _ArgumentsRule(f"args_{at}", tool, schema, frame.pairs, words).lines()
     return "\n".join(lines) + "\n"
 
 
@@ -109,7 +109,7 @@ class _Words:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arguments:
+class _ArgumentsRule:
     """The arguments of one tool, written one by one in the order of its schema."""
 
     rule: str

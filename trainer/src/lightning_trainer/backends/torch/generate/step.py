@@ -140,7 +140,7 @@ def _runs(short: Sequence[Chunk]) -> Iterator[list[Chunk]]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _PrefixPart:
     """What rows see of a prefix: its tokens from `first` on, where `bias` allows."""
 
     rows: Tensor | None
@@ -174,7 +174,7 @@ class _Sight:
     ) -> None:
         self._prefixes, self._seen_RQ, self._length, self._like = prefixes, seen_RQ, length, like
         self._positions_RQ = starts[:, None] + seen_RQ - 1
-        self._made: dict[tuple[int | None, int], tuple[Tensor, list[_Part]]] = {}
+        self._made: dict[tuple[int | None, int], tuple[Tensor, list[_PrefixPart]]] = {}
 
     def of(self, layer: AttentionLayer, key_heads: int, heads: int) -> tuple[Tensor, list[SeenPrefix]]:
         """Return the bias of own tokens, and what is seen of prefixes."""
@@ -186,14 +186,14 @@ class _Sight:
         own, parts = self._made[kind]
         return own, [part.of(layer) for part in parts]
 
-    def _parts(self, window: int | None, shares: int) -> Iterator[_Part]:
+    def _parts(self, window: int | None, shares: int) -> Iterator[_PrefixPart]:
         """Return each prefix with the rows that have it and see any of it."""
         for prefix in {id(prefix): prefix for prefix in self._prefixes if prefix is not None}.values():
             rows = [row for row, own in enumerate(self._prefixes) if own is prefix]
             first, hidden = hidden_before(self._positions_RQ[rows], len(prefix), window)
             if first < len(prefix):
                 which = None if len(rows) == len(self._prefixes) else torch.tensor(rows, device=self._like.device)
-                yield _Part(which, prefix, first, prefix_bias(hidden, shares, self._like))
+                yield _PrefixPart(which, prefix, first, prefix_bias(hidden, shares, self._like))
 
 
 class _Run:

@@ -1,6 +1,6 @@
 """Recurrent layers over packed rows, with gradient: each row goes on from what was remembered where it leaves another.
 
-Axes: N packed tokens, B pieces that are run together, T tokens of each, padded.
+Axes: N packed tokens, B stretches that are run together, T tokens of each, padded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lightning_trainer.backends.torch.model.recurrent import Layer, Memory, Reme
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
+class _Stretch:
     """Tokens that follow each other, up to where rows part.
 
     Attributes:
         places: packed places of the tokens.
-        parent: number of the piece before it; -1: there is none.
-        level: how many pieces are before it.
-        parts: whether pieces follow it.
+        parent: number of the stretch before it; -1: there is none.
+        level: how many stretches are before it.
+        parts: whether stretches follow it.
     """
 
     places: IntArray
@@ -38,8 +38,8 @@ class TreeMemory:
     """The order in which recurrent layers read a packed micro-batch."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self._pieces = _pieces(segments)
-        self._batches = [_Batch(self._pieces, numbers, device) for numbers in _alike(self._pieces)]
+        self._stretches = _stretches(segments)
+        self._batches = [_Batch(self._stretches, numbers, device) for numbers in _alike(self._stretches)]
         order = np.concatenate([batch.places for batch in self._batches])
         self._back = torch.from_numpy(np.argsort(order)).to(device)
 
@@ -51,23 +51,23 @@ class TreeMemory:
 
 
 class _Batch:
-    """Pieces of one level that are run together."""
+    """Stretches of one level that are run together."""
 
-    def __init__(self, pieces: Sequence[_Piece], numbers: Sequence[int], device: torch.device) -> None:
-        own = [pieces[number] for number in numbers]
-        length = max(len(piece.places) for piece in own)
+    def __init__(self, stretches: Sequence[_Stretch], numbers: Sequence[int], device: torch.device) -> None:
+        own = [stretches[number] for number in numbers]
+        length = max(len(stretch.places) for stretch in own)
         padded = np.zeros((len(own), length), np.int64)
-        for row, piece in enumerate(own):
-            padded[row, : len(piece.places)] = piece.places
-        self._numbers = [number for number in numbers if pieces[number].parts]
-        self._parents = [piece.parent for piece in own if piece.parent >= 0]
+        for row, stretch in enumerate(own):
+            padded[row, : len(stretch.places)] = stretch.places
+        self._numbers = [number for number in numbers if stretches[number].parts]
+        self._parents = [stretch.parent for stretch in own if stretch.parent >= 0]
         self._shape = padded.shape
-        real = np.flatnonzero(np.arange(length) < np.array([[len(piece.places)] for piece in own]))
+        real = np.flatnonzero(np.arange(length) < np.array([[len(stretch.places)] for stretch in own]))
         self.places: IntArray = padded.reshape(-1)[real]
         self._padded, self._real = (torch.from_numpy(index).to(device) for index in (padded.reshape(-1), real))
 
     def recur(self, layer: Layer, hidden_NW: Tensor, known: dict[int, Remembered]) -> Tensor:
-        """Return (number of places, width); add to `known` what is remembered of the pieces that others follow."""
+        """Return (number of places, width); add to `known` what is remembered of the stretches that others follow."""
         before: Remembered = {}
         for name in known[self._parents[0]] if self._parents else ():
             before[name] = torch.stack([known[parent][name] for parent in self._parents])
@@ -78,35 +78,35 @@ class _Batch:
         return out.flatten(0, 1).index_select(0, self._real)
 
 
-def _pieces(segments: Sequence[Segment]) -> list[_Piece]:
+def _stretches(segments: Sequence[Segment]) -> list[_Stretch]:
     """Cut rows where others leave them; a parent comes before what follows it."""
     leaving = {int(segment.path[-segment.new - 1]) for segment in segments if segment.new < len(segment.path)}
-    ends: dict[int, int] = {}  # the last place of each piece, to its number
-    pieces: list[_Piece] = []
+    ends: dict[int, int] = {}  # the last place of each stretch, to its number
+    stretches: list[_Stretch] = []
     for segment in segments:
         parent = ends[int(segment.path[-segment.new - 1])] if segment.new < len(segment.path) else -1
         own = segment.path[-segment.new :]
         cuts = [at + 1 for at, place in enumerate(own[:-1].tolist()) if place in leaving]
         for places in np.split(own, cuts):
             last = int(places[-1])
-            level = pieces[parent].level + 1 if parent >= 0 else 0
-            pieces.append(_Piece(places, parent, level, last in leaving))
-            parent = ends[last] = len(pieces) - 1
-    return pieces
+            level = stretches[parent].level + 1 if parent >= 0 else 0
+            stretches.append(_Stretch(places, parent, level, last in leaving))
+            parent = ends[last] = len(stretches) - 1
+    return stretches
 
 
-def _alike(pieces: Sequence[_Piece]) -> Iterator[list[int]]:
-    """Group pieces of a level: what others follow with what is as long, the rest so that padding at most doubles."""
+def _alike(stretches: Sequence[_Stretch]) -> Iterator[list[int]]:
+    """Group stretches of a level: what others follow with what is as long, the rest so that padding at most doubles."""
 
     def kind(number: int) -> tuple[int, bool, int]:
-        piece = pieces[number]
-        return piece.level, piece.parts, len(piece.places)
+        stretch = stretches[number]
+        return stretch.level, stretch.parts, len(stretch.places)
 
-    for (_, parts), level in groupby(sorted(range(len(pieces)), key=kind), key=lambda number: kind(number)[:2]):
+    for (_, parts), level in groupby(sorted(range(len(stretches)), key=kind), key=lambda number: kind(number)[:2]):
         group: list[int] = []
         for number in level:
-            first = len(pieces[group[0]].places) if group else 0
-            length = len(pieces[number].places)
+            first = len(stretches[group[0]].places) if group else 0
+            length = len(stretches[number].places)
             if group and (length != first if parts else length > 2 * first):
                 yield group
                 group = []

@@ -35,7 +35,7 @@ from lightning_trainer.rl.rows import Row, token_weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _MicroBatch:
     """A micro-batch with what the loss needs of each trained token, all (P,) float32.
 
     `lengths` are those of its responses, in order; `lesson` is a teacher's; `values_P` and `targets_P` are of the value
@@ -165,7 +165,7 @@ def minibatches(rows: Sequence[Row], options: TorchOptions, steps: int) -> list[
     return [[rows[r] for r in sorted(own)] for own in np.array_split(order, min(options.minibatches, len(rows) or 1))]
 
 
-def _corrected(part: _Part, old_P: Tensor, options: TorchOptions) -> _Part:
+def _corrected(part: _MicroBatch, old_P: Tensor, options: TorchOptions) -> _MicroBatch:
     """Weigh tokens by the trainer's probability over the engine's: what was drawn is the engine's.
 
     Truncated importance sampling, Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
@@ -264,7 +264,7 @@ def row_logprobs(
     return [found[r] for r in range(len(rows))]
 
 
-def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, share: bool) -> list[_Part]:
+def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, share: bool) -> list[_MicroBatch]:
     """Pack the rows that have a gradient. Weights are made before, from all rows."""
     weights = token_weights(rows, options.loss_aggregation)
     kept = [r for r, row in enumerate(rows) if row.has_gradient or options.learns_from_flat_rows]
@@ -277,7 +277,7 @@ def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, sh
 
         weights_P = gather([weights[r] for r in own])
         parts.append(
-            _Part(
+            _MicroBatch(
                 packed=packed,
                 rows=tuple(rows[r] for r in own),
                 lengths=tuple(length for r in own for length in rows[r].lengths),
@@ -291,8 +291,12 @@ def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, sh
 
 
 def _judged(
-    model: LoadedModel, value: ValueHead, parts: list[_Part], references: list[Tensor] | None, options: TorchOptions
-) -> list[_Part]:
+    model: LoadedModel,
+    value: ValueHead,
+    parts: list[_MicroBatch],
+    references: list[Tensor] | None,
+    options: TorchOptions,
+) -> list[_MicroBatch]:
     """Replace the credit of calls by advantages of tokens, compared over the whole batch."""
     if not parts:
         return parts
@@ -320,7 +324,7 @@ def _judged(
 
 def _backward(
     model: LoadedModel,
-    part: _Part,
+    part: _MicroBatch,
     old_P: Tensor,
     reference_P: Tensor | None,
     options: TorchOptions,
@@ -364,7 +368,7 @@ def _backward(
     }
 
 
-def _keep(kept: dict[Row, SeenTokens], part: _Part, gap_P: Tensor, entropy_P: Tensor) -> None:
+def _keep(kept: dict[Row, SeenTokens], part: _MicroBatch, gap_P: Tensor, entropy_P: Tensor) -> None:
     """Keep what the first pass over a micro-batch saw, by row: a later one reads it under changed weights."""
     if part.rows[0] in kept:
         return
@@ -373,7 +377,7 @@ def _keep(kept: dict[Row, SeenTokens], part: _Part, gap_P: Tensor, entropy_P: Te
     kept |= zip(part.rows, (SeenTokens(*own) for own in np.split(columns, ends[:-1], axis=1)), strict=True)
 
 
-def _policy_loss(logprobs_P: Tensor, old_P: Tensor, part: _Part, options: TorchOptions) -> PolicyLoss:
+def _policy_loss(logprobs_P: Tensor, old_P: Tensor, part: _MicroBatch, options: TorchOptions) -> PolicyLoss:
     lengths = torch.tensor(part.lengths)
     response_P = torch.arange(len(lengths)).repeat_interleave(lengths).to(logprobs_P.device)
     tokens = TrainedTokens(logprobs_P, old_P, part.advantages_P, part.weights_P, response_P)

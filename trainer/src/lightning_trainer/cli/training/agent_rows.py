@@ -1,0 +1,94 @@
+"""What `lightning-rl agents` prints: a row an agent, and why it would be trained or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from lightning_trainer.cli.options import print_json, screen
+from lightning_trainer.report.terminal import printable
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
+    from lightning_trainer.report.agents import AgentRow
+
+
+def print_rows(rows: Sequence[AgentRow], *, as_json: bool) -> None:
+    """Print the agents, as a table or a JSON object each."""
+    if as_json:
+        for row in rows:
+            print_json(row.to_json())
+    else:
+        _print_table(rows)
+
+
+def print_joins(traces: Sequence[Trace], *, as_json: bool) -> None:
+    """Say what became of rewards and calls; that calls at their own endpoint have no tokens is as it should be."""
+    from lightning_spans.adapter.trace import count_joins
+    from lightning_trainer.report.agents import misspelt_rewards
+
+    if (warning := misspelt_rewards(traces)) is not None:
+        click.echo(printable(warning), err=True)
+    joins = count_joins(traces)
+    if joins.joined:
+        for line in joins.lines():
+            click.echo(line, err=as_json)
+    else:
+        click.echo(
+            f"{joins.calls} model calls recorded, at their own endpoint: tokens are recorded while training.", err=True
+        )
+
+
+def _print_table(rows: Sequence[AgentRow]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("agent", "trained", "calls", "tokens in", "out", "tools", "errors", "reward")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            Text(printable(row.agent)) if row.agent else Text("(no name)", style="dim"),
+            Text("yes", style="green") if row.trained else Text("no", style="red"),
+            f"{row.calls}",
+            f"{row.prompt_tokens}",
+            f"{row.response_tokens}",
+            f"{row.tool_calls}",
+            f"{row.failed_calls + row.tool_errors}",
+            "-" if row.reward is None else f"{row.reward:.3f}",
+        )
+    screen().print(table)
+    for row in rows:
+        for title, counts in (("asked for tools", row.tools_asked), ("left out of its requests", row.left_out)):
+            if counts:
+                told = ", ".join(f"{name} {number}" for name, number in counts.items())
+                click.echo(printable(f"{row.agent or '(no name)'} {title}: {told}"))
+    for row in rows:
+        verdict = "would be trained" if row.trained else "would not be trained"
+        told = f"{row.why}{_errors(row)}{_sources(row)}{_places(row)}"
+        click.echo(printable(f"{row.agent or '(no name)'} {verdict}: {told}"))
+
+
+def _places(row: AgentRow) -> str:
+    """Say where it stands, where that is in several places: they can be selected apart."""
+    return f"; it is {', '.join(row.paths)}: name one of these to select it alone" if len(row.paths) > 1 else ""
+
+
+def _sources(row: AgentRow) -> str:
+    """Say where its reward came from, where there is more than one source."""
+    parts = [f"{value:+.3f} {source}" for source, value in row.reward_sources.items()]
+    return f"; reward {' '.join(parts)}" if len(parts) > 1 else ""
+
+
+def _errors(row: AgentRow) -> str:
+    parts = [
+        f"{count} of {total} {what}"
+        for count, total, what in (
+            (row.failed_calls, row.calls, "model calls failed"),
+            (row.tool_errors, row.tool_calls, "tool calls failed"),
+        )
+        if count
+    ]
+    return f"; {', '.join(parts)}" if parts else ""

@@ -1,0 +1,132 @@
+"""A try of an agent on a few tasks: what `lightning-rl agents` runs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lightning_spans.errors import AgentFailedError, RewardError
+from lightning_trainer.report.failures import last_error, where_calls_go
+from lightning_trainer.report.terminal import printable
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
+    from lightning_trainer.evaluation.subjects import Answering, Subject
+    from lightning_trainer.gateway.settings import Routing
+    from lightning_trainer.naming import NameRule
+    from lightning_trainer.rl.rollouts import Outcome
+    from lightning_trainer.run.data import Task
+    from lightning_trainer.runner.target import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is run, and what answers."""
+
+    job: Job
+    tasks: Sequence[Task]
+    timeout_s: float
+    agents: tuple[str, ...] | None
+    subject: Subject
+    max_tokens: int | None
+    name_by: tuple[NameRule, ...]
+
+
+def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
+    """Run the tasks, once each.
+
+    Returns:
+        Their traces, and what is wrong with a reward.
+    """
+    import uuid
+
+    from lightning_spans.record.unrecorded import lines
+    from lightning_spans.store.traces import traces_of
+    from lightning_trainer.config.workers import cores
+    from lightning_trainer.evaluation.subjects import answering
+    from lightning_trainer.report.agents import no_gateway_saw, nothing_captured
+    from lightning_trainer.report.progress import Silent
+    from lightning_trainer.rl.rollouts import plan
+    from lightning_trainer.run.local import opened, serving
+    from lightning_trainer.runner.runner import Runner
+
+    job, tasks = trial.job, trial.tasks
+    name = f"agents-{uuid.uuid4().hex[:8]}:a"
+    rollouts = plan(tasks, name=name, size=1, mode="agents", max_attempts=1, timeout_s=trial.timeout_s)
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-logs-")))
+        runner = Runner(job, workers=min(cores(), len(tasks)), concurrency=4, logs=logs)
+        stack.callback(runner.stop)
+        runner.start()
+        kept, answers = stack.enter_context(opened(store)), stack.enter_context(answering(trial.subject))
+        engines = list(answers.engines) or None
+        local = stack.enter_context(
+            serving(kept, runner, routing=_routing(trial, answers), engine=engines, upstreams=answers.upstreams)
+        )
+        reward_error = None
+        try:
+            _tell(local.run(rollouts, Silent(), "tasks"), logs, at_home=answers.model is None)
+        except RewardError as error:  # told after what was seen
+            reward_error = str(error)
+        traces = traces_of(kept, rollout_ids=[rollout.rollout_id for rollout in rollouts])
+        missed = lines(runner.unrecorded)
+        if not any(trace.chats for trace in traces):
+            if reward_error is not None:
+                raise RewardError(reward_error)
+            if job.command is not None and answers.model is None:
+                raise AgentFailedError(no_gateway_saw(job.command, len(rollouts)))
+            raise AgentFailedError("\n".join([nothing_captured(len(rollouts), runner.attached), *missed]))
+        for line in missed:
+            click.echo(f"WARNING: {printable(line)}", err=True)
+        return traces, reward_error
+
+
+def _routing(trial: Trial, answers: Answering) -> Routing:
+    """Say which calls the model answers: of the agents that are named, else of all that have a name."""
+    from lightning_trainer.gateway.settings import Routing
+    from lightning_trainer.run.local import unnamed
+
+    if answers.model is None:
+        return Routing()
+    return Routing(
+        agents=tuple(answers.policies.by_agent) or trial.agents or ("*",),
+        model=answers.model,
+        policies=answers.policies,
+        seed=0,
+        max_tokens=trial.max_tokens,
+        unnamed=unnamed(trial.job.command, trial.agents, trial.name_by),
+        name_by=trial.name_by,
+    )
+
+
+def _tell(outcomes: Sequence[Outcome], logs: Path, *, at_home: bool) -> None:
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if len(errors) == len(outcomes):
+        where = where_calls_go(errors[-1])
+        if where and at_home:
+            where += "Without one, let a model that is loaded here answer: --model smollm2-135m, or your own.\n"
+        raise AgentFailedError(
+            f"all {len(outcomes)} tasks failed. The last error:\n{last_error(errors[-1])}\n"
+            f"{where}{_said(logs)}".rstrip()
+        )
+    tell_errors(errors, len(outcomes), "tasks")
+
+
+def _said(logs: Path, most: int = 6) -> str:
+    """Return the end of what the program printed: the folder goes, and nothing else has it."""
+    texts = (path.read_text(encoding="utf-8", errors="replace").rstrip() for path in sorted(logs.glob("*.log")))
+    said = next((text for text in texts if text), "")
+    return f"The program printed at last:\n{last_error(said, most)}" if said else ""
+
+
+def tell_errors(errors: Sequence[str], count: int, what: str) -> None:
+    """Say how many of these failed, and the last error; nothing where none did."""
+    if errors:
+        last = printable(last_error(errors[-1]), lines=True)
+        click.echo(f"{len(errors)} of {count} {what} failed. The last error:\n{last}", err=True)
