@@ -1,7 +1,7 @@
 """What a search has paid for, in the order in which it did: a search that was cut is gone through again from here.
 
-GEPA's choices follow from its seed and from what it was told. So told the same again it comes to the very place where it was
-cut, and nothing is run or asked twice.
+GEPA's choices follow from its seed and from what it was told. So told the same again it comes to the very place where
+it was cut, and nothing is run or asked twice.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class Session:
         progress: told what happens.
         check: raises when somebody asked the program to stop.
         timeout_s: of an attempt.
-        name: of the search. The ids of its rollouts follow from it, so that one that goes on finds those of the batch in
-            which it was cut.
+        name: of the search. The ids of its rollouts follow from it: one that goes on finds those of the batch in which
+            it was cut.
         rollouts: that were run so far.
         again: that were begun and cut, and run once more.
     """
