@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
 from lightning_trainer.prompts.reading import Prompt, read_prompts
 from lightning_trainer.prompts.result import diff, write
+from lightning_trainer.prompts.session import Session
+from lightning_trainer.runner.runner import Runner
 
 PROGRAM = """
 import os
@@ -99,6 +103,113 @@ def test_prompts_are_found_written_resumed_and_applied(folder, monkeypatch):
         monkeypatch.setenv("PROMPTS", "best.json")
         result = CliRunner().invoke(cli, ["eval", "team:run", "--data", "tasks.jsonl", "--json", "--out", "e"])
         assert json.loads(result.stdout.splitlines()[-1])["mean"] == 1.0
+
+
+class Killed(BaseException):
+    """Nobody hears of it, as of a SIGKILL."""
+
+
+def die_at(monkeypatch, where: str, nth: int) -> None:
+    """Let the search end at the nth call of this, once."""
+    owner, name = where.rsplit(".", 1)
+    home = resolve_name(owner)
+    original, seen = getattr(home, name), []
+
+    def instead(*args, **kwargs):
+        seen.append(args)
+        if len(seen) == nth:
+            raise Killed
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(home, name, instead)
+
+
+def asked(server: ScriptedServer) -> Counter[str]:
+    return Counter(json.dumps(request.body["messages"]) for request in server.requests)
+
+
+@pytest.mark.parametrize(
+    ("where", "nth"),
+    [
+        ("lightning_trainer.prompts.optimise:_look", 1),  # before anything was asked
+        ("lightning_trainer.prompts.session:traces_of", 1),  # after the rollouts that prompts are read from
+        ("lightning_trainer.prompts.reflection:Reflection._ask", 2),  # in the middle of a proposal
+        ("lightning_trainer.prompts.journal:Journal.add", 5),  # after a batch, before it was kept
+    ],
+)
+def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(folder, monkeypatch, where, nth):
+    pytest.importorskip("gepa")
+    with ScriptedServer(model) as server, ScriptedServer(reflector) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["--agents", "writer,checker", "--reflect", teacher.url, "--json", "--budget", "40", "--minibatch", "2"]
+        whole = json.loads(rl(*args, "--out", "whole.json").stdout.splitlines()[-1])
+        uncut = asked(server), asked(teacher)
+        with monkeypatch.context() as patch:
+            patch.setattr("lightning_trainer.prompts.optimise.shutil.rmtree", lambda *a, **k: None)
+            die_at(patch, where.replace(":", "."), nth)
+            with pytest.raises(Killed):
+                rl(*args, "--out", "cut.json")
+        assert not (folder / "cut.json").exists()
+        result = rl(*args, "--out", "cut.json", "--resume")
+        assert result.exit_code == 0, result.output
+        assert (folder / "cut.json").read_text() == (folder / "whole.json").read_text()
+        assert json.loads(result.stdout.splitlines()[-1]) == {**whole, "file": "cut.json"}
+        assert asked(teacher) == uncut[1] + uncut[1]
+        assert asked(server) == uncut[0] + uncut[0]
+
+
+def test_rollouts_that_were_cut_are_run_once_more_and_counted(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    with ScriptedServer(model) as server, ScriptedServer(reflector) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["--agents", "writer,checker", "--reflect", teacher.url, "--json", "--budget", "40", "--minibatch", "2"]
+
+        def die(session: Session, *args, **kwargs) -> None:
+            plan = session._plan(args[0])
+            session.local.store.enqueue(plan)
+            first = session.local.store.claim("gone", limit=1, lease_s=600)
+            assert len(first) == 1
+            raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr("lightning_trainer.prompts.optimise.shutil.rmtree", lambda *a, **k: None)
+            patch.setattr(Runner, "start", lambda self: None)
+            patch.setattr(Session, "run", die)
+            with pytest.raises(Killed):
+                rl(*args, "--out", "best.json")
+        result = rl(*args, "--out", "best.json", "--resume")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout.splitlines()[-1])
+        assert len(server.requests) == 2 * (found["rollouts"] - 1)
+
+
+def test_a_reflecting_model_that_gives_nothing_ends_the_search(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    answers: list[Reply] = [Reply(status=401, text="no such key")]
+
+    def moody(body: dict[str, Any], seen: int) -> Reply:
+        return answers[0] if answers else reflector(body, seen)
+
+    with ScriptedServer(model) as server, ScriptedServer(moody) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["--agents", "writer,checker", "--reflect", teacher.url, "--out", "best.json", "--json"]
+        args += ["--budget", "60", "--minibatch", "2"]
+        result = rl(*args)
+        assert result.exit_code == 2, result.output
+        assert "gave no proposal: it answered 401" in result.output
+        assert "--resume" in result.output
+        assert not (folder / "best.json").exists()
+        assert len(teacher.requests) == 1
+        rollouts = len(server.requests) / 2
+        assert rollouts <= 4 + 4 + 2
+        answers[0] = Reply(text="  ")
+        result = rl(*args, "--resume")
+        assert "it answered no text" in result.output
+        assert len(server.requests) / 2 == rollouts
+        answers.clear()
+        result = rl(*args, "--resume")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout.splitlines()[-1])["after"] == 1.0
 
 
 def test_mistakes_are_told_and_nothing_is_left(folder, monkeypatch):

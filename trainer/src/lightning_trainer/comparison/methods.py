@@ -131,7 +131,7 @@ def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress
     folder.mkdir(exist_ok=True)
     out = folder / "prompts.json"
     search = out.with_name(f"{out.name}.search")
-    if not (search / "gepa_state.bin").exists():
+    if not (search / "prompts.json").exists():
         shutil.rmtree(search, ignore_errors=True)
         out.unlink(missing_ok=True)
     tasks = load_tasks(train.data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.chat.body import messages_of, tool_calls
@@ -10,6 +10,7 @@ from lightning_spans.errors import LightningError
 from lightning_spans.record.prompts import system_text
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.spans import TOOL_ARGUMENTS, TOOL_RESULT
+from lightning_trainer.prompts.journal import Journal
 from lightning_trainer.prompts.session import Ran, Session
 from lightning_trainer.rl.rewards.callers import request_of
 from lightning_trainer.rl.scores import agents_totals, total
@@ -18,6 +19,7 @@ from lightning_trainer.rl.usage import tokens_of
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node
 
+ROLLOUTS: Final = "rollouts"
 _MOST: Final = 2000  # characters of a message that the reflecting model reads
 
 
@@ -27,15 +29,15 @@ class SpansAdapter:
     Args:
         session: runs the program.
         before: the agents' own prompts.
-        check: called with the number of tokens so far, before each batch.
+        journal: of what was run already.
     """
 
     propose_new_texts = None  # GEPA's own way of asking
 
-    def __init__(self, session: Session, before: Mapping[str, str], check: Callable[[], None]) -> None:
+    def __init__(self, session: Session, before: Mapping[str, str], journal: Journal) -> None:
         self._session = session
         self._before = before
-        self._check = check
+        self._journal = journal
         self.tokens = 0
 
     def evaluate(self, batch: Sequence[dict[str, Any]], candidate: dict[str, str], capture_traces: bool = False) -> Any:
@@ -46,26 +48,47 @@ class SpansAdapter:
         """
         from gepa import EvaluationBatch
 
-        self._check()
+        self._session.check()
         prompts = {
             agent: {"before": old, "after": candidate[agent]}
             for agent, old in self._before.items()
             if candidate[agent] != old
         }
+        asked = [prompts, list(batch), capture_traces]
+        came_to = self._journal.next(ROLLOUTS, asked)
+        if came_to is None:
+            came_to = self._run(batch, prompts, capture_traces)
+            self._journal.add(ROLLOUTS, asked, came_to)
+        else:
+            self._session.skip(came_to["rollouts"], came_to["again"])
+        self.tokens += came_to["tokens"]
+        scores = came_to["scores"]
+        return EvaluationBatch(outputs=list(scores), scores=scores, trajectories=came_to["records"])
+
+    def _run(
+        self, batch: Sequence[dict[str, Any]], prompts: Mapping[str, Mapping[str, str]], capture_traces: bool
+    ) -> dict[str, Any]:
+        """Return what the journal keeps of a batch: scores, and what a reflecting model is told of each rollout."""
+        again = self._session.again
         ran = self._session.run(batch, prompts)
         for one in ran:
             _check_reached(one, prompts)
-        self.tokens += sum(sum(tokens_of(node)) for one in ran if one.trace for node in one.trace.chats)
-        scores = [score_of(one) for one in ran]
-        return EvaluationBatch(outputs=list(scores), scores=scores, trajectories=ran if capture_traces else None)
+        told = [{agent: _records(one, agent) for agent in self._before} for one in ran]
+        return {
+            "rollouts": len(ran),
+            "again": self._session.again - again,
+            "tokens": sum(sum(tokens_of(node)) for one in ran if one.trace for node in one.trace.chats),
+            "scores": [score_of(one) for one in ran],
+            "records": told if capture_traces else None,
+        }
 
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
         """Return what each agent was asked, what it said, and how that went."""
         del candidate
-        ran: Sequence[Ran] = eval_batch.trajectories or ()
-        return {agent: [record for one in ran for record in _records(one, agent)] for agent in components_to_update}
+        ran: Sequence[dict[str, list[dict[str, Any]]]] = eval_batch.trajectories or ()
+        return {agent: [record for one in ran for record in one[agent]] for agent in components_to_update}
 
 
 def score_of(ran: Ran) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer.evaluation.subjects import AsItIs, Endpoint, Subject
-from lightning_trainer.prompts import result
+from lightning_trainer.prompts import journal, result
 from lightning_trainer.prompts.adapter import SpansAdapter
 from lightning_trainer.prompts.reading import Prompt, read_prompts
 from lightning_trainer.prompts.reflection import Reflection
@@ -77,7 +78,7 @@ class Optimised:
         file: with the prompts that changed.
         diff: for people.
         rollouts: that were run, those of an earlier part included.
-        tokens: of rollouts and of the reflecting model, in this part.
+        tokens: of rollouts and of the reflecting model, those of an earlier part included.
         candidates: that were tried on all tasks to choose by.
     """
 
@@ -113,9 +114,8 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
     folder = config.out.with_name(f"{config.out.name}.search")
     state = _begin(folder, train, val, config, resume=resume)
     job = Job(target=config.target, command=config.command, reward=config.reward)
-    with ExitStack() as stack:
-        check = stack.enter_context(deferred())
-        try:
+    try:
+        with ExitStack() as stack:
             opened = stack.enter_context(
                 session(
                     job,
@@ -123,22 +123,25 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
                     config.agents,
                     store=str(folder / "lightning.db"),
                     progress=progress,
-                    check=check,
+                    check=stack.enter_context(deferred()),
                     concurrency=config.concurrency,
                     timeout_s=config.timeout_s,
+                    name=state["name"],
                 )
             )
-            if "prompts" not in state:
+            if "prompts" in state:
+                opened.skip(state["looked"], state["again"])
+            else:
                 state["prompts"] = _look(opened, (*train, *val), config, progress)
-                state["looked"] = opened.rollouts
+                state |= {"looked": opened.rollouts, "again": opened.again}
                 write_atomically(folder / _STATE, json.dumps(state).encode())
-            return _search(config, opened, train, val, state=state, folder=folder, progress=progress)
-        except Interrupted:
-            raise Interrupted("stopped. Go on with the same command and --resume") from None
-        except BaseException:
-            if not resume and not (folder / "gepa_state.bin").exists():
-                shutil.rmtree(folder, ignore_errors=True)  # nothing was tried yet
-            raise
+            return _search(config, opened, train, val, before=state["prompts"], folder=folder, progress=progress)
+    except Interrupted:
+        raise Interrupted("stopped. Go on with the same command and --resume") from None
+    except BaseException:
+        if not resume and not (folder / journal.FILE).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # nothing was tried yet
+        raise
 
 
 def _tasks(config: PromptsConfig) -> tuple[list[Task], list[Task]]:
@@ -153,15 +156,23 @@ def _tasks(config: PromptsConfig) -> tuple[list[Task], list[Task]]:
 def _begin(
     folder: Path, train: Sequence[Task], val: Sequence[Task], config: PromptsConfig, *, resume: bool
 ) -> dict[str, Any]:
-    identity = {"data": digest([*train, *val]), "agents": list(config.agents), "seed": config.seed}
+    identity = {
+        "data": digest([*train, *val]),
+        "agents": list(config.agents),
+        "seed": config.seed,
+        "minibatch": config.minibatch,
+    }
     path = folder / _STATE
     if resume:
         try:
             state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"there is no search to go on with in {folder}: {error}. Leave --resume out.") from None
+            what = f"Delete {folder}, and leave --resume out." if folder.exists() else "Leave --resume out."
+            raise ConfigError(f"there is no search to go on with in {folder}: {error}. {what}") from None
         if state["identity"] != identity:
-            raise ConfigError(f"{folder} is of a search with other tasks, agents or seed. Choose another --out.")
+            raise ConfigError(
+                f"{folder} is of a search with other tasks, agents, minibatch or seed. Choose another --out."
+            )
         return state
     if folder.exists() or config.out.exists():
         raise ConfigError(f"{config.out} or {folder} is there already. Choose another --out, or go on with --resume.")
@@ -171,8 +182,13 @@ def _begin(
             f"--budget {config.budget} is too little: to try one proposal on {len(val)} tasks takes {need} rollouts."
             " Give more, or fewer tasks to choose by (--val)."
         )
-    folder.mkdir(parents=True, mode=0o700)  # GEPA's state is a pickle: nobody else may write there
-    return {"identity": identity}
+    state = {"identity": identity, "name": uuid.uuid4().hex[:10]}
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        write_atomically(path, json.dumps(state).encode())
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written: {error}. Choose another --out.") from None
+    return state
 
 
 def _look(opened: Session, tasks: Sequence[Task], config: PromptsConfig, progress: Progress) -> dict[str, str]:
@@ -191,18 +207,23 @@ def _search(
     train: Sequence[Task],
     val: Sequence[Task],
     *,
-    state: dict[str, Any],
+    before: dict[str, str],
     folder: Path,
     progress: Progress,
 ) -> Optimised:
     import gepa
 
-    before: dict[str, str] = state["prompts"]
-    reflection = Reflection(config.reflect)
-    adapter = SpansAdapter(opened, before, opened.check)
+    paid = journal.Journal(folder / journal.FILE)
+    reflection = Reflection(config.reflect, paid)
+    adapter = SpansAdapter(opened, before, paid)
+    (folder / "gepa_state.bin").unlink(missing_ok=True)  # GEPA would begin from there, with other choices
 
     def spent(_: object) -> bool:
-        return config.tokens is not None and adapter.tokens + reflection.tokens >= config.tokens
+        if reflection.failed is not None:
+            return True
+        tokens = adapter.tokens + reflection.tokens
+        enough = opened.rollouts + opened.again >= config.budget
+        return not paid.waits and (enough or (config.tokens is not None and tokens >= config.tokens))
 
     found = gepa.optimize(
         seed_candidate=dict(before),
@@ -211,18 +232,22 @@ def _search(
         adapter=adapter,
         reflection_lm=reflection,
         reflection_minibatch_size=min(config.minibatch, len(train)),
-        max_metric_calls=config.budget - state["looked"],
         stop_callbacks=[spent],
         run_dir=str(folder),
-        callbacks=[_Told(progress)],
+        callbacks=[_Told(progress, paid)],
         logger=_Quiet(),
         seed=config.seed,
     )
     scores = found.val_aggregate_scores
     best = max(range(len(scores)), key=lambda place: (scores[place], -place))
-    after = found.candidates[best]
-    rollouts = int(found.total_metric_calls or 0) + state["looked"]
+    after, rollouts = found.candidates[best], opened.rollouts + opened.again
     facts = {"reward_before": scores[0], "reward_after": scores[best], "rollouts": rollouts}
+    if reflection.failed is not None:
+        so_far = "Nothing better was found so far"
+        if best:
+            result.write(config.out, before, after, facts)
+            so_far = f"The best that was found so far is in {config.out}"
+        raise LightningError(f"{reflection.failed}. {so_far}; {rollouts} rollouts are kept. Go on with --resume.")
     beside = result.write(config.out, before, after, facts)
     return Optimised(
         before=scores[0],
@@ -243,15 +268,20 @@ class _Quiet:
 
 
 class _Told:
-    """Tells of GEPA's steps."""
+    """Tells of GEPA's steps, of each once."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, paid: journal.Journal) -> None:
         self._progress = progress
+        self._paid = paid
 
     def on_candidate_accepted(self, event: Any) -> None:
         """Tell of a candidate that was better on its tasks."""
-        self._progress.note(f"candidate {event['new_candidate_idx']} is kept: {event['new_score']:g} on its tasks")
+        if not self._paid.waits:
+            self._progress.note(f"candidate {event['new_candidate_idx']} is kept: {event['new_score']:g} on its tasks")
 
     def on_candidate_rejected(self, event: Any) -> None:
         """Tell of one that was not."""
-        self._progress.note(f"a candidate is dropped: {event['old_score']:g} to {event['new_score']:g} on its tasks")
+        if not self._paid.waits:
+            self._progress.note(
+                f"a candidate is dropped: {event['old_score']:g} to {event['new_score']:g} on its tasks"
+            )

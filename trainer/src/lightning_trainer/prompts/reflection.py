@@ -11,7 +11,9 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record.unrecorded import asked_by_training
 from lightning_trainer.evaluation.subjects import Endpoint, endpoint, only_model
+from lightning_trainer.prompts.journal import Journal
 
+PROPOSAL: Final = "proposal"
 TIMEOUT_S: Final = 300.0
 _TRIES: Final = 3
 
@@ -41,11 +43,15 @@ class Reflection:
 
     Attributes:
         at: where the model is.
+        journal: of what it was asked already.
         tokens: of all prompts and answers so far, as the server counted them.
+        failed: why it gave no proposal. GEPA would go on without, and spend rollouts on nothing: it is not asked again.
     """
 
     at: Endpoint
+    journal: Journal
     tokens: int = field(default=0)
+    failed: LightningError | None = field(default=None)
 
     def __call__(self, prompt: str | list[dict[str, Any]]) -> str:
         """Ask.
@@ -53,6 +59,20 @@ class Reflection:
         Raises:
             LightningError: the server can't be reached, or answers no text.
         """
+        if self.failed is not None:
+            raise self.failed
+        try:
+            came_to = self.journal.next(PROPOSAL, prompt)
+            if came_to is None:
+                came_to = self._ask(prompt)
+                self.journal.add(PROPOSAL, prompt, came_to)
+        except LightningError as error:
+            self.failed = error
+            raise
+        self.tokens += came_to["tokens"]
+        return str(came_to["text"])
+
+    def _ask(self, prompt: str | list[dict[str, Any]]) -> dict[str, Any]:
         import httpx
 
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -60,7 +80,7 @@ class Reflection:
         headers["content-type"] = "application/json"
         # As ASCII: what was recorded may hold half of a character, which UTF-8 has not.
         body = json.dumps({"model": self.at.model, "messages": messages}).encode("ascii")
-        problem = ""
+        problem, tokens = "", 0
         for _ in range(_TRIES):
             try:
                 with asked_by_training():
@@ -69,15 +89,15 @@ class Reflection:
                     )
                 if answer.status_code == 200:
                     found = answer.json()
-                    self.tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
+                    tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
                     text = found["choices"][0]["message"]["content"]
                     if isinstance(text, str) and text.strip():
-                        return text
+                        return {"text": text, "tokens": tokens}
                     problem = "it answered no text"
                 else:
                     problem = f"it answered {answer.status_code}: {answer.text[:300]}"
                     if 400 <= answer.status_code < 500 and answer.status_code != 429:
                         break
-            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
                 problem = f"{type(error).__name__}: {error}"
         raise LightningError(f"the model that reflects, at {self.at.url}, gave no proposal: {problem}")

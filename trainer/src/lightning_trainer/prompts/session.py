@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,14 @@ from lightning_trainer.config.workers import cores
 from lightning_trainer.evaluation.subjects import Subject, answering
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import IMPORTING, Progress
-from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
 from lightning_trainer.run.local import Local, opened, serving, unnamed
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
+    from lightning_spans.schema.attempts import Rollout
     from lightning_trainer.gateway.app import App
 
 
@@ -49,16 +50,25 @@ class Session:
         progress: told what happens.
         check: raises when somebody asked the program to stop.
         timeout_s: of an attempt.
+        name: of the search. The ids of its rollouts follow from it: one that goes on finds those of the batch in which
+            it was cut.
         rollouts: that were run so far.
+        again: that were begun and cut, and run once more.
     """
 
     local: Local
     app: App
     progress: Progress
     check: Callable[[], None]
-    timeout_s: float = 300.0
+    timeout_s: float
+    name: str
     rollouts: int = 0
-    _name: str = field(default_factory=lambda: uuid.uuid4().hex[:10])
+    again: int = 0
+
+    def skip(self, rollouts: int, again: int) -> None:
+        """Count a batch that was run before."""
+        self.rollouts += rollouts
+        self.again += again
 
     def run(self, tasks: Sequence[Mapping[str, Any]], prompts: Mapping[str, Mapping[str, str]]) -> list[Ran]:
         """Run each task once, with these prompts in the place of the agents' own.
@@ -66,8 +76,7 @@ class Session:
         Raises:
             LightningError: not one of them ended well, or by what a model said.
         """
-        name = f"prompts-{self._name}.{self.rollouts}:p"
-        rollouts = plan(tasks, name=name, size=1, mode="prompts", max_attempts=2, timeout_s=self.timeout_s)
+        rollouts = self._plan(tasks)
         routing: Routing = self.app.state.routing
         carried = {rollout.rollout_id: prompts for rollout in rollouts} if prompts else {}
         self.app.state.routing = replace(routing, prompts=carried)
@@ -83,6 +92,26 @@ class Session:
         traces = {trace.attempt_id: trace for trace in traces_of(self.local.store, attempt_ids=ids)}
         return [Ran(o, None if a is None else traces.get(a.attempt_id)) for o, a in zip(found, counted, strict=True)]
 
+    def _plan(self, tasks: Sequence[Mapping[str, Any]]) -> list[Rollout]:
+        """Name the rollouts of a batch: of those that an earlier process began, the ones that count are kept."""
+        store, begun = self.local.store, 0
+        kept: dict[int, Rollout] = {}
+        for turn in count():
+            name = f"prompts-{self.name}.{self.rollouts}{f'.{turn}' if turn else ''}:p"
+            planned = plan(tasks, name=name, size=1, mode="prompts", max_attempts=2, timeout_s=self.timeout_s)
+            there = store.rollouts(rollout_ids=[rollout.rollout_id for rollout in planned])
+            if not there:
+                break
+            store.cancel([rollout.rollout_id for rollout in there])
+            ended = [rollout for rollout in there if rollout.status in {"succeeded", "failed"}]
+            places = {rollout.rollout_id: place for place, rollout in enumerate(planned)}
+            counted = [o.rollout for o in outcomes(store, ended) if o.attempt is not None or o.crash is not None]
+            kept |= {places[rollout.rollout_id]: rollout for rollout in counted}
+            tried = {attempt.rollout.rollout_id for attempt in store.attempts(rollout_ids=list(places))}
+            begun += len(tried - {rollout.rollout_id for rollout in counted})
+        self.again += begun
+        return [kept.get(place, rollout) for place, rollout in enumerate(planned)]
+
 
 @contextmanager
 def session(
@@ -95,6 +124,7 @@ def session(
     check: Callable[[], None],
     concurrency: int,
     timeout_s: float,
+    name: str,
 ) -> Iterator[Session]:
     """Start the program's workers and the server that they claim from.
 
@@ -107,6 +137,7 @@ def session(
         check: raises when somebody asked the program to stop.
         concurrency: rollouts at once in each worker.
         timeout_s: of an attempt.
+        name: of the search, unique in the store.
     """
     apps: list[App] = []
     with tempfile.TemporaryDirectory(prefix="lightning-logs-") as logs, ExitStack() as stack:
@@ -128,4 +159,4 @@ def session(
             with serving(
                 kept, runner, routing=routing, engine=engines, upstreams=answers.upstreams, extend=apps.append
             ) as local:
-                yield Session(local, apps[0], progress, check, timeout_s)
+                yield Session(local, apps[0], progress, check, timeout_s, name)
