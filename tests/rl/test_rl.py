@@ -176,6 +176,23 @@ def test_selection_keeps_the_named_agents_and_the_rewards_of_the_whole_attempt()
     assert batch.agents == {"writer": 2, "rewriter": 2, None: 2}
 
 
+@pytest.mark.parametrize(
+    ("said", "agents", "unjoined"),
+    [
+        pytest.param("answerer", ("writer",), 0, id="left out: its own endpoint answered, as is meant"),
+        pytest.param("answerer", ("writer", "answerer"), 2, id="trained, and the gateway saw nothing of it"),
+        pytest.param(None, ("writer",), 2, id="nobody knows whose it was"),
+    ],
+)
+def test_calls_at_their_own_endpoint_are_missed_of_trained_agents_only(said, agents, unjoined) -> None:
+    world = World()
+    for value in (1.0, 0.0):
+        world.rollout("a", [("writer", "w"), (said, "")], {None: value})
+    account = world.batch(agents=agents).account
+    assert sum(account.unjoined.values()) == unjoined
+    assert account.seen == 4
+
+
 def test_without_a_selection_all_named_agents_are_trained() -> None:
     world = World()
     for value in (1.0, 0.0):

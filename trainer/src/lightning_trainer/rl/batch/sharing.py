@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from lightning_spans.adapter.nodes import Unjoined
 from lightning_spans.adapter.trace import count_joins
 from lightning_spans.schema.agents import check_spelling, selects
 from lightning_spans.schema.replays import REPLAYED
@@ -29,9 +29,6 @@ from lightning_trainer.rl.credit.values import Level, levels_of, lost_in
 from lightning_trainer.rl.rollouts import Failed, Outcome
 from lightning_trainer.rl.scores import reward_of_failures
 from lightning_trainer.rl.sources import Shares, take_apart
-
-if TYPE_CHECKING:
-    pass
 
 
 def calls_of(
@@ -65,10 +62,11 @@ def calls_of(
         UnknownAgentError: an agent was selected by a name that was never seen, and is nearly one that was.
     """
     read = list(traces([a.attempt_id for o in outcomes for a in o.attempts]))
-    by_attempt, joins = transitions_by_attempt(read, agents), count_joins(read)
-    account = Account(joined=joins.joined, unjoined=joins.unjoined)
+    by_attempt = transitions_by_attempt(read, agents)
     seen_agents = Counter(t.agent for ts, _ in by_attempt.values() for t in ts)
     patterns = ("*",) if agents is None else agents
+    missed = Counter(half.reason for trace in read for half in trace.unjoined if not _went_elsewhere(half, patterns))
+    account = Account(joined=count_joins(read).joined, unjoined=dict(missed))
     if agents is not None and seen_agents:
         check_spelling(patterns, {*known_agents, *(name for name in seen_agents if name is not None)})
 
@@ -87,6 +85,13 @@ def calls_of(
     automatic = tuple(reward for its in counted for reward in its.automatic)
     judged = any(episode.judged for episode in episodes)
     return Calls(tuple(chosen), tuple(left_out), account, seen_agents, automatic, judged)
+
+
+def _went_elsewhere(half: Unjoined, patterns: Sequence[str]) -> bool:
+    """Whether its own endpoint answered an agent that is not trained, as is meant: nothing is missed of that call."""
+    if half.node is None or half.node.path is None or selects(patterns, half.node.path):
+        return False
+    return half.node.span.status != "error"
 
 
 def _that_count(
