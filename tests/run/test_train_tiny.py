@@ -26,6 +26,7 @@ pytestmark = pytest.mark.torch
 
 from lightning_trainer import Result, TrainConfig, train
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.run import loop
 from lightning_trainer.run.interrupts import Interrupted
 
 AGENT = '''
@@ -245,6 +246,16 @@ def test_room_for_checkpoints_is_asked_for_before_anything_begins(
     train(asked)
     size = sum(path.stat().st_size for path in (folder / "out" / "checkpoint").resolve().iterdir())
     assert size == pytest.approx(weights.checkpoint - 2**23, rel=0.2)
+
+
+def test_long_steps_are_saved_before_their_number_is_due(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "LONGEST_UNSAVED_S", 0)
+    train(config(model, steps=3, keep=5, save_every=10))
+    assert sorted(path.name for path in (folder / "out" / "checkpoints").iterdir()) == [
+        "step-000001", "step-000002", "step-000003",
+    ]  # fmt: skip
 
 
 def test_full_disk_at_a_checkpoint_is_one_error_and_the_last_good_one_stays(

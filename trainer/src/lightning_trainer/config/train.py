@@ -255,7 +255,7 @@ class TrainConfig(BaseModel):
     val_samples: int = Field(default=1, ge=1)
     """Rollouts of each held-out task, sampled as in training."""
     save_every: int = Field(default=10, ge=1)
-    """Steps between checkpoints; there is always one at the end."""
+    """Steps between checkpoints; there is always one at the end, and one after 15 minutes without (torch)."""
     keep: int = Field(default=2, ge=1)
     """Checkpoints kept, newest first."""
     checkpoint: Literal["newest", "full", "weights"] = "newest"

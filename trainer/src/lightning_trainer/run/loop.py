@@ -41,6 +41,7 @@ from lightning_trainer.run.state import State, save
 from lightning_trainer.teaching.teacher import Tutor
 
 PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
+LONGEST_UNSAVED_S: Final = 900.0  # of work that a kill may cost, where steps are long
 
 
 class Loop:
@@ -63,6 +64,7 @@ class Loop:
         self._name = f"{run.folder.name}-{uuid.uuid4().hex[:8]}"  # unique in the store
         self.state = state
         self._saved = state.step if state.step else None
+        self._saved_at = time.monotonic()
         self._told: set[str] = set()  # reasons for which calls were left out
         self._fresh: set[str] = set()  # groups of this step that are ours
         self._whole = True  # whether weights and state belong together
@@ -82,7 +84,8 @@ class Loop:
         self._run.progress.begin(self.state.step, steps)
         while self.state.step < steps and not self._goal_reached():
             self._validate_if_due()
-            if self.state.step % self._run.config.save_every == 0:
+            unsaved_s = time.monotonic() - self._saved_at
+            if self.state.step % self._run.config.save_every == 0 or unsaved_s >= LONGEST_UNSAVED_S:
                 self._save()
             self._step()
         self._refuse_flat(final=True)
@@ -106,7 +109,7 @@ class Loop:
                 keep=self._run.config.keep,
                 strip=learner.strip if holds == "newest" else None,
             )
-        self._saved = self.state.step
+        self._saved, self._saved_at = self.state.step, time.monotonic()
         self._run.log.draw()
 
     def _validate_if_due(self) -> None:

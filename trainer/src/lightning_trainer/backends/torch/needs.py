@@ -103,7 +103,7 @@ def check_disk(config: TrainConfig, steps: int | None) -> None:
 def room(config: TrainConfig, weights: Weights, steps: int | None) -> int:
     """Return the most bytes that a run's checkpoints take at once: those kept, and one that is being written."""
     saved = config.keep if steps is None else 1 + (steps - 1) // config.save_every
-    older = min(saved - 1, config.keep)
+    older = min(max(saved - 1, int(steps != 1)), config.keep)  # long steps are saved before their number is due
     if config.checkpoint == "weights":
         return (older + 1) * weights.light
     if config.checkpoint == "full":
