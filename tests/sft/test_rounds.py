@@ -112,7 +112,7 @@ def test_a_round_whose_best_is_too_long_is_nothing_to_learn_from(folder: Path, m
         "target": "rounds_app:run", "tasks": "tasks.jsonl", "rounds": 1, "model": str(model), "samples": 4,
         "device": "cpu", "workers": 1, "max_tokens": 3, "out": folder / "out",
     }  # fmt: skip
-    with pytest.raises(NothingToLearnError, match="all . conversations are left out"):
+    with pytest.raises(NothingToLearnError, match=r"all . conversations are left out"):
         rejection_sampling(RoundsConfig(**options))
     assert not (folder / "out").exists()
 
