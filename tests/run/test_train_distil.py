@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -177,3 +177,33 @@ def test_a_teacher_behind_a_server_says_what_the_folder_says(folder: Path, tiny_
         with pytest.raises(TeacherError, match="knows prompt_logprobs"):
             server.logprobs(rows)
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"tokens": None}, "does not say how it writes text"),
+        ({"tokens": [1, 2], "max_model_len": 512}, "another vocabulary"),
+        ({"max_model_len": 16}, "Set --max-model-len 16"),
+    ],
+)
+def test_a_server_that_can_be_no_teacher_is_refused_before_the_first_rollout(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], says: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def told(_: EndpointTeacher, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {"tokens": tokenizer.encode(body["prompt"], add_special_tokens=False), **answer}
+
+    monkeypatch.setattr(EndpointTeacher, "_post", told)
+    with closing(EndpointTeacher("big=http://127.0.0.1:9/v1")) as server, pytest.raises(ConfigError, match=says):
+        server.check(tokenizer, 512)
+
+
+def test_a_log_probability_above_0_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = [None, *({str(number): {"logprob": 3.0}} for number in (41, 42))]
+    monkeypatch.setattr(EndpointTeacher, "_post", lambda *_: {"choices": [{"prompt_logprobs": each}]})
+    with closing(EndpointTeacher("big=http://127.0.0.1:9/v1")) as server, pytest.raises(TeacherError, match="above 0"):
+        server.logprobs([row([40, 41, 42], 2)])

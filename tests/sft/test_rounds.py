@@ -28,6 +28,11 @@ MORE = """
 async def flat(task):
     await say("writer", task["q"])
     return 0.0
+
+async def one_sided(task):
+    draft = await say("writer", task["q"])
+    await say("rewriter", task["q"])
+    return {"writer": sum(c.isascii() and c.isalpha() for c in draft) / 5, "rewriter": 0.0}
 """
 
 
@@ -90,6 +95,26 @@ def test_a_round_of_equal_rewards_is_refused_and_leaves_no_folder(folder: Path, 
     assert not (folder / "out").exists()
     with pytest.raises(ConfigError, match="held_out: of files and stores"):
         RoundsConfig(**options, held_out=0.1)
+
+
+def test_an_agent_with_nothing_better_leaves_the_round_to_the_others(folder: Path, model: Path) -> None:
+    options: dict[str, Any] = {
+        "target": "rounds_app:one_sided", "tasks": "tasks.jsonl", "rounds": 1, "model": str(model), "samples": 4,
+        "agents": "writer,rewriter", "device": "cpu", "workers": 1, "steps": 1, "out": folder / "out",
+    }  # fmt: skip
+    (taken,) = rejection_sampling(RoundsConfig(**options)).rounds
+    assert taken.rows
+    assert taken.left_out["earned no more than the worst of the round"]
+
+
+def test_a_round_whose_best_is_too_long_is_nothing_to_learn_from(folder: Path, model: Path) -> None:
+    options: dict[str, Any] = {
+        "target": "rounds_app:run", "tasks": "tasks.jsonl", "rounds": 1, "model": str(model), "samples": 4,
+        "device": "cpu", "workers": 1, "max_tokens": 3, "out": folder / "out",
+    }  # fmt: skip
+    with pytest.raises(NothingToLearnError, match=r"all . conversations are left out"):
+        rejection_sampling(RoundsConfig(**options))
+    assert not (folder / "out").exists()
 
 
 def test_options_of_rounds_need_rounds(folder: Path, tiny_model: Path) -> None:

@@ -28,6 +28,7 @@ _AT_ONCE: Final = 16
 _TRIES: Final = 3
 _PAUSE_S: Final = 0.5
 _SILENCE_S: Final = 600.0
+_ROUNDING: Final = 1e-3  # so far above 0 a log-probability may be
 _SHOWN: Final = 512  # tokens of the student's, from all over its vocabulary, that a teacher is asked to write
 _TEXT: Final = 'def f(x):\n\treturn {"a": [1, 2.5]}  # Grüße, été, 你好, здравствуй 🙂\n\n    <tool_call> the end.'
 
@@ -56,8 +57,12 @@ class EndpointTeacher:
         self._client = httpx.Client(headers=headers, timeout=_SILENCE_S)
         self._pool = ThreadPoolExecutor(_AT_ONCE, "teacher")
 
-    def check(self, tokenizer: Any) -> None:
-        """Make sure that it writes text with the student's tokens.
+    def check(self, tokenizer: Any, longest: int) -> None:
+        """Make sure that it writes text with the student's tokens, and reads as many as the student may write.
+
+        Args:
+            tokenizer: the student's.
+            longest: most tokens of the student's prompt and answer together.
 
         Raises:
             ConfigError: it does not, does not say, or can't be reached.
@@ -68,7 +73,9 @@ class EndpointTeacher:
         own = chat.encode(text)
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         try:
-            its = self._post(f"{self._url.removesuffix('/v1')}/tokenize", body)["tokens"]
+            told = self._post(f"{self._url.removesuffix('/v1')}/tokenize", body)
+            its, count = told["tokens"], len(told["tokens"])
+            most = told.get("max_model_len")
         except (TeacherError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"the teacher at {self._url} does not say how it writes text ({error}). It must be a vLLM server, which"
@@ -76,9 +83,14 @@ class EndpointTeacher:
             ) from None
         if its != own:
             raise ConfigError(
-                f"the teacher {self._model} at {self._url} has another vocabulary: it writes a text with {len(its)}"
+                f"the teacher {self._model} at {self._url} has another vocabulary: it writes a text with {count}"
                 f" tokens that are {len(own)} of the student's, or others. A teacher reads the student's tokens: give"
                 " one of the same family, or learn from its answers with lightning-rl sft."
+            )
+        if isinstance(most, int) and most < longest:
+            raise ConfigError(
+                f"the teacher {self._model} at {self._url} reads {most} tokens, and the student writes up to {longest}."
+                f" Set --max-model-len {most}."
             )
 
     def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
@@ -106,6 +118,8 @@ class EndpointTeacher:
             ) from None
         if any(math.isnan(each) for each in found):
             raise TeacherError(f"the teacher at {self._url} gave a log-probability that is no number.")
+        if any(each > _ROUNDING for each in found):
+            raise TeacherError(f"the teacher at {self._url} gave a log-probability above 0: {found.max():g}.")
         return found
 
     def _post(self, url: str, body: dict[str, Any]) -> Any:

@@ -98,7 +98,7 @@ def teaching(
         from lightning_trainer.teaching.endpoint import EndpointTeacher
 
         with closing(EndpointTeacher(config.teacher)) as server:
-            server.check(student.tokenizer)
+            server.check(student.tokenizer, student.max_model_len)
             yield Distilling(server)
     else:
         look(config.teacher)  # or refuse

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from lightning_spans.errors import AgentFailedError, NothingToLearnError
-from lightning_spans.schema.agents import earns
+from lightning_spans.errors import AgentFailedError, DataError, NothingToLearnError
+from lightning_spans.schema.agents import earns, unheard
 from lightning_spans.store import Store
 from lightning_trainer.backends.protocol import Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
@@ -154,13 +154,18 @@ class RoundLoop:
             lines = better
         if not lines:
             raise NothingToLearnError(_nothing(score(outcomes, "lowest"), left_out))
-        made = make_rows(
-            read_lines_of_store(lines, "the round's samples"),
-            Renderer(self.learner.engine.tokenizer, self.learner.end_tokens),
-            agents=config.agents,
-            policies=parse(config.policies),
-            max_tokens=min(config.max_tokens or self.learner.engine.max_model_len, self.learner.engine.max_model_len),
-        )
+        try:
+            made = make_rows(
+                read_lines_of_store(lines, "the round's samples"),
+                Renderer(self.learner.engine.tokenizer, self.learner.end_tokens),
+                agents=_with_lines(config.agents, lines),
+                policies=parse(config.policies),
+                max_tokens=min(
+                    config.max_tokens or self.learner.engine.max_model_len, self.learner.engine.max_model_len
+                ),
+            )
+        except DataError as error:  # a round that teaches nothing ends the rounds, and keeps what was learned before
+            raise NothingToLearnError(str(error)) from None
         return made.rows, left_out + made.left_out
 
     def _learn(self, rows: list[Row]) -> Fitted:
@@ -174,10 +179,23 @@ class RoundLoop:
         ).run()  # fmt: skip
 
 
+def _with_lines(agents: tuple[str, ...] | None, lines: Sequence[Line]) -> tuple[str, ...] | None:
+    """Return the names and globs of agents that have something to learn: a round may have nothing for one of them."""
+    if agents is None:
+        return None
+    silent = unheard(agents, {_path_of(line) for line in lines})
+    return tuple(name for name in agents if name not in silent)
+
+
+def _path_of(line: Line) -> str:
+    path: str = line.get("agent_path") or line["agent"]
+    return path
+
+
 def _is_better(line: Line, outcomes: Sequence[Outcome]) -> bool:
     """Whether an agent earned more in an attempt than in the worst of the round."""
     earned = [
-        sum(reward.value for reward in outcome.rewards if earns(reward.agent, line.get("agent_path") or line["agent"]))
+        sum(reward.value for reward in outcome.rewards if earns(reward.agent, _path_of(line)))
         for outcome in outcomes
         if outcome.attempt is not None and outcome.unjudged is None
     ]
