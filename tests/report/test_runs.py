@@ -43,6 +43,8 @@ def test_runs_are_listed_with_what_they_cost_and_how_they_differ(tmp_path: Path,
     make(tmp_path / "runs" / "c", 3e-5, [0.7])
     assert "0.700 to" not in CliRunner().invoke(cli, ["runs", "runs/c"]).stdout
     assert CliRunner().invoke(cli, ["runs", "nowhere"]).exit_code == 2
+    make(tmp_path / "runs" / "c" / "inner", 3e-5, [0.3])
+    assert "inner" not in CliRunner().invoke(cli, ["runs", "runs/c"]).stdout  # a run that is named stands for itself
 
 
 def test_options_of_another_command_are_no_difference(tmp_path: Path, monkeypatch) -> None:

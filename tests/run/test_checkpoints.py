@@ -84,6 +84,12 @@ def test_run_that_was_stopped_before_its_first_checkpoint_is_told_so(tmp_path: P
     assert "--resume" not in str(told.value)  # it would say that there is nothing to go on from
 
 
+def test_run_that_was_killed_while_it_loaded_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()  # it stands there before the options do
+    with pytest.raises(ConfigError, match=r"ended before its first checkpoint.*another --out"):
+        read_config(tmp_path)
+
+
 def test_run_that_another_process_trains_is_in_use_before_it_has_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with held(tmp_path), pytest.raises(ConfigError, match=f"is in use: process {os.getpid()}"):

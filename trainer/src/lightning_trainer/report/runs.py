@@ -45,10 +45,17 @@ class RunSummary:
 
 
 def find(places: Sequence[Path]) -> list[Path]:
-    """Return the folders of runs: those named, and those in the folders named, oldest first."""
-    found = {path for place in places for path in (place, *place.glob("*"), *place.glob("*/run"))}
-    ours = [path for path in found if (path / CONFIG_NAME).is_file() and (path / LOG_NAME).is_file()]
+    """Return the folders of runs: those named, and those in the other folders named, oldest first."""
+    ours = {path for place in places for path in ([place] if _is_run(place) else _runs_in(place))}
     return sorted(ours, key=lambda path: (path / CONFIG_NAME).stat().st_mtime_ns)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CONFIG_NAME).is_file() and (path / LOG_NAME).is_file()
+
+
+def _runs_in(place: Path) -> list[Path]:
+    return [path for path in (*place.glob("*"), *place.glob("*/run")) if _is_run(path)]
 
 
 def row_of(folder: Path) -> RunSummary:

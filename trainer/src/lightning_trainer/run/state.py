@@ -15,6 +15,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import RolloutStatus
 from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.run.data import Task, digest
 
 STATE_NAME: Final = "state.json"
@@ -113,6 +114,11 @@ def find(resume: Path) -> tuple[Path, Path]:
         raise ConfigError(
             f"{resume} ended before its first checkpoint, so that there is nothing to go on from. Train anew with its"
             f" options, which {resume / CONFIG_NAME} has, and another --out; --save-every 1 writes one after each step."
+        )
+    if not (checkpoint / STATE_NAME).is_file() and (resume / LOG_NAME).is_file():
+        raise ConfigError(
+            f"{resume} ended before its first checkpoint, while it was loading, so that there is nothing to go on from."
+            " Train anew with another --out, or delete the folder."
         )
     if not (checkpoint / STATE_NAME).is_file():
         raise ConfigError(
