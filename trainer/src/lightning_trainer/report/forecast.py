@@ -204,7 +204,8 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         )
     found.append("the same run on GPUs (H100 80 GB), with assumed efficiencies, not measured:")
     for name, gpu in facts["gpu"].items():
-        found.append(f"  {name:>5}: {gpu['gpus']} GPUs, {gpu['memory_gb']} GB, {gpu['gpu_hours_run']:.1f} GPU-hours")
+        count = f"{gpu['gpus']} GPU{'s' if gpu['gpus'] > 1 else ''}"
+        found.append(f"  {name:>5}: {count}, {gpu['memory_gb']} GB, {gpu['gpu_hours_run']:.1f} GPU-hours")
     return found
 
 
