@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from fake_sink import ListSink
 from hypothesis import settings
+
+from lightning_spans.record import unrecorded
+from lightning_spans.record.recorder import SpanRecorder
+from lightning_spans.record.tracing.tracers import make_tracer
 
 settings.register_profile("ours", deadline=None)  # a slow machine is no fault of the code
 settings.load_profile("ours")
@@ -32,3 +38,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def sink() -> ListSink:
+    """Keeps the spans of a test."""
+    return ListSink()
+
+
+@pytest.fixture
+def recorder(sink: ListSink) -> Iterator[SpanRecorder]:
+    """Records every model call of the test into `sink`, by whichever client."""
+    patch = pytest.importorskip("lightning_openai.patch")
+    recorder = SpanRecorder(make_tracer("embedded", sink))
+    undo = patch.bind(recorder)
+    unrecorded.forget()
+    yield recorder
+    unrecorded.forget()
+    undo()

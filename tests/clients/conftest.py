@@ -8,12 +8,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from fake_sink import ListSink
 from fakes import ByteTokenizer, FakeEngine, served
-
-from lightning_spans.record import unrecorded
-from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracing.tracers import make_tracer
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+7"}}\n</tool_call>'
 
@@ -67,21 +62,6 @@ def attempt(request, server):
     server.engine.prompts.clear()
     server.engine.samplings.clear()
     return Attempt(server, f"{request.module.__name__} {request.node.name}")
-
-
-@pytest.fixture
-def sink():
-    return ListSink()
-
-
-@pytest.fixture
-def recorded(sink):
-    """Every model call of the test is recorded into `sink`."""
-    patch = pytest.importorskip("lightning_openai.patch")
-    undo = patch.bind(SpanRecorder(make_tracer("embedded", sink)))
-    unrecorded.forget()
-    yield
-    undo()
 
 
 def asked(model, messages, stream):

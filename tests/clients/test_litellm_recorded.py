@@ -104,7 +104,7 @@ WAYS = [
 
 @pytest.mark.parametrize("provider", ["hosted_vllm", "openrouter", "deepseek", "openai"])
 @pytest.mark.parametrize("ask", WAYS)
-def test_every_call_is_one_span_with_its_agent_and_what_was_said(ask, provider, recorded, model, sink):
+def test_every_call_is_one_span_with_its_agent_and_what_was_said(ask, provider, recorder, model, sink):
     with agent("writer"):
         text = ask(**options(model, provider))
     (request,) = model.requests
@@ -120,7 +120,7 @@ def test_every_call_is_one_span_with_its_agent_and_what_was_said(ask, provider, 
 
 @pytest.mark.parametrize("provider", ["hosted_vllm", "anthropic"])
 @pytest.mark.parametrize("ask", WAYS)
-def test_an_agent_in_training_is_answered_by_the_policy(ask, provider, recorded, model, sink):
+def test_an_agent_in_training_is_answered_by_the_policy(ask, provider, recorder, model, sink):
     with ScriptedServer() as policy:
         attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",))
         given = {**options(model, provider), "extra_headers": {"x-mine": "secret"}}
@@ -140,7 +140,7 @@ def test_an_agent_in_training_is_answered_by_the_policy(ask, provider, recorded,
     assert span.attributes[names.REQUEST_MODEL] == "policy"
 
 
-def test_other_agents_stay_where_they_were(recorded, model, sink):
+def test_other_agents_stay_where_they_were(recorder, model, sink):
     with ScriptedServer() as policy:
         attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",))
         with use_attempt(attempt), agent("reader"):
@@ -150,7 +150,7 @@ def test_other_agents_stay_where_they_were(recorded, model, sink):
     assert [span.agent for span in chats(sink)] == ["reader", None]
 
 
-def test_a_call_that_fails_is_an_error_and_raises_what_litellm_raises(recorded, sink):
+def test_a_call_that_fails_is_an_error_and_raises_what_litellm_raises(recorder, sink):
     with ScriptedServer() as gone:
         given = options(gone)
     with pytest.raises(litellm.exceptions.InternalServerError):
@@ -160,7 +160,7 @@ def test_a_call_that_fails_is_an_error_and_raises_what_litellm_raises(recorded, 
     assert span.attributes[names.ERROR_TYPE] == "InternalServerError"
 
 
-def test_a_stream_that_is_left_or_never_read_on_ends_with_what_was_read(recorded, model, sink):
+def test_a_stream_that_is_left_or_never_read_on_ends_with_what_was_read(recorder, model, sink):
     async def leave():
         items = await litellm.acompletion(messages=USER, stream=True, **options(model))
         await anext(items)
@@ -176,7 +176,7 @@ def test_a_stream_that_is_left_or_never_read_on_ends_with_what_was_read(recorded
     assert [span.attributes[names.ABANDONED] for span in chats(sink)] == [True, True]
 
 
-def test_a_cached_answer_is_no_call(recorded, model, sink, monkeypatch):
+def test_a_cached_answer_is_no_call(recorder, model, sink, monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", types.ModuleType("soundfile"))  # its cache imports all of its proxy
     monkeypatch.setattr(litellm, "cache", litellm.Cache())
     assert complete(caching=True, **options(model)) == complete(caching=True, **options(model))

@@ -24,7 +24,7 @@ from lightning_spans.testing.plugins.script import Reply
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.gateway.settings import Routing
 
-pytestmark = pytest.mark.usefixtures("recorded")
+pytestmark = pytest.mark.usefixtures("recorder")
 REASONED = {"temperature": 0.3, "reasoning_effort": "low", "top_p": 0.9, "stop": ["."], "extra_body": {"top_k": 5}}
 
 

@@ -136,7 +136,7 @@ def training(attempt):
 
 
 @pytest.mark.parametrize("ask", WAYS)
-def test_a_call_is_recorded_once_and_answered_as_without_us(ask, recorded, vendors, sink):
+def test_a_call_is_recorded_once_and_answered_as_without_us(ask, recorder, vendors, sink):
     with agent("writer"):
         assert ask(vendors.url) == "Nineteen."
     (span,) = chats(sink.spans)
@@ -150,7 +150,7 @@ def test_a_call_is_recorded_once_and_answered_as_without_us(ask, recorded, vendo
 
 
 @pytest.mark.parametrize("ask", WAYS)
-def test_a_call_of_an_agent_in_training_is_the_policys_with_its_tokens(ask, recorded, vendors, attempt, sink):
+def test_a_call_of_an_agent_in_training_is_the_policys_with_its_tokens(ask, recorder, vendors, attempt, sink):
     attempt.play("Policy.")
     with training(attempt), agent("writer"):
         assert ask(vendors.url) == "Policy."
@@ -199,14 +199,14 @@ def talk_cohere(url):
 
 
 @pytest.mark.parametrize("talk", [talk_google, talk_google_stream, talk_ollama, talk_ollama_stream, talk_cohere])
-def test_a_conversation_with_a_tool_goes_on_with_the_tokens_before(talk, recorded, attempt):
+def test_a_conversation_with_a_tool_goes_on_with_the_tokens_before(talk, recorder, attempt):
     attempt.play(f"I will count. {CALL}", "It is 19.")
     with training(attempt), agent("writer"):
         assert talk("http://127.0.0.1:9") == "It is 19."
     attempt.continued()
 
 
-def test_errors_are_those_of_the_clients(recorded, attempt):
+def test_errors_are_those_of_the_clients(recorder, attempt):
     url, messages = "http://127.0.0.1:9", [{"role": "user", "content": "hello"}]
     settings = [types.SafetySetting(category="HARM_CATEGORY_HARASSMENT", threshold="BLOCK_LOW_AND_ABOVE")]
     guarded = types.GenerateContentConfig(safety_settings=settings)

@@ -1,15 +1,11 @@
-"""What plugins' tests share: a run of a program attached, and a recorder of calls that no client of openai's makes."""
+"""What plugins' tests share: a run of a program attached."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
-from fake_sink import ListSink
 
-from lightning_spans.record import unrecorded
-from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracing.tracers import make_tracer
 from lightning_spans.testing.plugins.program import record
 
 
@@ -39,22 +35,6 @@ def under_way():
             await asyncio.sleep(0.01)
 
     return wait
-
-
-@pytest.fixture
-def sink():
-    return ListSink()
-
-
-@pytest.fixture
-def recorder(sink):
-    patch = pytest.importorskip("lightning_openai.patch")
-    recorder = SpanRecorder(make_tracer("embedded", sink))
-    undo = patch.bind(recorder)
-    unrecorded.forget()
-    yield recorder
-    unrecorded.forget()
-    undo()
 
 
 @pytest.fixture(params=["httpx", "httpx2"])

@@ -10,6 +10,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -260,6 +261,22 @@ class _LitellmReading:
         self._over = False
         unfinished.add(self)
 
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """While an item is asked for: where none comes, the span ends."""
+        self.inside = True
+        try:
+            with entered(scoped(self.call.scope)):
+                yield
+        except (StopIteration, StopAsyncIteration):
+            self.end()
+            raise
+        except BaseException as error:
+            self.end(error)
+            raise
+        finally:
+            self.inside = False
+
     def took(self, item: Any) -> Any:
         """Keep an item that the agent is given."""
         self._items.append(item)
@@ -314,33 +331,13 @@ def _methods(kind: Any) -> Iterator[tuple[str, Any]]:
         reading = self._lightning
         if reading.inside:
             return kind.__next__(self)
-        reading.inside = True
-        try:
-            with entered(scoped(reading.call.scope)):
-                return reading.took(kind.__next__(self))
-        except StopIteration:
-            reading.end()
-            raise
-        except BaseException as error:
-            reading.end(error)
-            raise
-        finally:
-            reading.inside = False
+        with reading.one_more():
+            return reading.took(kind.__next__(self))
 
     async def next_item_async(self: Any) -> Any:
         reading = self._lightning
-        reading.inside = True
-        try:
-            with entered(scoped(reading.call.scope)):
-                return reading.took(await kind.__anext__(self))
-        except StopAsyncIteration:
-            reading.end()
-            raise
-        except BaseException as error:
-            reading.end(error)
-            raise
-        finally:
-            reading.inside = False
+        with reading.one_more():
+            return reading.took(await kind.__anext__(self))
 
     async def close(self: Any) -> None:
         try:
