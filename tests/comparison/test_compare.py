@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
-from lightning_spans.errors import NothingToLearnError
+from lightning_spans.errors import AgentFailedError, NothingToLearnError
 from lightning_spans.store import open_store
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
@@ -134,6 +134,20 @@ def test_a_way_that_finds_nothing_to_learn_does_not_end_the_comparison(
     assert "earned no more than the worst of the round" in result.stdout  # why, and what to do
     assert "lightning-rl sft DATA" in result.stdout
     assert "With 16 rollouts nothing is surely better than the model as it is." in result.stdout
+
+
+def test_a_way_that_fails_leaves_what_was_measured(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise AgentFailedError("all 8 rollouts failed")
+
+    monkeypatch.setattr(methods, "_rl", failing)
+    result = rl("pair:run", model, "--budget", "16", "--out", "cmp", "--methods", "rl")
+    assert result.exit_code == AgentFailedError.exit_status
+    assert "all 8 rollouts failed" in result.stderr
+    assert "lightning-rl compare --resume cmp" in result.stderr
+    assert (folder / "cmp" / "base").exists()
 
 
 @pytest.mark.parametrize(

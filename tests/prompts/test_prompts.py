@@ -229,6 +229,27 @@ def test_mistakes_are_told_and_nothing_is_left(folder, monkeypatch):
             assert not list(folder.glob("best*"))
 
 
+def test_a_program_that_fails_everywhere_is_the_agents_failure(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    with ScriptedServer(lambda _body, _seen: Reply(status=400, text="no")) as server:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        result = rl("--agents", "writer", "--budget", "50", "--reflect", server.url, "--out", "best.json")
+    assert result.exit_code == 3, result.output
+    assert "rollouts failed" in result.output
+
+
+def test_a_search_that_is_out_of_tokens_says_so(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    with ScriptedServer(model) as server, ScriptedServer(reflector) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["--agents", "writer,checker", "--reflect", teacher.url, "--out", "best.json", "--budget", "60"]
+        result = rl(*args, "--tokens", "1")
+        assert result.exit_code == 0, result.output
+        assert "it ended before its 60 rollouts" in result.output
+        result = rl(*args, "--resume", "--json")
+        assert json.loads(result.stdout.splitlines()[-1])["ended"] == "rollouts"
+
+
 def traces(*systems: str | None) -> list[Trace]:
     found = []
     for number, system in enumerate(systems):

@@ -110,6 +110,15 @@ def test_options_in_a_table_are_told_to_stand_at_the_top(tmp_path: Path, heading
         merge(tmp_path / "train.toml", NEEDED)
 
 
+def test_value_that_is_wrong_is_told_with_the_file_that_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text("learning_rate = -1\n")
+    with pytest.raises(ConfigError, match=r"train\.toml: learning_rate = -1"):
+        merge(file, NEEDED)
+    with pytest.raises(ConfigError, match=r"^learning_rate = -2"):
+        merge(file, {**NEEDED, "learning_rate": -2})
+
+
 def test_file_that_is_missing_or_no_toml_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         merge(tmp_path / "none.toml", NEEDED)

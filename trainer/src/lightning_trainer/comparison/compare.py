@@ -127,6 +127,12 @@ def compare(
             return _all(config, folder, progress)
         except Interrupted:
             raise Interrupted(f"stopped. Go on with: lightning-rl compare --resume {folder}") from None
+        except LightningError as error:
+            if not _begun(folder):
+                raise
+            raise type(error)(
+                f"{error}\nWhat was measured until then is kept. Go on with: lightning-rl compare --resume {folder}"
+            ) from error
 
 
 def _all(config: CompareConfig, folder: Path, progress: Progress) -> Comparison:
@@ -225,11 +231,15 @@ def _folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
         with held(folder):
             yield folder
     except LightningError:  # before anything was measured: nothing is left that could be gone on with
-        if not (folder / BASE / files.SUMMARY_NAME).exists():
+        if not _begun(folder):
             shutil.rmtree(folder)
             if existed:
                 folder.mkdir()
         raise
+
+
+def _begun(folder: Path) -> bool:
+    return (folder / BASE / files.SUMMARY_NAME).exists()
 
 
 def _new(out: Path | None) -> Path:

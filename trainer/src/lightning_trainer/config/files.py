@@ -44,7 +44,11 @@ def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] |
     own = read_toml(file) if file is not None else {}
     given = {name: value for name, value in flags.items() if value is not None}
     began = environment.of_a_run(base or {}, {**own, **given})
-    return TrainConfig(**_over(_over(began, own), given))
+    try:
+        return TrainConfig(**_over(_over(began, own), given))
+    except ConfigError as error:
+        told = [name for name in own if name not in given and f"{error}".startswith(f"{name} = ")]
+        raise ConfigError(f"config file {file}: {error}") if told else error from None
 
 
 def _over(values: Mapping[str, Any], nearer: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class Optimised:
         rollouts: that were run, those of an earlier part included.
         tokens: of rollouts and of the reflecting model, those of an earlier part included.
         candidates: that were tried on all tasks to choose by.
+        ended: what was spent, so that the search ended: ``rollouts`` or ``tokens``.
     """
 
     before: float
@@ -89,11 +90,13 @@ class Optimised:
     rollouts: int
     tokens: int
     candidates: int
+    ended: str
 
     def to_json(self) -> dict[str, Any]:
         """Return what `lightning-rl prompts --json` prints."""
-        numbers = {name: getattr(self, name) for name in ("before", "after", "rollouts", "tokens", "candidates")}
-        return {**numbers, "file": str(self.file), "changed": bool(self.diff)}
+        names = ("before", "after", "rollouts", "tokens", "candidates", "ended")
+        told = {name: getattr(self, name) for name in names}
+        return {**told, "file": str(self.file), "changed": bool(self.diff)}
 
 
 def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume: bool = False) -> Optimised:
@@ -218,12 +221,13 @@ def _search(
     adapter = SpansAdapter(opened, before, paid)
     (folder / "gepa_state.bin").unlink(missing_ok=True)  # GEPA would begin from there, with other choices
 
+    def out_of_tokens() -> bool:
+        return config.tokens is not None and adapter.tokens + reflection.tokens >= config.tokens
+
     def spent(_: object) -> bool:
         if reflection.failed is not None:
             return True
-        tokens = adapter.tokens + reflection.tokens
-        enough = opened.rollouts + opened.again >= config.budget
-        return not paid.waits and (enough or (config.tokens is not None and tokens >= config.tokens))
+        return not paid.waits and (opened.rollouts + opened.again >= config.budget or out_of_tokens())
 
     found = gepa.optimize(
         seed_candidate=dict(before),
@@ -257,6 +261,7 @@ def _search(
         rollouts=rollouts,
         tokens=adapter.tokens + reflection.tokens,
         candidates=len(scores),
+        ended="tokens" if out_of_tokens() and rollouts < config.budget else "rollouts",
     )
 
 

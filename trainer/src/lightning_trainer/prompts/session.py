@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_spans.errors import LightningError
+from lightning_spans.errors import AgentFailedError
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.workers import cores
 from lightning_trainer.evaluation.subjects import Subject, answering
@@ -74,7 +74,7 @@ class Session:
         """Run each task once, with these prompts in the place of the agents' own.
 
         Raises:
-            LightningError: not one of them ended well, or by what a model said.
+            AgentFailedError: not one of them ended well, or by what a model said.
         """
         rollouts = self._plan(tasks)
         routing: Routing = self.app.state.routing
@@ -83,7 +83,7 @@ class Session:
         found = self.local.run(rollouts, self.progress, "tasks under a candidate", check=self.check)
         self.rollouts += len(rollouts)
         if all(outcome.attempt is None and outcome.crash is None for outcome in found):
-            raise LightningError(
+            raise AgentFailedError(
                 f"all {len(found)} rollouts failed. The last error:\n{(found[-1].error or '')[-1500:]}\n"
                 "Run the agent by itself on one task."
             )

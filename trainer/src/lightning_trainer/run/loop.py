@@ -82,6 +82,10 @@ class Loop:
     def _run_all(self) -> None:
         steps = self._run.steps
         self._run.progress.begin(self.state.step, steps)
+        if self.state.step >= steps:
+            self._run.progress.note(f"this run has taken its {steps} steps: it goes further with --steps N")
+        elif self._goal_reached():
+            self._run.progress.note(f"this run has reached its goal of {self._run.config.until}: see --until")
         while self.state.step < steps and not self._goal_reached():
             self._validate_if_due()
             unsaved_s = time.monotonic() - self._saved_at

@@ -124,7 +124,7 @@ def find(resume: Path) -> tuple[Path, Path]:
         raise ConfigError(
             f"{resume} holds no checkpoint: there is no {NEWEST} or {STATE_NAME} in it. Give a run's folder."
         )
-    return checkpoint.parent.parent, checkpoint
+    return resume if (resume / NEWEST).exists() else checkpoint.parent.parent, checkpoint
 
 
 def read_state(checkpoint: Path) -> State:

@@ -92,4 +92,6 @@ def command(
         return
     click.echo(printable(found.diff, lines=True) or "no proposal was better: the prompts stay as they are")
     click.echo(f"reward {found.before:.3f} to {found.after:.3f} on the tasks to choose by, {found.rollouts} rollouts")
+    if found.ended == "tokens":
+        click.echo(f"it ended before its {config.budget} rollouts: {found.tokens} tokens were used (--tokens)")
     click.echo(f'apply it: attach(prompts="{found.file}")')
