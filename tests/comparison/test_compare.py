@@ -136,9 +136,7 @@ def test_a_way_that_finds_nothing_to_learn_does_not_end_the_comparison(
     assert "With 16 rollouts nothing is surely better than the model as it is." in result.stdout
 
 
-def test_a_way_that_fails_leaves_what_was_measured(
-    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_way_that_fails_leaves_what_was_measured(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> Any:
         raise AgentFailedError("all 8 rollouts failed")
 
