@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -70,10 +71,11 @@ def test_curve_is_a_picture_drawn_anew_when_there_is_more(tmp_path: Path) -> Non
 def test_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_atomically(path, b"old")
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "disk full")))
+    with pytest.raises(OSError, match="disk full") as failed:
         write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
+    assert failed.value.filename == str(path)
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("file", b"old")]
 
 
 def test_alarm_is_a_line_of_its_own_said_once_while_it_stands(tmp_path: Path) -> None:

@@ -155,13 +155,22 @@ def read(path: Path) -> list[Line]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a reader, or a crash, sees all of it or none of it."""
+    """Write a file so that a reader, or a crash, sees all of it or none of it.
+
+    Raises:
+        OSError: it can't be written; it names the file, and nothing is left of the try.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = str(path)  # the system names none where the disk is full
+        raise
 
 
 def _stays(line: Line, from_step: int) -> bool:
