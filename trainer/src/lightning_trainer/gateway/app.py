@@ -201,8 +201,7 @@ def create_app(
     receiver = OtlpReceiver(
         access=access, leases=leases, intake=intake, writer=writer, metrics=metrics, limits=limits, live=live
     )
-    key_status = lambda: app.state.key_status()  # noqa: E731, PLW0108 - it is set later, where keys are in files
-    health = Health(store, writer, embedded, forwarding, key_status)
+    health = Health(store, writer, embedded, forwarding, lambda: app.state.key_status())  # noqa: PLW0108 - set later
     surfaces: list[Surface] = [ChatSurface(), CompletionsSurface(), ResponsesSurface(conversations), MessagesSurface()]
     app.hot = {
         **{("POST", surface.path): gateway.on(surface) for surface in surfaces},
