@@ -19,10 +19,11 @@ from stores import ADD, Made, Said, calls_tool, make_store, read, says, user
 
 from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
 from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import REQUEST, RESPONSE
+from lightning_spans.schema.spans import ABANDONED, REQUEST, RESPONSE
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.cli import cli
 from lightning_trainer.export import choose, files
+from lightning_trainer.export import episodes as room
 from lightning_trainer.export.candidates import LineCandidate
 from lightning_trainer.export.export import Exported, export
 from lightning_trainer.export.wanted import Wanted
@@ -407,3 +408,114 @@ def test_the_commands_last_line_is_its_account(made: Made, tmp_path: Path) -> No
     assert "want all or none" in result.stderr
     failed = CliRunner().invoke(cli, [*arguments, "--agents", "nobody"])
     assert (failed.exit_code, "nobody" in failed.stderr) == (2, True)
+
+
+# What is no whole conversation.
+
+CHAT: dict[str, Any] = {"messages": [user("hi")]}
+DONE: dict[str, Any] = {"role": "assistant", "content": "hello"}
+
+
+def live(made: Made, request: dict[str, Any], response: dict[str, Any], **more: Any) -> None:
+    attributes = {REQUEST: json.dumps(request), RESPONSE: json.dumps(response), **more}
+    made.store.add_spans([a_span(operation="chat", agent="writer", origin="live", attributes=attributes)])
+
+
+def choice(message: dict[str, Any], reason: str | None = "stop") -> dict[str, Any]:
+    return {"id": "x", "choices": [{"index": 0, "message": message, "finish_reason": reason}]}
+
+
+def output(text: str, **more: Any) -> dict[str, Any]:
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+    return {"id": "x", "status": "completed", "output": [said], **more}
+
+
+INCOMPLETE: dict[str, Any] = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+FUNCTION_CALL: dict[str, Any] = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": ""}}
+
+
+@pytest.mark.parametrize(
+    ("request_", "response", "more", "reason"),
+    [
+        (CHAT, choice(DONE, None), {ABANDONED: True}, "the agent stopped reading the answer before its end"),
+        (CHAT, choice(DONE, "content_filter"), {}, "answer cut by a filter of its content"),
+        ({"input": "hi"}, output("he", **INCOMPLETE), {}, "answer cut at its longest"),
+        ({"input": "more", "previous_response_id": "r"}, output("hello"), {}, "its request names earlier messages"),
+        ({"input": "hi", "tools": [{"type": "web_search"}]}, output("hello"), {}, "a tool or a call that is no"),
+        ({"messages": [user("hi"), FUNCTION_CALL]}, choice(DONE), {}, "a tool or a call that is no function"),
+        ({"messages": [user("hi \ud83d")]}, choice(DONE), {}, "a text with half a character"),
+    ],
+)
+def test_what_is_no_whole_conversation_is_counted(
+    made: Made, tmp_path: Path, request_: dict[str, Any], response: dict[str, Any], more: dict[str, Any], reason: str
+) -> None:
+    live(made, request_, response, **more)
+    with pytest.raises(DataError, match=f"1: {reason}"):
+        run(made, tmp_path / "out.jsonl")
+
+
+def test_an_answer_that_ended_is_whole_though_the_agent_left_before_the_streams_end(made: Made, tmp_path: Path) -> None:
+    live(made, CHAT, choice(DONE), **{ABANDONED: True})
+    [line], _ = run(made, tmp_path / "out.jsonl")
+    assert line["messages"][-1] == DONE
+
+
+def test_a_request_of_anthropics_is_told_whole(made: Made, tmp_path: Path) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "add", "input": {"x": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "2"}
+    messages = [user("1+1?"), {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    tool = {"name": "add", "description": "Add.", "input_schema": {"type": "object"}}
+    request = {"system": "Be brief.", "messages": messages, "tools": [tool], "max_tokens": 9}
+    answer = {"type": "message", "content": [{"type": "text", "text": "2"}], "stop_reason": "end_turn"}
+    live(made, request, answer)
+    [line], _ = run(made, tmp_path / "out.jsonl")
+    assert [m["role"] for m in line["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert line["messages"][2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"x": 1}}
+    assert json.loads(line["tools"]) == [ADD]
+
+
+@pytest.mark.parametrize("written", ['{"n": 123456789012345678901234567890}', '{"n": NaN}'])
+def test_arguments_are_told_exactly(made: Made, tmp_path: Path, written: str) -> None:
+    called = calls_tool("a")
+    called["tool_calls"][0]["function"]["arguments"] = written
+    made.attempt({}, [Said([user("q")], called, tools=[ADD])], 1.0)
+    [line], _ = run(made, tmp_path / "out.jsonl")
+    told = line["messages"][-1]["tool_calls"][0]["function"]["arguments"]
+    assert told in (written, {"n": 123456789012345678901234567890})
+
+
+def test_spans_with_half_a_character_are_what_any_reader_takes(made: Made, tmp_path: Path) -> None:
+    live(made, {"messages": [user("q \ud83d")]}, choice(DONE))
+    [line], _ = run(made, tmp_path / "out.jsonl", format="openinference")
+    json.dumps(line, ensure_ascii=False).encode()  # or it raises
+    assert line["attributes"]["llm.input_messages.0.message.content"] == "q \\ud83d"
+
+
+def test_the_reward_of_spans_is_that_of_the_agents_named(made: Made, tmp_path: Path) -> None:
+    calls = [Said([user("q")], says("y")), Said([user("r")], says("z"), agent="other")]
+    made.attempt({}, calls, rewards=[(0.0, "writer", "run"), (1.0, "other", "run")])
+    with pytest.raises(DataError, match="reward below"):
+        run(made, tmp_path / "out.jsonl", format="openinference", agents=("writer",), min_reward=0.5)
+
+
+def test_a_line_is_not_lost_to_an_equal_one_of_a_validation(made: Made, tmp_path: Path) -> None:
+    made.attempt({"q": 1}, [Said([user("route")], says("a"))], 0.5)
+    made.attempt({"q": 2}, [Said([user("route")], says("a"))], 1.0, mode="val", group="v")
+    lines, _ = run(made, tmp_path / "out.jsonl")
+    assert [line["reward"] for line in lines] == [0.5]
+
+
+def test_an_attempt_that_begins_while_the_store_is_read_has_not_ended(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.attempt({"q": 1}, [Said([user("a")], says("b"))], 1.0)
+    whole = room.each_trace
+
+    def then_another(*given: Any, **options: Any) -> Any:
+        made.attempt({"q": 2}, [Said([user("c")], says("d"))], 1.0, mode="val")
+        return whole(*given, **options)
+
+    monkeypatch.setattr(room, "each_trace", then_another)
+    lines, done = run(made, tmp_path / "out.jsonl")
+    assert [line["messages"][0]["content"] for line in lines] == ["a"]
+    assert done.left_out == {"attempt has not ended": 1}

@@ -14,7 +14,7 @@ from lightning_trainer.export.branches import Branch, BranchCall, answers_in, br
 from lightning_trainer.export.chat import Message, UnreadableError, exchange, spoken
 from lightning_trainer.export.episodes import StoredEpisode, digest
 from lightning_trainer.export.files import Line
-from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.export.wanted import LEFT, Wanted
 from lightning_trainer.rl.account import CALL_FAILED, NO_TOKENS, NOT_SELECTED
 
 
@@ -83,23 +83,26 @@ def lines_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
 
 
 def _said(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> Iterator[BranchCall]:
+    left = episode.left
     for call in episode.calls:
         reason, said = episode.problem, None
         if wanted.agents is not None and not selects(wanted.agents, call.path):
             reason = NOT_SELECTED
         elif reason is None:
-            reason, said = _read(call, wanted)
+            reason, said = _read(call, wanted, left=call.span_id in left and call.finish_reason is None)
         if said is None:
             left_out[reason or CALL_FAILED] += 1
         else:
             yield said
 
 
-def _read(call: Transition, wanted: Wanted) -> tuple[str | None, BranchCall | None]:
+def _read(call: Transition, wanted: Wanted, *, left: bool) -> tuple[str | None, BranchCall | None]:
     if call.error is not None:
         return CALL_FAILED, None
     if wanted.format == "tokens":
         return (NO_TOKENS, None) if call.tokens is None else (None, BranchCall(call))
+    if left:
+        return LEFT, None
     try:
         return None, BranchCall(call, exchange(call))
     except UnreadableError as error:

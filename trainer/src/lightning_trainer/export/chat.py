@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_spans.schema.json import dumps, loads
+from lightning_spans.schema.json import dumps
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.export.wanted import CUT, NO_ANSWER, NO_MESSAGES, NOT_TEXT
+from lightning_trainer.export.asked import UnreadableError, asked
+from lightning_trainer.export.wanted import CUT, FILTERED, HALF, NO_ANSWER, NO_FUNCTION, NO_MESSAGES, NOT_TEXT
 from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.request.arguments import as_data
 from lightning_trainer.gateway.surfaces.responses_request import messages_of_input
 
 Message = dict[str, Any]
 THOUGHTS: Final = "reasoning_content"
 _OTHER_THOUGHTS: Final = "reasoning"  # as newer vLLM and OpenRouter name it
+_CUT: Final = {"length": CUT, "max_output_tokens": CUT, "content_filter": FILTERED}
 _KEPT = ("name", "tool_call_id", THOUGHTS)
-
-
-class UnreadableError(Exception):
-    """A call can't be told as a conversation; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,35 +48,35 @@ def exchange(call: Transition) -> CallChat:
     Raises:
         UnreadableError: it has no messages, one that is no text, or no whole answer.
     """
-    messages = _asked(call.request)
-    if call.finish_reason == "length":
-        raise UnreadableError(CUT)
+    messages, tools = asked(call.request)
+    if call.finish_reason in _CUT:
+        raise UnreadableError(_CUT[call.finish_reason])
     said = call.message
     if isinstance(said.get("output"), list):
-        output = _items(said["output"], NO_ANSWER)
-        said = output[-1]
+        said = _said_in(said["output"])
     answer = plain({**said, "role": "assistant"})
     if not answer["content"] and not answer.get("tool_calls"):
         raise UnreadableError(NO_ANSWER)
-    return CallChat(tuple(plain(message) for message in messages), answer, _tools(call.request))
+    found = CallChat(tuple(plain(message) for message in messages), answer, tuple(tools))
+    if not is_text([*found.whole, *tools]):
+        raise UnreadableError(HALF)
+    return found
 
 
-def _asked(request: Mapping[str, Any]) -> list[Any]:
-    messages = request.get("messages")
-    if messages is None and "input" in request:
-        instructions = request.get("instructions")
-        system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
-        messages = [*system, *_items(request["input"], NO_MESSAGES)]
-    if not isinstance(messages, list) or not messages:
-        raise UnreadableError(NO_MESSAGES)
-    return messages
-
-
-def _items(items: Any, reason: str) -> list[Message]:
+def _said_in(output: list[Any]) -> Message:
     try:
-        return messages_of_input(items)
+        return messages_of_input(output)[-1]
     except Refusal:
-        raise UnreadableError(reason) from None
+        raise UnreadableError(NO_ANSWER) from None
+
+
+def is_text(value: Any) -> bool:
+    """Whether UTF-8 can hold all of it: not half of an emoji, which no tokenizer and few readers take."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def plain(message: Any) -> Message:
@@ -88,6 +87,8 @@ def plain(message: Any) -> Message:
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise UnreadableError(NO_MESSAGES)
+    if message.get("function_call"):  # of before there were tools: no template writes it
+        raise UnreadableError(NO_FUNCTION)
     found: Message = {"role": message["role"], "content": _text(message.get("content"))}
     found |= {name: message[name] for name in _KEPT if message.get(name) is not None}
     if THOUGHTS not in found and isinstance(message.get(_OTHER_THOUGHTS), str):
@@ -114,23 +115,9 @@ def _tool_call(call: Any) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UnreadableError(NO_MESSAGES)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError):  # what the model wrote is no JSON: it stays text, as in the gateway's prompts
-            arguments = loads(arguments or "{}")
+    arguments = as_data(function.get("arguments") or "{}")  # what is no JSON stays text, as in the gateway's prompts
     named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _tools(request: Mapping[str, Any]) -> tuple[Any, ...]:
-    tools = request.get("tools")
-    if not isinstance(tools, list):
-        return ()
-    return tuple(
-        tool if "function" in tool else {"type": "function", "function": {n: v for n, v in tool.items() if n != "type"}}
-        for tool in tools
-        if isinstance(tool, Mapping)
-    )
 
 
 def spoken(messages: Sequence[Message]) -> list[bytes]:

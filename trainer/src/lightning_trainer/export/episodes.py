@@ -13,6 +13,7 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.agents import earns
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.rewards import Reward
+from lightning_spans.schema.spans import ABANDONED
 from lightning_spans.schema.transitions import Transition
 from lightning_spans.store import Store
 from lightning_spans.store.protocol import Where, each
@@ -54,6 +55,11 @@ class StoredEpisode:
         """What it was recorded for."""
         return self.trace.nodes[0].span.origin if self.trace.nodes else ""
 
+    @property
+    def left(self) -> frozenset[str]:
+        """Spans of the model calls whose answer the agent did not read to its end."""
+        return frozenset(node.span.span_id for node in self.trace.chats if node.span.attributes.get(ABANDONED))
+
     def reward_of(self, path: str | None, sources: tuple[str, ...] | None) -> float | None:
         """Add up what the agent of a path earned: the attempt's rewards, its own, and those of its calls.
 
@@ -81,7 +87,7 @@ def episodes(store: Store, wanted: Wanted) -> Iterator[StoredEpisode]:
     attempts = {each_.attempt_id: each_ for each_ in each(store, AttemptRecord, where)}
     newest = _newest(attempts)
     for trace in each_trace(store, origin=wanted.origin, rollout_ids=wanted.rollout_ids):
-        attempt = attempts.get(trace.attempt_id or "")
+        attempt = attempts.get(trace.attempt_id or "") or _begun_since(store, trace)
         calls = tuple(hooks.manager().hook.lightning_adapt(trace=trace) or ())
         opening = _opening(calls)
         task = None if attempt is None else digest(_named(attempt.rollout.task, wanted.task_fields))
@@ -99,6 +105,14 @@ def episodes(store: Store, wanted: Wanted) -> Iterator[StoredEpisode]:
 def digest(value: Any) -> str:
     """Return text that is the same for the same JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _begun_since(store: Store, trace: Trace) -> AttemptRecord | None:
+    """Return the attempt of a trace that was not there when the attempts were read, as one that has not ended."""
+    if trace.attempt_id is None:
+        return None
+    found = list(each(store, AttemptRecord, Where(attempt_ids=[trace.attempt_id])))
+    return replace(found[0], status="running") if found else None
 
 
 def _newest(attempts: Mapping[str, AttemptRecord]) -> dict[str, str]:

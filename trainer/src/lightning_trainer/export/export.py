@@ -127,8 +127,6 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
         ]
         _check(wanted, seen)
         kept = choose.by_reward(candidates, wanted, left_out)
-        if wanted.format != "dpo":
-            kept = choose.once(kept, left_out)
         parts = choose.split(kept, wanted, left_out, seen.played)
         if wanted.format == "dpo":
             training, held_out = (pairs.pairs(part, wanted, left_out) for part in (parts.training, parts.held_out))
@@ -138,7 +136,9 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
                 left_out=left_out,
             )
             return
-        yield _selection(spool, (_places(parts.training), _places(parts.held_out)), left_out)
+        # Equal lines are left out of each part by itself: the better one may be held out, or of a validation.
+        training_once, held_out_once = (choose.once(part, left_out) for part in (parts.training, parts.held_out))
+        yield _selection(spool, (_places(training_once), _places(held_out_once)), left_out)
 
 
 @dataclass(frozen=True, slots=True)

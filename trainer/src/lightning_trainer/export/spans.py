@@ -12,6 +12,7 @@ from openinference.semconv.trace import SpanAttributes
 from lightning_spans.record.delivery.openinference import shown
 from lightning_spans.schema.agents import selects
 from lightning_trainer.export import wanted as reasons
+from lightning_trainer.export.chat import is_text
 from lightning_trainer.export.episodes import StoredEpisode
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import Wanted
@@ -31,7 +32,7 @@ def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
         whole = [reward for reward in episode.trace.rewards if reward.span_id is None] if node.parent is None else []
         rewards = [{"source": r.source, "agent": r.agent, "value": r.value} for r in (*whole, *own)]
         attributes: dict[str, Any] = dict(span.attributes)
-        yield {
+        yield _writable({
             "name": span.name,
             "span_kind": attributes[SpanAttributes.OPENINFERENCE_SPAN_KIND],
             "context": {"trace_id": span.trace_id, "span_id": span.span_id},
@@ -47,7 +48,7 @@ def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
             "policy_version": node.policy_version,
             "origin": span.origin,
             "rewards": rewards,
-        }
+        })  # fmt: skip
 
 
 def _why_not(episode: StoredEpisode, wanted: Wanted) -> str | None:
@@ -57,11 +58,27 @@ def _why_not(episode: StoredEpisode, wanted: Wanted) -> str | None:
         return reasons.NOT_CHOSEN
     if wanted.min_reward is None:
         return None
-    earned = [episode.reward_of(name, wanted.sources) for name in names or (None,)]
+    named = [name for name in names if wanted.agents is None or selects(wanted.agents, name)]
+    earned = [episode.reward_of(name, wanted.sources) for name in named or (None,)]
     known = [reward for reward in earned if reward is not None]
     if not known:
         return reasons.NO_REWARD
     return reasons.LOW_REWARD if max(known) < wanted.min_reward else None
+
+
+def _writable(line: Line) -> Line:
+    """Write half a character, as of an emoji that was cut, as its escape: readers of files refuse it."""
+    if is_text(line):
+        return line
+    return {name: _escaped(value) for name, value in line.items()}
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(name): _escaped(each) for name, each in value.items()}
+    return [_escaped(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _time(ns: int) -> str:

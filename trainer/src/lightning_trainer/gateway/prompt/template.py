@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-import orjson
-
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.formats import probe
 from lightning_trainer.gateway.formats.frames import HERMES, CallFrame, frame_of
@@ -20,6 +18,7 @@ from lightning_trainer.gateway.formats.table import NAMES, NONE, Format, Thinkin
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.marked_text import MarkedText
 from lightning_trainer.gateway.prompt.plain_text import PlainText
+from lightning_trainer.gateway.request.arguments import as_data, as_text
 
 Message = Mapping[str, Any]
 Switches = Mapping[str, Any]  # variables of the template's own, such as enable_thinking
@@ -297,9 +296,9 @@ class ChatFormat:
 
     def _call(self, call: Message, form: probe.Form) -> dict[str, Any]:
         function = call["function"]
-        arguments = _data(function.get("arguments", "{}"))
-        if form.arguments == "text" and not isinstance(arguments, str):
-            arguments = orjson.dumps(arguments).decode()
+        arguments = as_data(function.get("arguments", "{}"))  # data, so that a template's `tojson` writes them as such
+        if form.arguments == "text":
+            arguments = as_text(arguments)
         out = {"type": "function", **call, "function": {**function, "arguments": arguments}}
         if self.calls is not None and self.calls.nine_letters:
             out["id"] = _nine_letters(str(call.get("id")))
@@ -342,13 +341,3 @@ def joined(content: Any) -> str:
     if isinstance(content, list):
         return "\n".join(part["text"] if part["type"] == "text" else part["refusal"] for part in content)
     return content or ""
-
-
-def _data(arguments: Any) -> Any:
-    """Read arguments given as JSON text, so that a template's ``tojson`` writes them as data; other text stays text."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        return arguments
