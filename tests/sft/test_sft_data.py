@@ -10,7 +10,7 @@ import pytest
 
 from lightning_spans.errors import DataError
 from lightning_trainer.sft.batches import batches, held_out, named
-from lightning_trainer.sft.data import conversation, read_file
+from lightning_trainer.sft.data import conversation, preferred, read_file
 
 USER, DONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
@@ -130,3 +130,33 @@ def test_every_epoch_takes_every_row_once() -> None:
     assert [sorted(taken[:10]), sorted(taken[10:])] == [list(range(10))] * 2
     assert taken[:10] != taken[10:]
     assert taken == [row for batch in batches(rows, 4, 5, seed=3) for row in batch]
+
+
+SAID: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"messages": SAID, "answers": [7]},
+        {"messages": SAID, "answers": [0]},
+        {"messages": SAID, "reward": float("nan")},
+        {"messages": SAID, "tools": {"type": "function"}},
+        {"input_ids": [1, 2, 3], "labels": [-100, 9, 9]},
+        {"input_ids": ["1", 2.5], "labels": [-100, 2]},
+    ],
+)
+def test_a_line_that_says_something_else_than_it_holds_is_refused(line: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="line 1: "):
+        conversation(line, "f.jsonl, line 1")
+
+
+def test_conversations_beside_their_prompt_hold_it_once() -> None:
+    sides = {name: [SAID[0], {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    pair = preferred({"prompt": "a", **sides}, "x")
+    assert [len(pair.chosen.messages), pair.chosen.answers] == [2, (1,)]
+
+
+def test_a_pair_with_too_few_rewards_is_told() -> None:
+    with pytest.raises(DataError, match="Wanted: prompt"):
+        preferred({"prompt": "a", "chosen": "b", "rejected": "c", "rewards": [1]}, "x")

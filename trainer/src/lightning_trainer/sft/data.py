@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,8 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
     try:
         messages, answers = _said(line)
         ids, labels = _tokens(line)
+        if any(not 0 <= at < len(messages) or messages[at]["role"] != "assistant" for at in answers):
+            raise ValueError(f"answers are {answers}, which are no places of the assistant's messages")
         if ids is None and not answers:
             raise DataError(f"{source}: the assistant says nothing in it: {_fields(line)}. Wanted: {WANTED}.")
         return Example(
@@ -170,12 +173,20 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
             labels=labels,
             agent=line.get("agent") if isinstance(line.get("agent"), str) else None,
             agent_path=line.get("agent_path"),
-            reward=line.get("reward") if isinstance(line.get("reward"), (int, float)) else None,
+            reward=_reward(line.get("reward")),
             group=next((line[name] for name in ("group_id", "rollout_id") if isinstance(line.get(name), str)), None),
             source=source,
         )
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{source}: {error}. It has {_fields(line)}. Wanted: {WANTED}.") from None
+
+
+def _reward(value: Any) -> float | None:
+    if not isinstance(value, (int, float)):
+        return None
+    if not math.isfinite(value):
+        raise ValueError(f"reward is {value}")
+    return value
 
 
 def _fields(line: Mapping[str, Any]) -> str:
@@ -251,7 +262,9 @@ def _answers(messages: Sequence[Message]) -> list[int]:
 
 def _tools(value: Any) -> tuple[Any, ...]:
     tools = json.loads(value) if isinstance(value, str) and value else value
-    return tuple(_known(tools)) if tools else ()
+    if tools and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise ValueError("tools is no list of objects")
+    return tuple(_known(list(tools))) if tools else ()
 
 
 def _tokens(line: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -260,7 +273,11 @@ def _tokens(line: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int,
         return None, None
     if len(ids) != len(labels):
         raise ValueError(f"{len(ids)} input_ids, but {len(labels)} labels")
-    return tuple(int(each) for each in ids), tuple(int(each) for each in labels)
+    if any(type(each) is not int for each in (*ids, *labels)):
+        raise ValueError("input_ids and labels are whole numbers")
+    if any(label >= 0 and label != token for token, label in zip(ids, labels, strict=True)):
+        raise ValueError("labels are neither below 0 nor the input_ids at their places")
+    return tuple(ids), tuple(labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +308,10 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
     """
     try:
         asked = _messages(line["prompt"], "user") if line.get("prompt") else []
-        sides = [[*asked, *_messages(line[name], "assistant")] for name in ("chosen", "rejected")]
+        told = [_messages(line[name], "assistant") for name in ("chosen", "rejected")]
+        if asked and all(side[: len(asked)] == asked for side in told):  # whole conversations beside their prompt
+            told = [side[len(asked) :] for side in told]
+        sides = [[*asked, *side] for side in told]
         common = next((place for place, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
         first = len(asked) or common
         made = []
@@ -308,7 +328,7 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
                 raise ValueError(f"{name} holds no answer of its own")
             made.append(conversation(own, source))
         return Preferred(*made)
-    except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (UnreadableError, ValueError, TypeError, LookupError, AttributeError) as error:
         said = f"there is no {error}" if isinstance(error, KeyError) else error
         wanted = "prompt, chosen and rejected, as text or messages"
         raise DataError(f"{source}: {said}. It has {_fields(line)}. Wanted: {wanted}.") from None

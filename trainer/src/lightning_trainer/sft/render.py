@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lightning_trainer.export.chat import is_text
+from lightning_trainer.export.wanted import HALF
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.sft.data import Example
@@ -65,6 +67,8 @@ class Renderer:
             return [Rendered(list(said.ids), [False, *learned[1:]], recorded=True)]
         if not said.messages:
             raise UnrenderableError(OTHER_TOKENIZER)
+        if not is_text([*said.messages, *said.tools]):
+            raise UnrenderableError(HALF)
         try:
             return list(self._written(said))
         except Refusal as error:

@@ -37,7 +37,7 @@ from lightning_trainer.sft.data import (
     read_lines_of_store,
     read_pairs,
 )
-from lightning_trainer.sft.dpo import BETA, Dpo, matched
+from lightning_trainer.sft.dpo import BETA, ONE_LEFT_OUT, Dpo, matched
 from lightning_trainer.sft.fit import CHECKPOINT, Fit, Fitted, schedule
 from lightning_trainer.sft.render import Renderer
 
@@ -217,7 +217,12 @@ def _task(config: SftConfig, learner: Learner, data: Data) -> _Task:
     pairs, left_out = matched(rows, _rows(anything, learner, data.worse[0]))
     held: list[tuple[Row, Row]] = []
     if looked_at.rows:
-        held, more = matched(looked_at, _held_out_rows(anything, learner, data.worse[1]))
+        try:
+            held, more = matched(looked_at, _held_out_rows(anything, learner, data.worse[1]))
+        except DataError:
+            if config.val is not None:
+                raise
+            held, more = [], Counter({ONE_LEFT_OUT: len(looked_at.rows)})  # nothing is looked at then
         left_out += more
         held = [(_renamed(chosen), _renamed(rejected)) for chosen, rejected in held]
     dpo = Dpo(learner, [*pairs, *held], config.beta or BETA)
