@@ -21,7 +21,7 @@ from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
 from lightning_trainer.sft.config import RoundsConfig
-from lightning_trainer.sft.rounds.rejection import rejection_sampling
+from lightning_trainer.sft.rounds.rejection import _again, rejection_sampling
 
 MORE = """
 
@@ -159,3 +159,10 @@ def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
     again = CliRunner().invoke(cli, ["sft", "--resume", "cut"])
     assert "has no rounds to go on with" in again.output
     assert again.exit_code == 2
+
+
+def test_rounds_that_go_on_sweep_what_a_killed_life_left_half_written(tmp_path: Path) -> None:
+    for name in (".checkpoint.7", ".checkpoint-2.7", "checkpoint-1"):
+        (tmp_path / name).mkdir()
+    with _again(tmp_path):
+        assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -115,6 +116,8 @@ def _resumable(folder: Path, data: str) -> RoundsState:
 @contextmanager
 def _again(folder: Path) -> Iterator[Path]:
     with held(folder):
+        for left in folder.glob(f".{CHECKPOINT}*"):  # half-written by a life that was killed
+            shutil.rmtree(left)
         yield folder
 
 
