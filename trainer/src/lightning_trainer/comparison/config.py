@@ -13,6 +13,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.evaluation.subjects import Endpoint
+from lightning_trainer.judging import JUDGE
 
 METHODS: Final = ("rl", "sft", "prompts")
 ASKED_NAME: Final = "compare.json"  # in the comparison's folder
@@ -70,6 +71,8 @@ class CompareConfig:
                 " a task (--group-size). Give more, or fewer --rounds."
             )
         if "prompts" in self.methods:
+            if self.train.judge or self.train.reward == JUDGE:
+                raise ConfigError("prompts can't be chosen by a judge yet. Leave it out: --methods rl,sft.")
             if self.reflect is None:
                 raise ConfigError("prompts needs a model that proposes them: --reflect [MODEL=]URL.")
             if find_spec("gepa") is None:

@@ -13,6 +13,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
 from lightning_trainer.models import look
+from lightning_trainer.outgoing import bearer
 from lightning_trainer.policies import ADAPTERS_NAME, Policies, parse
 from lightning_trainer.run.state import NEWEST
 
@@ -196,14 +197,14 @@ def only_model(subject: Endpoint) -> str:
     """
     import httpx
 
-    headers = {"authorization": f"Bearer {subject.key}"} if subject.key else {}
+    headers = bearer(subject.key, f"the file or variable for {subject.url}")
     try:
         answer = httpx.get(f"{subject.url}/models", headers=headers, timeout=_PROBE_S)
         answer.raise_for_status()
         names = [str(model["id"]) for model in answer.json()["data"]]
     except httpx.TransportError as error:
         raise ConfigError(f"endpoint {subject.url} can't be reached: {error}. Is it running?") from None
-    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"endpoint {subject.url} does not say which models it has ({str(error).splitlines()[0]}). Name one with"
             " --model, and give its key in LIGHTNING_UPSTREAM_KEY or --endpoint-key where it wants one."

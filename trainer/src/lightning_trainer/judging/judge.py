@@ -27,6 +27,7 @@ from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore, ask, key_o
 from lightning_trainer.judging.options import JudgeOptions
 from lightning_trainer.judging.spans import ASKED, ATTEMPTS, EVALUATE, EXPLANATION, NAME, SCORE
 from lightning_trainer.judging.transcript import Entries, entries_of
+from lightning_trainer.outgoing import bearer
 from lightning_trainer.rl.rollouts import Outcome
 
 CACHE_NAME: Final = "judge.jsonl"
@@ -54,9 +55,8 @@ class GroupJudge:
     ) -> None:
         import httpx
 
-        key = key_of(options)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(headers=headers, timeout=options.timeout_s)
+        headers = bearer(key_of(options), str(options.key_file or "LIGHTNING_JUDGE_KEY"))
+        self._client = httpx.Client(headers=headers)
         self._send = send or (lambda options, attempts: ask(self._client, options, attempts))
         self._options = options
         self._store = store
@@ -101,10 +101,8 @@ class GroupJudge:
         traces = {trace.attempt_id: trace for trace in traces_of(self._store, attempt_ids=ids)}
         told = [entries_of(traces[attempt_id]) for attempt_id in ids]
         different = list(dict.fromkeys(told))
-        passes = [
-            self._verdict(different, f"{outcomes[0].rollout.group_id.rpartition(':')[2]}/{number}", ids)
-            for number in range(self._options.passes)
-        ]
+        group = outcomes[0].rollout.group_id.rpartition(":")[2]
+        passes = [self._verdict(different, group, number, ids) for number in range(self._options.passes)]
         if problem := next((found for found in passes if isinstance(found, str)), None):
             return [replace(outcome, unjudged=f"the judge gave no verdict: {problem}") for outcome in outcomes]
         verdicts = [found for found, _ in (each for each in passes if not isinstance(each, str))]
@@ -118,12 +116,11 @@ class GroupJudge:
         return [replace(outcome, rewards=(*outcome.rewards, reward)) for outcome, reward, _ in rewarded]
 
     def _verdict(
-        self, told: Sequence[Entries], name: str, attempt_ids: Sequence[str]
+        self, told: Sequence[Entries], group: str, number: int, attempt_ids: Sequence[str]
     ) -> tuple[dict[Entries, JudgeScore], str | None] | str:
         """Return the score of each rollout that is told and the trace it was asked in (None: before), or why not."""
-        order = list(told)
-        random.Random(f"{self._seed}/{name}").shuffle(order)
-        key = self._key(told, name.rpartition("/")[2])
+        order = self._order(told, group, number)
+        key = self._key(told, str(number))
         with self._lock:
             known = self._known.get(key)
         if known is not None:
@@ -136,6 +133,13 @@ class GroupJudge:
         verdict = dict(zip(order, answer.scores, strict=True))
         self._keep(key, {_digest(entries): score for entries, score in verdict.items()})
         return verdict, asked.trace_id
+
+    def _order(self, told: Sequence[Entries], group: str, number: int) -> list[Entries]:
+        """Return rollouts in the order of a pass: after as many passes as there are rollouts, each was first once."""
+        turn, first = divmod(number, len(told))
+        order = list(told)
+        random.Random(f"{self._seed}/{group}/{turn}").shuffle(order)
+        return [*order[first:], *order[:first]]
 
     def _key(self, told: Sequence[Entries], number: str) -> str:
         """Name what is judged, in whatever order it comes."""
@@ -216,7 +220,11 @@ def _read(path: Path | None) -> dict[str, dict[str, JudgeScore]]:
     found: dict[str, dict[str, JudgeScore]] = {}
     if path is None or not path.exists():
         return found
-    for text in path.read_text(encoding="utf-8").split("\n"):
+    lines = path.read_text(encoding="utf-8").split("\n")
+    if lines[-1]:
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")  # else the next line would be lost with this one
+    for text in lines:
         with suppress(ValueError, KeyError, TypeError):
             line = json.loads(text)
             found[line["key"]] = {name: JudgeScore(*score) for name, score in line["scores"].items()}

@@ -10,6 +10,7 @@ from typing import Any, Final, get_type_hints
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.judging import JUDGE
+from lightning_trainer.outgoing import is_url
 
 RUBRIC: Final = (
     "Judge by the result first: an attempt that reaches the goal is better than one that does not. Among those that do"
@@ -100,7 +101,7 @@ def _is_number(value: Any, kind: Any) -> bool:
 
 
 def _check(options: JudgeOptions) -> None:
-    if not options.endpoint.startswith(("http://", "https://")):
+    if not is_url(options.endpoint):
         raise ConfigError(
             f"judge: endpoint {options.endpoint!r} is no URL. Give one, such as http://127.0.0.1:8000/v1."
         )

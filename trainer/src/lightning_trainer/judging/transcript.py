@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
 
 Entries: TypeAlias = tuple[str, ...]  # what happened, in order, each as a line that says who
-_CUT: Final = "\n[... {count} characters left out ...]\n"
+_CUT: Final = "\n[... {count} characters left out ...] "  # what follows begins no line of its own
 
 
 def entries_of(trace: Trace) -> Entries:

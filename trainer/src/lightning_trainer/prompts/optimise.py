@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer.evaluation.subjects import AsItIs, Endpoint, Subject
+from lightning_trainer.judging import JUDGE
 from lightning_trainer.prompts import journal, result
 from lightning_trainer.prompts.adapter import SpansAdapter
 from lightning_trainer.prompts.reading import Prompt, read_prompts
@@ -113,6 +114,8 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
     progress = progress or Silent()
     if find_spec("gepa") is None:
         raise ConfigError('this needs gepa, not installed here. Run: pip install "lightning-trainer[prompts]"')
+    if config.reward == JUDGE:
+        raise ConfigError("prompts can't be chosen by a judge yet. Give --reward module:function.")
     train, val = _tasks(config)
     folder = config.out.with_name(f"{config.out.name}.search")
     state = _begin(folder, train, val, config, resume=resume)

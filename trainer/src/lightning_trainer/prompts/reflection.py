@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-import json
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError, LightningError
-from lightning_spans.record.unrecorded import asked_by_training
 from lightning_trainer.evaluation.subjects import Endpoint, endpoint, only_model
+from lightning_trainer.outgoing import bearer, post_json
 from lightning_trainer.prompts.journal import Journal
 
 PROPOSAL: Final = "proposal"
 TIMEOUT_S: Final = 300.0
+ORIGIN: Final = "--reflect-key or LIGHTNING_REFLECT_KEY"
 _TRIES: Final = 3
+_PAUSE_S: Final = 0.5
+_UNREADABLE: Final = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)  # fmt: skip - of an answer that is none
 
 
 def read_reflection(text: str, key_file: Path | None) -> Endpoint:
     """Read ``URL`` or ``MODEL=URL``; a server that has but one model is asked for that one.
 
     Raises:
-        ConfigError: it is neither, or can't be reached.
+        ConfigError: it is neither, or can't be reached, or the key can't be sent.
     """
     if key_file is not None:
         try:
@@ -31,6 +42,7 @@ def read_reflection(text: str, key_file: Path | None) -> Endpoint:
             raise ConfigError(f"key file {key_file} can't be read: {error}.") from None
     else:
         key = os.environ.get("LIGHTNING_REFLECT_KEY")
+    bearer(key, ORIGIN)  # or refuse
     model, equals, url = text.partition("=")
     named = bool(equals) and url.startswith(("http://", "https://")) and "/" not in model
     found = endpoint(url, model=model, key=key) if named else endpoint(text, key=key)
@@ -76,17 +88,13 @@ class Reflection:
         import httpx
 
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        headers = {"authorization": f"Bearer {self.at.key}"} if self.at.key else {}
-        headers["content-type"] = "application/json"
-        # As ASCII: what was recorded may hold half of a character, which UTF-8 has not.
-        body = json.dumps({"model": self.at.model, "messages": messages}).encode("ascii")
+        body, url = {"model": self.at.model, "messages": messages}, f"{self.at.url}/chat/completions"
         problem, tokens = "", 0
-        for _ in range(_TRIES):
+        for number in range(_TRIES):
+            time.sleep(_PAUSE_S * number)
             try:
-                with asked_by_training():
-                    answer = httpx.post(
-                        f"{self.at.url}/chat/completions", content=body, headers=headers, timeout=TIMEOUT_S
-                    )
+                with httpx.Client(headers=bearer(self.at.key, ORIGIN)) as client:
+                    answer = post_json(client, url, body, within_s=TIMEOUT_S)
                 if answer.status_code == 200:
                     found = answer.json()
                     tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
@@ -96,8 +104,8 @@ class Reflection:
                     problem = "it answered no text"
                 else:
                     problem = f"it answered {answer.status_code}: {answer.text[:300]}"
-                    if 400 <= answer.status_code < 500 and answer.status_code != 429:
+                    if 400 <= answer.status_code < 500 and answer.status_code not in (408, 429):
                         break
-            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            except (httpx.HTTPError, *_UNREADABLE) as error:
                 problem = f"{type(error).__name__}: {error}"
         raise LightningError(f"the model that reflects, at {self.at.url}, gave no proposal: {problem}")

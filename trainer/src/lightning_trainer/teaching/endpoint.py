@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_spans.errors import ConfigError, LightningError
-from lightning_spans.record.unrecorded import asked_by_training
 from lightning_trainer.gateway.http.masking import remember
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.gateway.upstream.upstream import parse_upstream
+from lightning_trainer.outgoing import bearer, post_json
 
 if TYPE_CHECKING:
     import httpx
@@ -44,7 +44,7 @@ class EndpointTeacher:
         text: ``MODEL=URL``.
 
     Raises:
-        ConfigError: it is not of this form.
+        ConfigError: it is not of this form, or the key in LIGHTNING_TEACHER_KEY can't be sent.
     """
 
     def __init__(self, text: str) -> None:
@@ -53,8 +53,7 @@ class EndpointTeacher:
         upstream, key = parse_upstream(text), os.environ.get(KEY)
         remember(key)
         self._model, self._url = upstream.model, upstream.url
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(headers=headers, timeout=_SILENCE_S)
+        self._client = httpx.Client(headers=bearer(key, KEY))
         self._pool = ThreadPoolExecutor(_AT_ONCE, "teacher")
 
     def check(self, tokenizer: Any, longest: int) -> None:
@@ -110,8 +109,8 @@ class EndpointTeacher:
             told = answer["choices"][0]["prompt_logprobs"]
             if len(told) != len(ids):
                 raise ValueError(f"{len(told)} log-probabilities for {len(ids)} tokens")
-            found = np.array([told[place][str(ids[place])]["logprob"] for place in np.flatnonzero(row.mask)], "f8")
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            found = np.array([_number(told[place][str(ids[place])]["logprob"]) for place in np.flatnonzero(row.mask)])
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise TeacherError(
                 f"the teacher at {self._url} gave no log-probabilities of a prompt ({type(error).__name__}: {error})."
                 " It must be a vLLM server, which knows prompt_logprobs."
@@ -134,8 +133,7 @@ class EndpointTeacher:
         for number in range(_TRIES):
             time.sleep(_PAUSE_S * number)
             try:
-                with asked_by_training():
-                    answer = self._client.post(url, json=body)
+                answer = post_json(self._client, url, body, within_s=_SILENCE_S)
             except httpx.HTTPError as problem:
                 error = f"the teacher can't be reached: {type(problem).__name__}: {problem}"
                 continue
@@ -147,8 +145,14 @@ class EndpointTeacher:
         raise TeacherError(error)
 
 
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"{repr(value)[:40]} is no number")
+    return float(value)
+
+
 def _json(answer: httpx.Response) -> Any:
     try:
         return answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         raise TeacherError(f"the teacher's server sent no JSON: {answer.text[:300]}") from None

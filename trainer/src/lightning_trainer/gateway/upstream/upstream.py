@@ -33,6 +33,7 @@ from lightning_trainer.gateway.upstream.errors import BrokenError, failed, objec
 from lightning_trainer.gateway.upstream.parameters import refuse_unknown
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.token_path import Route, TokenPath
+from lightning_trainer.outgoing import is_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -101,10 +102,9 @@ def parse_provider(url: str, *, key: str | None = None) -> Upstream:
 
 
 def _base_url(url: str, text: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.netloc:
+    if not is_url(url):
         raise ConfigError(f"upstream {text!r}: must be MODEL=URL, such as policy=http://127.0.0.1:8000/v1")
-    return url.rstrip("/") if parts.path.strip("/") else f"{url.rstrip('/')}/v1"
+    return url.rstrip("/") if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
 class UpstreamPolicy:

@@ -1,0 +1,72 @@
+"""Requests to servers of others: an address that is one, a key that a header can carry, an answer that has an end."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from lightning_spans.errors import ConfigError
+from lightning_spans.record.unrecorded import asked_by_training
+
+if TYPE_CHECKING:
+    import httpx
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is an address that can be asked over HTTP."""
+    import httpx
+
+    try:
+        url = httpx.URL(text)
+        return url.scheme in {"http", "https"} and bool(url.host) and (url.port or 0) < 2**16
+    except (httpx.InvalidURL, ValueError):  # idna's errors are ValueErrors
+        return False
+
+
+def bearer(key: str | None, origin: str) -> dict[str, str]:
+    """Return the header of a key; none where there is no key.
+
+    Args:
+        key: as it was given.
+        origin: where it comes from, for the error, which does not show it.
+
+    Raises:
+        ConfigError: no header can carry it.
+    """
+    key = (key or "").strip()
+    if not key:
+        return {}
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"the key in {origin} has a line break or letters that no key has. Give the key alone.")
+    return {"authorization": f"Bearer {key}"}
+
+
+def post_json(client: httpx.Client, url: str, body: dict[str, Any], *, within_s: float) -> httpx.Response:
+    """Post a body, and return the whole answer.
+
+    A client's time-out is that of each piece of an answer, so a server that sends blanks while it works would be
+    waited for without end: here the whole of it has to be there.
+
+    Args:
+        client: its own time-out is of no account.
+        url: where to.
+        body: sent as ASCII: what was recorded may hold half of a character, which UTF-8 has not.
+        within_s: seconds, of the answer as a whole and of each piece of it.
+
+    Raises:
+        httpx.HTTPError: there was none, or none within this time.
+    """
+    import httpx
+
+    headers, content = {"content-type": "application/json"}, json.dumps(body).encode("ascii")
+    end, pieces = time.monotonic() + within_s, []
+    with (
+        asked_by_training(),
+        client.stream("POST", url, content=content, headers=headers, timeout=within_s) as answer,
+    ):
+        for piece in answer.iter_bytes():
+            pieces.append(piece)
+            if time.monotonic() > end:
+                raise httpx.ReadTimeout(f"its answer was not whole after {within_s:g} seconds")
+    return httpx.Response(answer.status_code, content=b"".join(pieces))
