@@ -10,8 +10,9 @@ from typing import Any
 from lightning_spans.schema.agents import label, selects
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.transitions import Transition
+from lightning_trainer.export.asked import UnreadableError
 from lightning_trainer.export.branches import Branch, BranchCall, answers_in, branches, messages_of, tokens_of
-from lightning_trainer.export.chat import Message, UnreadableError, exchange, spoken
+from lightning_trainer.export.chat import Message, exchange, spoken
 from lightning_trainer.export.episodes import StoredEpisode, digest
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import LEFT, Wanted

@@ -32,7 +32,7 @@ def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
         whole = [reward for reward in episode.trace.rewards if reward.span_id is None] if node.parent is None else []
         rewards = [{"source": r.source, "agent": r.agent, "value": r.value} for r in (*whole, *own)]
         attributes: dict[str, Any] = dict(span.attributes)
-        yield _writable({
+        line: Line = {
             "name": span.name,
             "span_kind": attributes[SpanAttributes.OPENINFERENCE_SPAN_KIND],
             "context": {"trace_id": span.trace_id, "span_id": span.span_id},
@@ -48,7 +48,8 @@ def spans_of(episode: StoredEpisode, wanted: Wanted, left_out: Counter[str]) -> 
             "policy_version": node.policy_version,
             "origin": span.origin,
             "rewards": rewards,
-        })  # fmt: skip
+        }
+        yield _writable(line)
 
 
 def _why_not(episode: StoredEpisode, wanted: Wanted) -> str | None:

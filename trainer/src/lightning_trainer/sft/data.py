@@ -12,7 +12,8 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.schema.agents import path_of
 from lightning_spans.schema.json import loads
-from lightning_trainer.export.chat import Message, UnreadableError, plain
+from lightning_trainer.export.asked import UnreadableError
+from lightning_trainer.export.chat import Message, plain
 
 _ROLES: Final = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
