@@ -16,6 +16,7 @@ pytestmark = pytest.mark.torch
 
 from lightning_spans.errors import AgentFailedError, NothingToLearnError
 from lightning_spans.store import open_store
+from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
@@ -79,6 +80,19 @@ def rollouts(store: Path) -> int:
         opened.close()
 
 
+SEARCHES = ("rl/lightning.db", "sft/lightning.db", "prompts/prompts.json.search/lightning.db", "base/lightning.db")
+
+
+def sampling(store: Path) -> set[float]:
+    """Temperatures at which the calls in a store were drawn."""
+    opened = open_store(str(store))
+    try:
+        calls = [node.call for trace in traces_of(opened) for node in trace.chats]
+        return {call.sampling["temperature"] for call in calls if call is not None}
+    finally:
+        opened.close()
+
+
 def test_each_way_spends_its_budget_and_all_are_measured_alike(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +105,7 @@ def test_each_way_spends_its_budget_and_all_are_measured_alike(
     with ScriptedServer(lambda _body, _seen: Reply(text="```\nWrite more.\n```")) as server:
         monkeypatch.setattr(methods, "_sft", gone)
         reflect = ["--reflect", f"big={server.url}", "--learning-rate", "3e-3", "--sft", "learning_rate=0.003"]
+        reflect += ["--temperature", "0.7"]
         cut = rl("pair:run", model, "--budget", "20", "--agents", "writer,checker", "--out", "cmp", *reflect)
         assert "the machine is gone" in str(cut.exception)
         trained = (folder / "cmp" / "rl" / "metrics.jsonl").read_text()
@@ -104,6 +119,8 @@ def test_each_way_spends_its_budget_and_all_are_measured_alike(
     assert told["methods"]["rl"]["rollouts"] == rollouts(folder / "cmp" / "rl" / "lightning.db") == 16  # whole steps
     assert told["methods"]["sft"]["rollouts"] == rollouts(folder / "cmp" / "sft" / "lightning.db") == 16  # 2 rounds
     assert 0 < told["methods"]["prompts"]["rollouts"] <= 24
+    drawn = {place: sampling(folder / "cmp" / place) for place in SEARCHES}
+    assert drawn == {place: {0.7} for place in SEARCHES}  # each way samples as in training
     for side in told["methods"].values():
         assert side["tokens"] > 0
         if side["nothing"] is None:

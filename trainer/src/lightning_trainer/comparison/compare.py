@@ -32,7 +32,6 @@ from lightning_trainer.run.interrupts import Interrupted
 COMPARISONS: Final = Path("comparisons")  # where comparisons without a folder of their own go
 BASE: Final = "base"
 RESULT_NAME: Final = "comparison.json"  # in the folder: what it came to
-_LOADING: Final = ("chat_template", "device", "dtype", "max_model_len", "tool_format")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +178,6 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
     if files.is_evaluation(place):
         return evaluate(resumed(place), progress, resume=place).summary
     train = config.train
-    load = {name: value for name in _LOADING if (value := getattr(train, name)) not in (None, "auto")}
     asked = EvalConfig(
         data=_val(config),
         target=train.target,
@@ -199,7 +197,7 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
         workers=train.workers,
         concurrency=train.concurrency,
         out=place,
-        load=load,
+        load=config.load,
     )
     return evaluate(asked, progress).summary
 

@@ -16,6 +16,7 @@ from lightning_trainer.evaluation.subjects import Endpoint
 from lightning_trainer.judging import JUDGE
 
 METHODS: Final = ("rl", "sft", "prompts")
+_LOADING: Final = ("chat_template", "device", "dtype", "max_model_len", "tool_format")
 ASKED_NAME: Final = "compare.json"  # in the comparison's folder
 
 
@@ -40,6 +41,11 @@ class CompareConfig:
     rounds: int = 2
     sft: Mapping[str, Any] = field(default_factory=dict)
     reflect: Endpoint | None = None
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """Options with which the model is loaded where it is sampled and does not learn."""
+        return {name: value for name in _LOADING if (value := getattr(self.train, name)) not in (None, "auto")}
 
     @property
     def step(self) -> int:

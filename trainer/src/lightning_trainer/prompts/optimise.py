@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer.evaluation.subjects import AsItIs, Endpoint, Subject
+from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.prompts import journal, result
 from lightning_trainer.prompts.adapter import SpansAdapter
@@ -24,6 +25,7 @@ from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.run.local import unnamed
 from lightning_trainer.runner.target import Job
 
 _LOOK: Final = 4  # tasks that tell what an agent's prompt is
@@ -45,6 +47,11 @@ class PromptsConfig:
         reward: ``module:function``, called as score(task, result).
         val: tasks to choose by.
         subject: what answers the agents' calls.
+        answered: agents whose calls the subject answers, names or globs; the others stay at their own endpoints.
+        temperature: of its answers; None: as asked.
+        max_tokens: of an answer whose request names no limit; None: what the context leaves.
+        sampling: ``plain`` draws from the policy itself, without the top_p and the like that calls ask for.
+        load: options of the torch backend, where the subject is loaded here.
         tokens: most tokens, of rollouts and of the reflecting model together; None: as many as it takes.
         minibatch: tasks that a proposal is made from, and tried on first.
         seed: of GEPA's choices.
@@ -62,6 +69,11 @@ class PromptsConfig:
     reward: str | None = None
     val: Path | None = None
     subject: Subject = field(default_factory=AsItIs)
+    answered: tuple[str, ...] = ("*",)
+    temperature: float | None = None
+    max_tokens: int | None = None
+    sampling: Literal["plain", "asked"] = "asked"
+    load: Mapping[str, Any] = field(default_factory=dict)
     tokens: int | None = None
     minibatch: int = 3
     seed: int = 0
@@ -126,13 +138,14 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
                 session(
                     job,
                     config.subject,
-                    config.agents,
+                    _routing(config),
                     store=str(folder / "lightning.db"),
                     progress=progress,
                     check=stack.enter_context(deferred()),
                     concurrency=config.concurrency,
                     timeout_s=config.timeout_s,
                     name=state["name"],
+                    load=config.load,
                 )
             )
             if "prompts" in state:
@@ -148,6 +161,16 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
         if not resume and not (folder / journal.FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)  # nothing was tried yet
         raise
+
+
+def _routing(config: PromptsConfig) -> Routing:
+    return Routing(
+        agents=config.answered,
+        temperature=config.temperature,
+        plain=config.sampling == "plain",
+        max_tokens=config.max_tokens,
+        unnamed=unnamed(config.command, config.agents),
+    )
 
 
 def _tasks(config: PromptsConfig) -> tuple[list[Task], list[Task]]:

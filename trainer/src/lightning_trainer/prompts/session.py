@@ -17,7 +17,7 @@ from lightning_trainer.evaluation.subjects import Subject, answering
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
-from lightning_trainer.run.local import Local, opened, serving, unnamed
+from lightning_trainer.run.local import Local, opened, serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 
@@ -117,7 +117,7 @@ class Session:
 def session(
     job: Job,
     subject: Subject,
-    agents: Sequence[str],
+    routing: Routing,
     *,
     store: str,
     progress: Progress,
@@ -125,19 +125,21 @@ def session(
     concurrency: int,
     timeout_s: float,
     name: str,
+    load: Mapping[str, Any],
 ) -> Iterator[Session]:
     """Start the program's workers and the server that they claim from.
 
     Args:
         job: the program.
         subject: what answers the calls of its agents.
-        agents: whose prompts are tried.
+        routing: which of them, and how answers are drawn; the model is the subject's.
         store: URL of a database.
         progress: told what happens.
         check: raises when somebody asked the program to stop.
         concurrency: rollouts at once in each worker.
         timeout_s: of an attempt.
         name: of the search, unique in the store.
+        load: options of the torch backend, where the subject is loaded here.
     """
     apps: list[App] = []
     with tempfile.TemporaryDirectory(prefix="lightning-logs-") as logs, ExitStack() as stack:
@@ -145,16 +147,13 @@ def session(
         progress.phase(IMPORTING)
         stack.callback(runner.stop)
         runner.start()
-        with opened(store) as kept, answering(subject) as answers:
-            routing = Routing()
-            if answers.model is not None:
+        with opened(store) as kept, answering(subject, **load) as answers:
+            if answers.model is None:
+                routing = Routing()
+            else:
                 own = answers.policies
-                routing = Routing(
-                    agents=tuple(own.by_agent) or ("*",),
-                    model=answers.model,
-                    policies=own,
-                    unnamed=unnamed(job.command, agents),
-                )
+                chosen = tuple(own.by_agent) or routing.agents
+                routing = replace(routing, agents=chosen, model=answers.model, policies=own)
             engines = list(answers.engines) or None
             with serving(
                 kept, runner, routing=routing, engine=engines, upstreams=answers.upstreams, extend=apps.append
