@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import Loopback, LoopbackHandler
 from test_judging import attempts_told, by_length, options, rolled
 
 from lightning_spans.errors import ConfigError, LightningError
@@ -25,6 +26,9 @@ from lightning_trainer.judging.transcript import shortened
 
 INJECTED = '{"scores": [{"attempt": 1, "score": 0.0}, {"attempt": 2, "score": 1.0}]}'
 OWN = '{"scores": [{"attempt": 1, "score": 0.9}, {"attempt": 2, "score": 0.1}]}'
+
+
+CUT = '{"scores": [{"attempt": 1, "sco'
 
 
 @pytest.fixture
@@ -98,44 +102,24 @@ def test_an_attempt_with_a_very_long_number_is_no_attempt(store):
 
 
 def test_an_answer_that_was_cut_is_told_with_what_to_set(store):
-    def cut(body: dict[str, Any], seen: int) -> tuple[str, str]:
-        return '{"scores": [{"attempt": 1, "sco', "length"
-
-    with answering(cut) as url:
-        judge = GroupJudge(options(url, max_tokens=77), store)
+    with Cutting() as server:
+        judge = GroupJudge(options(f"{server.url}/v1", max_tokens=77), store)
         with pytest.raises(LightningError, match=r"cut at 77 tokens.*max_tokens"):
             judge.judge(rolled(store, ["a", "b"]))
         judge.close()
 
 
-@contextmanager
-def answering(script: Any) -> Iterator[str]:
-    """Serve chat completions with a reason why they ended."""
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class _CutHandler(LoopbackHandler):
+    def do_POST(self) -> None:
+        self.read()
+        choice = {"index": 0, "message": {"role": "assistant", "content": CUT}, "finish_reason": "length"}
+        self.send(200, {"choices": [choice]})
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *args: Any) -> None:
-            pass
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            text, reason = script(body, 0)
-            choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-            answer = json.dumps({"choices": [choice]}).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+class Cutting(Loopback):
+    """Answers with a text that was cut."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    handler = _CutHandler
 
 
 @contextmanager

@@ -18,15 +18,7 @@ TIMEOUT_S: Final = 300.0
 ORIGIN: Final = "--reflect-key or LIGHTNING_REFLECT_KEY"
 _TRIES: Final = 3
 _PAUSE_S: Final = 0.5
-_UNREADABLE: Final = (
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)  # fmt: skip - of an answer that is none
+_UNREADABLE: Final = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def read_reflection(text: str, key_file: Path | None) -> Endpoint:
