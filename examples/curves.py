@@ -111,7 +111,10 @@ def trained(name: str, seed: int, folder: Path, config: Callable[[str, int, Path
     )
 
 
-KEPT = {"reward", "reward_source", "tool_error_rate", "entropy", "seconds", "rollout_seconds", "update_seconds"}
+KEPT = {
+    *("reward", "reward_source", "tool_error_rate", "entropy", "calls_taught", "teacher_kl"),
+    *("seconds", "rollout_seconds", "update_seconds"),
+}
 
 
 def _short(value: float | None) -> float | None:

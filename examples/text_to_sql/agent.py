@@ -6,6 +6,7 @@ A plain program on the OpenAI client. The rewriter is asked where SQLite rejects
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import lightning_openai
@@ -15,6 +16,7 @@ lightning_openai.attach()
 from database import QueryError, execute  # noqa: E402
 from openai import AsyncOpenAI  # noqa: E402
 
+import lightning_spans  # noqa: E402
 from lightning_spans import agent  # noqa: E402
 
 Rows: TypeAlias = list[str] | None  # None where SQLite did not take the query
@@ -83,16 +85,22 @@ async def checker(question: str, query: str) -> bool:
 async def answer(question: str) -> tuple[Rows, Rows, bool]:
     """The rows of the writer's query, those of the rewriter's, and whether the rewriter was asked."""
     query = await writer(question)
-    rows, problem = _rows(query)
+    rows, problem = _rows(query, sqlite)
     if rows is not None and await checker(question, query.strip()):
         return rows, None, False
-    again, _ = _rows(await rewriter(question, problem or DOUBT))
+    again, _ = _rows(await rewriter(question, problem or DOUBT), execute)
     return rows, again, True
 
 
-def _rows(query: str) -> tuple[Rows, str]:
+@lightning_spans.tool
+def sqlite(query: str) -> list[str]:
+    """Run the writer's query. What SQLite says of it is a span, a failed one where it refuses the query."""
+    return execute(query)
+
+
+def _rows(query: str, run: Callable[[str], list[str]]) -> tuple[Rows, str]:
     try:
-        return execute(query), ""
+        return run(query), ""
     except QueryError as error:
         return None, str(error)
 
