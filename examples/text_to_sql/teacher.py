@@ -61,7 +61,8 @@ def main() -> None:
     draw(runs, {"reward/writer": "writer"}, HERE.parent.parent / "docs" / "img" / "text-to-sql-teacher.png")
     ordered = sorted(runs, key=lambda run: (run.setup, run.seed))
     needed = [f"| {run.setup} | {run.seed} | {steps_to_goal(run)} | {taught(run)} |" for run in ordered]
-    head = [f"| setup | seed | step in which the writer reached {GOAL} | calls taught | divergence |", "|---|---|---|---|---|"]
+    goal = f"step in which the writer reached {GOAL}"
+    head = [f"| setup | seed | {goal} | calls taught | divergence |", "|---|---|---|---|---|"]
     publish(HERE / "README.md", "teacher", "\n".join([*head, *needed, "", table(runs, ("writer", "rewriter"))]))
 
 
