@@ -17,7 +17,7 @@ from curves import Run, arguments, draw, here, measure, publish, read, table
 HERE = here(__file__)
 SETUPS: dict[str, dict[str, Any]] = {
     "rewards alone": {},
-    "rewards and errors, weight 0.1": {"teacher": "self", "teacher_options": {"weight": 0.1}},
+    "rewards and errors": {"teacher": "self", "teacher_options": {"weight": 0.1}},
 }
 GOAL = 0.5
 
