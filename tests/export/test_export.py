@@ -56,6 +56,20 @@ def two_turns(made: Made, reward: float = 1.0, *, tokens: bool = True, **where: 
 # What a line holds.
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo", "tokens"])
+def test_a_task_has_one_name_in_every_run(made: Made, tmp_path: Path, kind: str) -> None:
+    for run_ in ("one", "other"):
+        for task in ("a", "b"):
+            ids = (len(run_), ord(task))
+            for reward, text in ((1.0, "yes"), (0.0, "no")):
+                said = Said([user(f"{task} in {run_}")], says(text), prompt=ids, response=(3 + int(reward),))
+                made.attempt({"q": task}, [said], reward, group=f"{run_}-{task}")
+    lines, _ = run(made, tmp_path / "out.jsonl", format=kind, **({} if kind == "dpo" else {"best": 1}))
+    tasks = {line["group_id"]: line["task_id"] for line in lines}
+    assert len(tasks) == 4
+    assert tasks["one-a"] == tasks["other-a"] != tasks["one-b"] == tasks["other-b"]
+
+
 def test_calls_that_go_on_share_a_line_with_exact_tokens(made: Made, tmp_path: Path) -> None:
     attempt = two_turns(made)
     [line], done = run(made, tmp_path / "out.jsonl")

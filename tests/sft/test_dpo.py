@@ -122,3 +122,24 @@ def test_conversations_that_begin_alike_are_a_pair() -> None:
     both = [[asked, {"role": "assistant", "content": text}] for text in "bc"]
     pair = preferred({"chosen": both[0], "rejected": both[1]}, "here")
     assert (pair.chosen.answers, pair.rejected.answers) == ((1,), (1,))
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_a_pair_of_equal_answers_is_left_out_and_counted(tmp_path: Path, tiny_model: Path, prompt: bool) -> None:
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    equal = (
+        {"prompt": "a", "chosen": "b", "rejected": "b"}
+        if prompt
+        else {name: [asked, said] for name in ("chosen", "rejected")}
+    )
+    data = write(tmp_path / "d.jsonl", 4)
+    data.write_text(f"{json.dumps(equal)}\n{data.read_text()}")
+    done = sft(config(tmp_path, tiny_model, data=(str(data),), steps=1, held_out=0.0))
+    assert (done.rows, done.left_out) == (4, {"both answers of the pair are the same": 1})
+
+
+def test_pairs_that_all_say_nothing_are_refused(tmp_path: Path, tiny_model: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n")
+    with pytest.raises(DataError, match="the same in all 1 pairs"):
+        sft(config(tmp_path, tiny_model, data=(str(data),), steps=1))

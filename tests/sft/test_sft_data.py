@@ -124,6 +124,18 @@ def test_a_group_and_a_question_are_held_out_whole() -> None:
     assert not {one.messages[0]["content"] for one in training} & {one.messages[0]["content"] for one in out}
 
 
+def test_a_task_of_several_runs_is_held_out_whole() -> None:
+    def lines(run: int) -> list[dict[str, Any]]:
+        said = [[{**USER, "content": f"run {run}, task {task}"}, DONE] for task in range(60)]
+        return [{"messages": m, "group_id": f"r{run}.{task}", "task_id": f"t{task}"} for task, m in enumerate(said)]
+
+    data = [conversation(line, "here") for run in range(3) for line in lines(run)]
+    training, out = held_out(data, 0.2)
+    assert len(training) + len(out) == 180
+    assert 12 <= len(out) <= 90
+    assert not {one.task for one in training} & {one.task for one in out}
+
+
 def test_every_epoch_takes_every_row_once() -> None:
     rows: Any = list(range(10))
     taken = [row for batch in batches(rows, 4, 5, seed=3) for row in batch]

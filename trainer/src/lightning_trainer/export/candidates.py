@@ -135,6 +135,7 @@ def _provenance(branch: Branch, episode: StoredEpisode, reward: float | None, ag
         "rollout_id": call.rollout_id,
         "attempt_id": call.attempt_id,
         "group_id": episode.group,
+        "task_id": episode.task,
         "span_ids": [said.call.span_id for said in branch],
         "policy": call.policy,
         "policy_version": call.policy_version,

@@ -72,6 +72,7 @@ def lines_of(found: Sequence[Pair], spool: LineSpool) -> Iterator[Line]:
             "agent": chosen["agent"],
             "rewards": [chosen["reward"], rejected["reward"]],
             "group_id": chosen["group_id"],
+            "task_id": chosen["task_id"],
             "origin": chosen["origin"],
             "chosen_from": {name: chosen[name] for name in _FROM},
             "rejected_from": {name: rejected[name] for name in _FROM},

@@ -151,14 +151,14 @@ def _nothing(data: Sequence[Example], left_out: Counter[str]) -> str:
 
 
 def held_out(data: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """Split conversations: no group and no first prompt is in both parts."""
+    """Split conversations: no task, no group and no first prompt is in both parts."""
     if not share:
         return list(data), []
     candidates = [
         LineCandidate(
             place=place, calls=1, agent=said.agent, reward=said.reward, group=said.group or f"line {place}",
-            attempt=str(place), task=said.group, opening=_opening(said), validation=False, prompt=_opening(said),
-            content=str(place),
+            attempt=str(place), task=said.task or said.group, opening=_opening(said), validation=False,
+            prompt=_opening(said), content=str(place),
         )
         for place, said in enumerate(data)
     ]  # fmt: skip

@@ -41,6 +41,7 @@ class Example:
         agent_path: where that one stands, outermost first; None where that is its name alone.
         reward: what they earned; None where nobody said.
         group: what was drawn for one task; None where nobody said.
+        task: which task that was, the same in every run; None where nobody said.
         source: file and line.
     """
 
@@ -53,6 +54,7 @@ class Example:
     agent_path: str | None = None
     reward: float | None = None
     group: str | None = None
+    task: str | None = None
     source: str = ""
 
     @property
@@ -176,6 +178,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
             agent_path=line.get("agent_path"),
             reward=_reward(line.get("reward")),
             group=next((line[name] for name in ("group_id", "rollout_id") if isinstance(line.get(name), str)), None),
+            task=line.get("task_id") if isinstance(line.get("task_id"), str) else None,
             source=source,
         )
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -288,6 +291,12 @@ class Preferred:
     chosen: Example
     rejected: Example
 
+    @property
+    def same(self) -> bool:
+        """Whether both answers are the same: neither is the better one."""
+        one, other = self.chosen, self.rejected
+        return (one.messages, one.ids) == (other.messages, other.ids)
+
 
 def read_pairs(path: Path) -> list[Preferred]:
     """Read a file of preference pairs.
@@ -313,11 +322,12 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
         if asked and all(side[: len(asked)] == asked for side in told):  # whole conversations beside their prompt
             told = [side[len(asked) :] for side in told]
         sides = [[*asked, *side] for side in told]
-        common = next((place for place, (a, b) in enumerate(zip(*sides, strict=False)) if a != b), min(map(len, sides)))
-        first = len(asked) or common
+        differ = (place for place, (a, b) in enumerate(zip(*sides, strict=False)) if a != b)
+        shortest = min(map(len, sides))
+        first = len(asked) or next(differ, shortest - (len(sides[0]) == len(sides[1])))  # of equal ones the last
         made = []
         for name, messages in zip(("chosen", "rejected"), sides, strict=True):
-            own = {key: line[key] for key in ("agent", "agent_path", "group_id", "tools") if key in line}
+            own = {key: line[key] for key in ("agent", "agent_path", "group_id", "task_id", "tools") if key in line}
             answers = [place for place in _answers(messages) if place >= first]
             own |= {"messages": messages, "answers": answers}
             if line.get("rewards"):

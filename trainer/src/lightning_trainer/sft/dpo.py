@@ -22,6 +22,7 @@ from lightning_trainer.sft.batches import RowsToLearn
 
 BETA: Final = 0.1
 ONE_LEFT_OUT: Final = "the other answer of the pair is left out"
+SAME_ANSWERS: Final = "both answers of the pair are the same"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from lightning_trainer.sft.data import (
     read_lines_of_store,
     read_pairs,
 )
-from lightning_trainer.sft.dpo import BETA, ONE_LEFT_OUT, Dpo, matched
+from lightning_trainer.sft.dpo import BETA, ONE_LEFT_OUT, SAME_ANSWERS, Dpo, matched
 from lightning_trainer.sft.fit import CHECKPOINT, Fit, Fitted, schedule
 from lightning_trainer.sft.render import Renderer
 
@@ -162,8 +162,9 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
             found += [preferred(line, f"{name}, pair {number}") for number, line in enumerate(lines, 1)]
         else:
             found += read_pairs(Path(name))
+    found = _different(found, left_out)
     if config.val is not None:
-        training, looked_at = found, read_pairs(config.val)
+        training, looked_at = found, _different(read_pairs(config.val), left_out)
     else:
         worse = {id(pair.chosen): pair for pair in found}
         parts = held_out([pair.chosen for pair in found], config.held_out)
@@ -175,6 +176,20 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
         left_out=left_out,
         worse=([pair.rejected for pair in training], [pair.rejected for pair in looked_at]),
     )
+
+
+def _different(pairs: Sequence[Preferred], left_out: Counter[str]) -> list[Preferred]:
+    """Leave out pairs that say nothing, and count them.
+
+    Raises:
+        DataError: no other is there.
+    """
+    found = [pair for pair in pairs if not pair.same]
+    if not found:
+        raise DataError(f"chosen and rejected are the same in all {len(pairs)} pairs: there is nothing to learn.")
+    if len(pairs) > len(found):
+        left_out[SAME_ANSWERS] += len(pairs) - len(found)
+    return found
 
 
 def _from_store(name: str, config: SftConfig, left_out: Counter[str]) -> list[Line]:
