@@ -162,7 +162,7 @@ def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
 
 
 def test_rounds_that_go_on_sweep_what_a_killed_life_left_half_written(tmp_path: Path) -> None:
-    for name in (".checkpoint.7", ".checkpoint-2.7", "checkpoint-1"):
+    for name in (".checkpoint.7", ".checkpoint-3.7", "checkpoint-1", "checkpoint-2", "checkpoint"):
         (tmp_path / name).mkdir()
-    with _again(tmp_path):
-        assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-1"]
+    with _again(tmp_path, "checkpoint-2"):
+        assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint", "checkpoint-2"]

@@ -59,7 +59,7 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
     state = RoundsState(data=digest([*tasks, *val])) if resume is None else _resumable(resume, digest([*tasks, *val]))
     with ExitStack() as stack:
         check = stack.enter_context(deferred(progress.stopping))
-        folder = stack.enter_context(new_folder(config.out) if resume is None else _again(resume))
+        folder = stack.enter_context(new_folder(config.out) if resume is None else _again(resume, state.weights))
         runner = stack.enter_context(_started(config, folder, len(tasks), progress))
         check()
         store = stack.enter_context(opened(str(folder / STORE_NAME)))
@@ -114,9 +114,11 @@ def _resumable(folder: Path, data: str) -> RoundsState:
 
 
 @contextmanager
-def _again(folder: Path) -> Iterator[Path]:
+def _again(folder: Path, weights: str) -> Iterator[Path]:
+    """Hold a folder, and sweep what a life that was killed left: half-written weights, and those of earlier rounds."""
     with held(folder):
-        for left in folder.glob(f".{CHECKPOINT}*"):  # half-written by a life that was killed
+        earlier = (path for path in folder.glob(f"{CHECKPOINT}-[0-9]*") if path.name != weights)
+        for left in [*folder.glob(f".{CHECKPOINT}*"), *earlier]:
             shutil.rmtree(left)
         yield folder
 
