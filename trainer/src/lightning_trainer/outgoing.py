@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.unrecorded import asked_by_training
 
 if TYPE_CHECKING:
     import httpx
+
+
+_BUSY: Final = frozenset({429, 503})  # that may say with Retry-After when to come again (RFC 9110, section 10.2.3)
+_LEAST_PAUSE_S: Final = 0.1  # where a server says 0, or a date that is past
 
 
 def is_url(text: str) -> bool:
@@ -46,13 +53,14 @@ def post_json(client: httpx.Client, url: str, body: dict[str, Any], *, within_s:
     """Post a body, and return the whole answer.
 
     A client's time-out is that of each piece of an answer, so a server that sends blanks while it works would be
-    waited for without end: here the whole of it has to be there.
+    waited for without end: here the whole of it has to be there. A server that is busy, and says for how long, is asked
+    again then, where that is within the time.
 
     Args:
         client: its own time-out is of no account.
         url: where to.
         body: sent as ASCII: what was recorded may hold half of a character, which UTF-8 has not.
-        within_s: seconds, of the answer as a whole and of each piece of it.
+        within_s: seconds, of the answer as a whole, what is waited for a busy server included, and of each piece of it.
 
     Raises:
         httpx.HTTPError: there was none, or none within this time.
@@ -60,13 +68,32 @@ def post_json(client: httpx.Client, url: str, body: dict[str, Any], *, within_s:
     import httpx
 
     headers, content = {"content-type": "application/json"}, json.dumps(body).encode("ascii")
-    end, pieces = time.monotonic() + within_s, []
-    with (
-        asked_by_training(),
-        client.stream("POST", url, content=content, headers=headers, timeout=within_s) as answer,
-    ):
-        for piece in answer.iter_bytes():
-            pieces.append(piece)
-            if time.monotonic() > end:
-                raise httpx.ReadTimeout(f"its answer was not whole after {within_s:g} seconds")
-    return httpx.Response(answer.status_code, content=b"".join(pieces))
+    end = time.monotonic() + within_s
+    while True:
+        pieces = []
+        with (
+            asked_by_training(),
+            client.stream("POST", url, content=content, headers=headers, timeout=within_s) as answer,
+        ):
+            for piece in answer.iter_bytes():
+                pieces.append(piece)
+                if time.monotonic() > end:
+                    raise httpx.ReadTimeout(f"its answer was not whole after {within_s:g} seconds")
+        pause_s = _retry_after_s(answer.headers.get("retry-after", "")) if answer.status_code in _BUSY else math.inf
+        if time.monotonic() + pause_s >= end:
+            return httpx.Response(answer.status_code, content=b"".join(pieces))
+        time.sleep(pause_s)
+
+
+def _retry_after_s(text: str) -> float:
+    """Read for how many seconds a server is busy: it says so, or gives a date. Infinite where it says neither."""
+    text = text.strip()
+    if text.isascii() and text.isdigit():
+        return max(float(text), _LEAST_PAUSE_S)
+    try:
+        until = parsedate_to_datetime(text)
+    except ValueError:
+        return math.inf
+    if until.tzinfo is None:  # of "-0000": UTC, from a place that is not told
+        until = until.replace(tzinfo=UTC)
+    return max((until - datetime.now(UTC)).total_seconds(), _LEAST_PAUSE_S)
