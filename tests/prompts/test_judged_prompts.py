@@ -20,7 +20,7 @@ AT = Endpoint("http://127.0.0.1:9/v1", "big")
 
 def test_a_search_for_prompts_has_no_judge(tmp_path: Path) -> None:
     given: dict[str, Any] = {"data": tmp_path / "t.jsonl", "agents": ("a",), "reflect": AT, "budget": 99}
-    with pytest.raises(ConfigError, match="by a judge"):
+    with pytest.raises(ConfigError, match="a judge ranks"):
         optimise(PromptsConfig(**given, out=tmp_path / "p.json", target="app:run", reward="judge"))
     assert list(tmp_path.iterdir()) == []
 

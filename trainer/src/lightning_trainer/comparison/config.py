@@ -78,7 +78,10 @@ class CompareConfig:
             )
         if "prompts" in self.methods:
             if self.train.judge or self.train.reward == JUDGE:
-                raise ConfigError("prompts can't be chosen by a judge yet. Leave it out: --methods rl,sft.")
+                raise ConfigError(
+                    "prompts can't be chosen by a judge: it ranks rollouts of a task against each other, and a search"
+                    " rates each prompt by itself. Leave it out: --methods rl,sft."
+                )
             if self.reflect is None:
                 raise ConfigError("prompts needs a model that proposes them: --reflect [MODEL=]URL.")
             if find_spec("gepa") is None:

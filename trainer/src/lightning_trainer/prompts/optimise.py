@@ -127,7 +127,10 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
     if find_spec("gepa") is None:
         raise ConfigError('this needs gepa, not installed here. Run: pip install "lightning-trainer[prompts]"')
     if config.reward == JUDGE:
-        raise ConfigError("prompts can't be chosen by a judge yet. Give --reward module:function.")
+        raise ConfigError(
+            "a judge ranks rollouts of a task against each other, and a search rates each prompt by itself. Give a"
+            " reward that says how good one rollout is: --reward module:function."
+        )
     train, val = _tasks(config)
     folder = config.out.with_name(f"{config.out.name}.search")
     state = _begin(folder, train, val, config, resume=resume)
