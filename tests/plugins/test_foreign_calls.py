@@ -11,6 +11,7 @@ pytest.importorskip("openai")
 
 from foreign_bodies import FORMS, GEMINI, MESSAGES, OLLAMA, TOOLS
 
+from lightning_openai.abandoned import abandoned
 from lightning_openai.foreign.known import dialect_of
 from lightning_openai.other_clients import OtherCall
 from lightning_spans import Attempt, agent, use_attempt
@@ -36,6 +37,7 @@ def at_once(request):
 
 
 def chats(recorder, sink):
+    assert abandoned.wait(60)  # a stream that was left is ended elsewhere
     recorder.tracer.flush(60)
     return [span for span in sink.spans if span.operation == names.CHAT]
 

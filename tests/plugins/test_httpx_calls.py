@@ -13,6 +13,7 @@ pytest.importorskip("openai")
 
 
 from lightning_openai import patch
+from lightning_openai.abandoned import abandoned
 from lightning_openai.anthropic_stream import message_of_events
 from lightning_openai.other_clients import OtherCall
 from lightning_spans import Attempt, agent, use_attempt
@@ -129,6 +130,7 @@ def test_a_stream_is_recorded_as_the_program_reads_it(library, recorder, sink):
     with ScriptedServer(lambda body, seen: Reply("word " * (5000 if seen else 5))) as server:
         read(f"{server.url}/chat/completions", None)
         read(f"{server.url}/chat/completions", 0)
+    assert abandoned.wait(60)  # a stream that was left is ended elsewhere
     whole, left = chats(recorder, sink)
     assert names.ABANDONED not in whole.attributes
     assert read_answer(whole.attributes[names.RESPONSE]).choices[0].message["content"] is not None
