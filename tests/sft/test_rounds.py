@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ pytestmark = pytest.mark.torch
 
 from test_train_tiny import AGENT
 
-from lightning_spans.errors import AgentFailedError, ConfigError, NothingToLearnError
+from lightning_spans.errors import AgentFailedError, ConfigError, NothingToLearnError, UnknownAgentError
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
 from lightning_trainer.sft.config import RoundsConfig
+from lightning_trainer.sft.fit import Fitted
 from lightning_trainer.sft.rounds.rejection import _again, rejection_sampling
+from lightning_trainer.sft.rounds.state import Round, RoundsState
 
 MORE = """
 
@@ -107,6 +110,19 @@ def test_an_agent_with_nothing_better_leaves_the_round_to_the_others(folder: Pat
     assert taken.left_out["earned no more than the worst of the round"]
 
 
+def test_an_agent_that_is_silent_for_a_round_leaves_it_to_the_others(folder: Path, model: Path) -> None:
+    options: dict[str, Any] = {
+        "target": "rounds_app:run", "tasks": "tasks.jsonl", "rounds": 1, "model": str(model), "samples": 4,
+        "device": "cpu", "workers": 1, "steps": 1, "out": folder / "out",
+    }  # fmt: skip
+    (taken,) = rejection_sampling(RoundsConfig(**options, agents="writer,critic")).rounds
+    assert taken.rows
+    shutil.rmtree(folder / "out")
+    for wrong in ("writer,rewritr", "critic"):
+        with pytest.raises(UnknownAgentError, match="was never seen"):
+            rejection_sampling(RoundsConfig(**{**options, "target": "rounds_app:one_sided"}, agents=wrong))
+
+
 def test_a_round_whose_best_is_too_long_is_nothing_to_learn_from(folder: Path, model: Path) -> None:
     options: dict[str, Any] = {
         "target": "rounds_app:run", "tasks": "tasks.jsonl", "rounds": 1, "model": str(model), "samples": 4,
@@ -162,7 +178,15 @@ def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
 
 
 def test_rounds_that_go_on_sweep_what_a_killed_life_left_half_written(tmp_path: Path) -> None:
-    for name in (".checkpoint.7", ".checkpoint-3.7", "checkpoint-1", "checkpoint-2", "checkpoint"):
+    own = {"checkpoint", "checkpoint-1-good", "checkpoint-2", "checkpoint-7"}
+    for name in (".checkpoint.7", ".checkpoint-3.7", "checkpoint-1", *own):
         (tmp_path / name).mkdir()
-    with _again(tmp_path, "checkpoint-2"):
-        assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint", "checkpoint-2"]
+    fitted = Fitted(before=1.0, after=0.5, steps=1, best=1, tokens=1, seconds=1.0)
+    done = [Round(number=number, reward=0.5, rows=1, fitted=fitted) for number in (1, 2)]
+    state = RoundsState(data="d", done=tuple(done), weights="checkpoint-2")
+    (tmp_path / "rounds.json").write_text(json.dumps(asdict(state)))
+    with _again(tmp_path, "d") as found:
+        assert found == state
+        assert {path.name for path in tmp_path.glob("*checkpoint*")} == own
+    with pytest.raises(ConfigError, match="the tasks have changed"), _again(tmp_path, "others"):
+        pass

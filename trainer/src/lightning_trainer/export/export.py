@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_spans.errors import ConfigError, DataError
-from lightning_spans.schema.agents import check_known
+from lightning_spans.schema.agents import check_known, check_spelling, unheard
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store
@@ -182,7 +182,8 @@ def _selection(spool: LineSpool, places: tuple[list[int], list[int]], left_out: 
 
 def _check(wanted: Wanted, seen: _Noted) -> None:
     if wanted.agents is not None and seen.agents:
-        check_known(wanted.agents, seen.agents)
+        heard = len(unheard(wanted.agents, seen.agents)) < len(wanted.agents)
+        (check_spelling if wanted.some_silent and heard else check_known)(wanted.agents, seen.agents)
     unknown = [name for name in wanted.task_fields or () if name not in seen.fields]
     if unknown and seen.played:
         known = ", ".join(sorted(seen.fields)) or "none"

@@ -55,6 +55,7 @@ class Wanted:
         all_pairs: whether each better answer makes a pair with each worse one, and not only the best with the worst.
         margin: least difference in reward of a pair.
         ids: whether lines of `sft` and `dpo` hold the tokens, where they were recorded.
+        some_silent: whether it is fine that some of the agents, not misspelt, did not speak in these rollouts.
 
     Raises:
         ConfigError: a value is out of range, or has no effect with this format.
@@ -73,6 +74,7 @@ class Wanted:
     all_pairs: bool = False
     margin: float = 0.0
     ids: bool = True
+    some_silent: bool = False
 
     def __post_init__(self) -> None:
         pairs, spans = self.format == "dpo", self.format == "openinference"

@@ -142,8 +142,9 @@ class RoundLoop:
         config = self.config
         ids = tuple(outcome.rollout.rollout_id for outcome in outcomes)
         wanted = Wanted(
-            format="sft", agents=config.agents, min_reward=config.min_reward, best=config.kept, rollout_ids=ids
-        )
+            format="sft", agents=config.agents, min_reward=config.min_reward, best=config.kept, rollout_ids=ids,
+            some_silent=True,
+        )  # fmt: skip
         with selected(self.store, wanted) as chosen:
             lines, left_out = list(chosen.training()), Counter(chosen.left_out)
         if not lines and not left_out:

@@ -56,10 +56,14 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
     look(config.model)  # or refuse
     tasks, val = load_tasks(config.tasks), load_tasks(config.val) if config.val else []
     judging = read_judge(config.reward, config.judge)
-    state = RoundsState(data=digest([*tasks, *val])) if resume is None else _resumable(resume, digest([*tasks, *val]))
+    data = digest([*tasks, *val])
+    state = RoundsState(data=data)
     with ExitStack() as stack:
         check = stack.enter_context(deferred(progress.stopping))
-        folder = stack.enter_context(new_folder(config.out) if resume is None else _again(resume, state.weights))
+        if resume is None:
+            folder = stack.enter_context(new_folder(config.out))
+        else:
+            folder, state = resume, stack.enter_context(_again(resume, data))
         runner = stack.enter_context(_started(config, folder, len(tasks), progress))
         check()
         store = stack.enter_context(opened(str(folder / STORE_NAME)))
@@ -114,13 +118,15 @@ def _resumable(folder: Path, data: str) -> RoundsState:
 
 
 @contextmanager
-def _again(folder: Path, weights: str) -> Iterator[Path]:
+def _again(folder: Path, data: str) -> Iterator[RoundsState]:
     """Hold a folder, and sweep what a life that was killed left: half-written weights, and those of earlier rounds."""
     with held(folder):
-        earlier = (path for path in folder.glob(f"{CHECKPOINT}-[0-9]*") if path.name != weights)
-        for left in [*folder.glob(f".{CHECKPOINT}*"), *earlier]:
-            shutil.rmtree(left)
-        yield folder
+        state = _resumable(folder, data)
+        rounds = {f"{CHECKPOINT}-{number}" for number in range(1, len(state.done))}
+        for left in [*folder.glob(f".{CHECKPOINT}*"), *(folder / name for name in rounds - {state.weights})]:
+            if left.is_dir():
+                shutil.rmtree(left)
+        yield state
 
 
 @contextmanager
