@@ -339,6 +339,17 @@ def test_a_validated_task_is_held_out_whatever_becomes_of_the_validation(
     assert held_out - {"other"} == {"q3", "q4"}
 
 
+def test_an_agent_may_be_silent_where_that_is_said_and_is_never_misspelt(made: Made, tmp_path: Path) -> None:
+    two_turns(made)
+    made.attempt({"q": "b"}, [Said([user("b")], says("b"), agent="rewriter")], 1.0)
+    with pytest.raises(UnknownAgentError):
+        run(made, tmp_path / "out.jsonl", agents=("writer", "critic"))
+    assert len(run(made, tmp_path / "out.jsonl", agents=("writer", "critic"), some_silent=True)[0]) == 1
+    for wrong in (("writer", "rewritr"), ("critic",)):
+        with pytest.raises(UnknownAgentError):
+            run(made, tmp_path / "out.jsonl", agents=wrong, some_silent=True)
+
+
 def test_a_field_that_no_task_has_splits_nothing(made: Made, tmp_path: Path) -> None:
     made.attempt({"db": "a", "q": 1}, [Said([user("q")], says("x"))], 1.0)
     with pytest.raises(ConfigError, match=r"no task has the field bd\. Fields of the tasks: db, q"):
