@@ -3,8 +3,9 @@
 `python examples/experiment.py NAME [--seeds 0,1,2] [--quick] [--out FOLDER]`; NAME is a folder beside this file that
 has an `experiment.toml`: options of each stage, `[quick]` ones, `[variables]` of the program's environment, and in
 `[serve]` a model for its agents that are not trained, or `sft` for the one that SFT makes. Each stage is one command of
-`lightning-rl`, printed before it runs. It is not run again where its result is there, so a measurement that was stopped
-goes on. The table goes between marks in the folder's README.
+`lightning-rl`, printed before it runs. It is not run again where its result is there, and one that was stopped midway
+goes on where it stopped; of such a stage only the cost of the part that ended it is known, and the table says so. The
+table goes between marks in the folder's README.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -30,6 +32,7 @@ from curves import publish  # noqa: E402
 MODEL = "smollm2-135m"
 LOCAL = {"folder", "evaluated", "against"}  # where something lay on the machine that measured
 NOTHING_TO_LEARN = 4  # exit status of `lightning-rl train`
+GOES_ON = {"eval": ("eval.json", ["--json"]), "train": ("checkpoint", [])}  # with --resume, once this is in the folder
 AFTER_SFT = "sft"  # as the model that is served to others: the one that SFT makes
 
 
@@ -107,8 +110,8 @@ class Experiment:
 
     def _learned(self, stage: str, command: list[Any]) -> dict[str, Any]:
         folder = self._out / stage
-        where = ["--seed", self._seed, "--out", folder]
-        return self._call(f"{self._seed} {stage}", ["lightning-rl", *command, *self._flags(stage), *where])
+        asked = [*command, *self._flags(stage), "--seed", self._seed]
+        return self._stage(f"{self._seed} {stage}", asked, folder)
 
     def _evaluated(
         self, stage: str, model: str, cost: Mapping[str, Any] | None = None, against: str | None = None
@@ -117,15 +120,28 @@ class Experiment:
         flags = self._flags("eval", without="agents" if self._serve == AFTER_SFT and self._alone else "target")
         asked = ["eval", self._target("eval"), "--data", self._data / "val.jsonl", "--model", model, "--json"]
         beside = ["--against", against] if against else []
-        command = ["lightning-rl", *asked, *flags, *beside, "--out", folder]
-        found = self._call(f"{self._seed} {stage}", command)
+        found = self._stage(f"{self._seed} {stage}", [*asked, *flags, *beside], folder)
         costs = {name: cost[name] if cost else 0.0 for name in ("seconds", "cpu_seconds")}
-        return {"stage": stage, "seed": self._seed, "folder": str(folder), "found": found, **costs}
+        resumed = {"resumed": True} if cost and cost.get("resumed") else {}
+        return {"stage": stage, "seed": self._seed, "folder": str(folder), "found": found, **costs, **resumed}
 
-    def _call(self, name: str, command: list[Any]) -> dict[str, Any]:
+    def _stage(self, name: str, asked: list[Any], folder: Path) -> dict[str, Any]:
+        """Run a command of `lightning-rl`, or go on with what it left in its folder when it was stopped."""
+        kept, options = GOES_ON.get(asked[0], ("", []))
+        if kept and (folder / kept).exists():
+            result = self._call(name, ["lightning-rl", asked[0], "--resume", folder, *options], resumed=True)
+        else:
+            if folder.exists() and not self._kept(name).exists():
+                shutil.rmtree(folder)
+            result = self._call(name, ["lightning-rl", *asked, "--out", folder])
+        return result
+
+    def _kept(self, name: str) -> Path:
+        return self._out / f"{name.replace(' ', '-')}.json"
+
+    def _call(self, name: str, command: list[Any], *, resumed: bool = False) -> dict[str, Any]:
         """Run a command, unless it was run before, and return its last line and what it cost."""
-        kept = self._out / f"{name.replace(' ', '-')}.json"
-        if kept.exists():
+        if (kept := self._kept(name)).exists():
             result: dict[str, Any] = json.loads(kept.read_text())
             return result
         words = [str(word) for word in command]
@@ -139,6 +155,8 @@ class Experiment:
         last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "{}"
         told = json.loads(last) if last.startswith("{") else {}
         result = {**told, "seconds": time.monotonic() - began, "cpu_seconds": _cpu_s() - cpu}
+        if resumed:
+            result["resumed"] = True
         kept.write_text(json.dumps(result))
         return result
 
@@ -177,7 +195,8 @@ def table(measured: list[dict[str, Any]]) -> str:
         mean = _interval(found["mean"], found["low"], found["high"])
         compared = "difference" in found
         beside = _interval(*(found[f"difference{end}"] for end in ("", "_low", "_high"))) if compared else ""
-        costs = f"{row['cpu_seconds']:.0f} | {row['seconds']:.0f}" if row["seconds"] else " | "
+        least = "over " if row.get("resumed") else ""
+        costs = f"{least}{row['cpu_seconds']:.0f} | {least}{row['seconds']:.0f}" if row["seconds"] else " | "
         lines.append(
             f"| {row['stage']} | {row['seed']} | {mean} | {found['tasks']} | {found['samples']} | {beside} | {costs} |"
         )

@@ -1,0 +1,60 @@
+"""A measurement of the examples on real data that was stopped midway goes on, with commands in the trainer's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+STAGES = """#!{python}
+import json, pathlib, sys
+words = sys.argv[1:]
+with open({log!r}, "a") as log:
+    log.write(json.dumps(words) + chr(10))
+resumed = "--resume" in words
+folder = pathlib.Path(words[words.index("--resume" if resumed else "--out") + 1])
+if not resumed:
+    folder.mkdir()  # as the real one, which takes no folder that holds anything
+kept = {{"eval": "eval.json", "train": "checkpoint", "sft": "config.json"}}[words[0]]
+(folder / kept).touch()
+if folder.name == pathlib.Path({stopped!r}).read_text():
+    sys.exit(130)
+print(json.dumps({{"checkpoint": str(folder / "checkpoint"), "mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 2,
+                  "samples": 1}}))
+"""
+
+
+@pytest.mark.parametrize("stage", ["untrained", "sft", "train", "after-RL"])
+def test_a_measurement_that_was_stopped_midway_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    log, stopped = tmp_path / "log", tmp_path / "stopped"
+    stopped.write_text(stage)
+    program = tmp_path / "bin/lightning-rl"
+    program.parent.mkdir()
+    program.write_text(STAGES.format(python=sys.executable, log=str(log), stopped=str(stopped)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import experiment
+
+    out = tmp_path / "out"
+    (out / "data").mkdir(parents=True)
+    (out / "data/sft.jsonl").touch()
+    with pytest.raises(SystemExit, match="ended with 130"):
+        experiment.Experiment("musique", 0, out, quick=False).run()
+    stopped.write_text("none")
+    begun = log.read_text().splitlines()
+    rows = experiment.Experiment("musique", 0, out, quick=False).run()
+    [first, *_] = [json.loads(line) for line in log.read_text().splitlines()[len(begun) :]]
+    command = json.loads(begun[-1])
+    assert first[0] == command[0]
+    assert ("--resume" in first) is (stage != "sft")  # it keeps nothing midway, and begins again
+    assert first[-1 if stage in ("sft", "train") else 2].endswith(stage)
+    assert [row["stage"] for row in rows] == ["untrained", "after SFT", "after RL"]
+    assert ("over" in experiment.table(rows)) is (stage == "train")
