@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_spans.errors import DataError
+from lightning_trainer.export.wanted import SEEN_IN_TRAINING
 from lightning_trainer.sft.batches import batches, held_out, named
 from lightning_trainer.sft.data import conversation, preferred, read_file
 
@@ -116,8 +118,9 @@ def test_data_without_agents_is_of_the_one_that_is_named() -> None:
 def test_a_group_and_a_question_are_held_out_whole() -> None:
     lines = [{"messages": [{**USER, "content": f"q{n % 60}"}, DONE], "group_id": f"g{n // 2}"} for n in range(120)]
     data = [conversation(line, "here") for line in lines]
-    training, out = held_out(data, 0.2)
+    training, out = held_out(data, 0.2, left_out := Counter())
     assert len(training) + len(out) == 120
+    assert not left_out
     assert 10 <= len(out) <= 50
     for part in ({one.group for one in training} & {one.group for one in out},):
         assert not part
@@ -130,10 +133,21 @@ def test_a_task_of_several_runs_is_held_out_whole() -> None:
         return [{"messages": m, "group_id": f"r{run}.{task}", "task_id": f"t{task}"} for task, m in enumerate(said)]
 
     data = [conversation(line, "here") for run in range(3) for line in lines(run)]
-    training, out = held_out(data, 0.2)
+    training, out = held_out(data, 0.2, left_out := Counter())
     assert len(training) + len(out) == 180
+    assert not left_out
     assert 12 <= len(out) <= 90
     assert not {one.task for one in training} & {one.task for one in out}
+
+
+def test_what_is_held_out_but_asked_in_training_is_counted() -> None:
+    lines = [{"messages": [{**USER, "content": "go on"}, DONE], "task_id": f"t{number}"} for number in range(60)]
+    data = [conversation(line, "here") for line in lines]
+    left_out: Counter[str] = Counter()
+    training, out = held_out(data, 0.2, left_out)
+    assert training
+    assert len(training) + len(out) + left_out[SEEN_IN_TRAINING] == 60
+    assert left_out[SEEN_IN_TRAINING] > 0
 
 
 def test_every_epoch_takes_every_row_once() -> None:

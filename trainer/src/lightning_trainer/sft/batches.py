@@ -150,8 +150,14 @@ def _nothing(data: Sequence[Example], left_out: Counter[str]) -> str:
     return f"there is nothing to learn: all {len(data)} conversations are left out.\n{why}"
 
 
-def held_out(data: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """Split conversations: no task, no group and no first prompt is in both parts."""
+def held_out(data: Sequence[Example], share: float, left_out: Counter[str]) -> tuple[list[Example], list[Example]]:
+    """Split conversations: no task, no group and no first prompt is in both parts.
+
+    Args:
+        data: what was read.
+        share: of the tasks.
+        left_out: counts the conversations that are in neither part.
+    """
     if not share:
         return list(data), []
     candidates = [
@@ -162,7 +168,7 @@ def held_out(data: Sequence[Example], share: float) -> tuple[list[Example], list
         )
         for place, said in enumerate(data)
     ]  # fmt: skip
-    parts = choose.split(candidates, Wanted(format="sft", held_out=share), Counter())
+    parts = choose.split(candidates, Wanted(format="sft", held_out=share), left_out)
     return [data[each.place] for each in parts.training], [data[each.place] for each in parts.held_out]
 
 

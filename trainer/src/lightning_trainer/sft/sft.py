@@ -121,7 +121,7 @@ class Data:
     Attributes:
         training: to learn from; of pairs the better answers.
         held_out: to look at.
-        left_out: what stores left out, by reason.
+        left_out: what stores left out and what is in neither part, by reason.
         worse: of pairs, the worse answers of `training` and of `held_out`.
     """
 
@@ -150,7 +150,7 @@ def read(config: SftConfig) -> Data:
             found += read_file(Path(name))
     if config.val is not None:
         return Data(training=found, held_out=read_file(config.val), left_out=left_out)
-    training, looked_at = held_out(found, config.held_out)
+    training, looked_at = held_out(found, config.held_out, left_out)
     return Data(training=training or found, held_out=looked_at if training else [], left_out=left_out)
 
 
@@ -167,7 +167,7 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
         training, looked_at = found, _different(read_pairs(config.val), left_out)
     else:
         worse = {id(pair.chosen): pair for pair in found}
-        parts = held_out([pair.chosen for pair in found], config.held_out)
+        parts = held_out([pair.chosen for pair in found], config.held_out, left_out)
         training, looked_at = ([worse[id(each)] for each in part] for part in parts)
     training, looked_at = (training, looked_at) if training else (found, [])
     return Data(
