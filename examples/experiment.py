@@ -5,12 +5,13 @@ has an `experiment.toml`: options of each stage, `[quick]` ones, `[variables]` o
 `[serve]` a model for its agents that are not trained, or `sft` for the one that SFT makes. Each stage is one command of
 `lightning-rl`, printed before it runs. It is not run again where its result is there, and one that was stopped midway
 goes on where it stopped; of such a stage only the cost of the part that ended it is known, and the table says so. The
-table goes between marks in the folder's README.
+table goes between marks in the folder's README, with the seeds that were measured before with the same options.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import resource
@@ -186,6 +187,24 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def keep(folder: Path, measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write what was measured to measured.jsonl, beside other seeds of the same options, and return all rows."""
+    told = tomllib.loads((folder / "experiment.toml").read_text())
+    whole = json.dumps({stage: options for stage, options in told.items() if stage != "quick"}, sort_keys=True)
+    options = hashlib.sha256(whole.encode()).hexdigest()[:12]
+    rows = [{**_without_places(row), "options": options, "found": _without_places(row["found"])} for row in measured]
+    path, seeds = folder / "measured.jsonl", {row["seed"] for row in rows}
+    before = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows += [row for row in before if row["seed"] not in seeds and row.get("options") == options]
+    rows.sort(key=lambda row: int(row["seed"]))  # stable: the stages of a seed keep their order
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return rows
+
+
+def _without_places(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in LOCAL}
+
+
 def table(measured: list[dict[str, Any]]) -> str:
     """Return the figures as a table in Markdown."""
     head = "| | seed | held out, 95 % | tasks | samples of each | more than after SFT, 95 % | CPU s | wall s |"
@@ -221,10 +240,8 @@ def main() -> None:
     measured = [row for seed in seeds for row in Experiment(given.name, seed, out, quick=given.quick).run()]
     print(table(measured))
     if not given.quick:
-        told = [{**row, "found": {k: v for k, v in row["found"].items() if k not in LOCAL}} for row in measured]
-        lines = [json.dumps({name: value for name, value in row.items() if name not in LOCAL}) for row in told]
-        (EXAMPLES / given.name / "measured.jsonl").write_text("".join(f"{line}\n" for line in lines))
-        publish(EXAMPLES / given.name / "README.md", "measured", table(measured))
+        everything = keep(EXAMPLES / given.name, measured)
+        publish(EXAMPLES / given.name / "README.md", "measured", table(everything))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A measurement of the examples on real data that was stopped midway goes on, with commands in the trainer's place."""
+"""A measurement of the examples on real data, with commands in the trainer's place: it goes on, and keeps its seeds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +59,27 @@ def test_a_measurement_that_was_stopped_midway_goes_on(
     assert first[-1 if stage in ("sft", "train") else 2].endswith(stage)
     assert [row["stage"] for row in rows] == ["untrained", "after SFT", "after RL"]
     assert ("over" in experiment.table(rows)) is (stage == "train")
+
+
+def test_seeds_measured_before_stay_in_the_table_while_the_options_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import experiment
+
+    options = tmp_path / "experiment.toml"
+    options.write_text("[train]\nsteps = 1\n")
+
+    def row(stage: str, seed: int, mean: float) -> dict[str, Any]:
+        return {"stage": stage, "seed": seed, "folder": "/here", "found": {"mean": mean, "evaluated": "/here"}}
+
+    experiment.keep(tmp_path, [row("untrained", 1, 0.1), row("after RL", 1, 0.2)])
+    experiment.keep(tmp_path, [row("untrained", 0, 0.3), row("after RL", 0, 0.4)])
+    found = experiment.keep(tmp_path, [row("untrained", 1, 0.5)])
+    assert [(each["stage"], each["seed"], each["found"]) for each in found] == [
+        ("untrained", 0, {"mean": 0.3}), ("after RL", 0, {"mean": 0.4}), ("untrained", 1, {"mean": 0.5}),
+    ]  # fmt: skip
+    assert [json.loads(line) for line in (tmp_path / "measured.jsonl").read_text().splitlines()] == found
+    assert "/here" not in (tmp_path / "measured.jsonl").read_text()
+    options.write_text("[train]\nsteps = 2\n")
+    assert [each["seed"] for each in experiment.keep(tmp_path, [row("untrained", 2, 0.6)])] == [2]
