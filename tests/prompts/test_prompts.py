@@ -19,6 +19,8 @@ from lightning_spans.record.prompts import read_prompts as read_file
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import CHAT, REQUEST, Span
+from lightning_spans.store import open_store
+from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
@@ -103,6 +105,36 @@ def test_prompts_are_found_written_resumed_and_applied(folder, monkeypatch):
         monkeypatch.setenv("PROMPTS", "best.json")
         result = CliRunner().invoke(cli, ["eval", "team:run", "--data", "tasks.jsonl", "--json", "--out", "e"])
         assert json.loads(result.stdout.splitlines()[-1])["mean"] == 1.0
+
+
+@pytest.mark.torch
+def test_the_same_seed_draws_the_same_answers_and_comes_to_the_same(folder, monkeypatch, tiny_model):
+    pytest.importorskip("gepa")
+    pytest.importorskip("torch")
+    monkeypatch.setenv("TEST_MODEL_URL", "http://127.0.0.1:9/v1")
+    (folder / "team.py").write_text(PROGRAM.replace('model="m"', 'model="m", max_tokens=4'))
+    with ScriptedServer(reflector) as teacher:
+        args = ["--agents", "writer", "--reflect", f"big={teacher.url}", "--budget", "16", "--minibatch", "2"]
+        args += ["--model", str(tiny_model), "--concurrency", "4"]
+        for name in ("a", "b"):
+            result = rl(*args, "--out", f"{name}.json")
+            assert result.exit_code == 0, result.output
+    first, second = (read_store(f"{name}.json.search/lightning.db") for name in ("a", "b"))
+    assert first == second
+    assert len(set(first.values())) > 1
+
+
+def read_store(path: str) -> dict[str, str]:
+    """Return what each rollout of a store was answered."""
+    store = open_store(path)
+    try:
+        traces = [(trace.rollout_id or "", trace) for trace in traces_of(store)]
+        return {
+            rollout_id.partition(".")[2]: " | ".join(str(node.answer.choices[0].message) for node in trace.chats)
+            for rollout_id, trace in traces
+        }
+    finally:
+        store.close()
 
 
 class Killed(BaseException):

@@ -54,7 +54,7 @@ class PromptsConfig:
         load: options of the torch backend, where the subject is loaded here.
         tokens: most tokens, of rollouts and of the reflecting model together; None: as many as it takes.
         minibatch: tasks that a proposal is made from, and tried on first.
-        seed: of GEPA's choices.
+        seed: of GEPA's choices, and of answers that are drawn here: each batch draws with the same numbers.
         concurrency: rollouts at once in each worker.
         timeout_s: of an attempt.
     """
@@ -169,6 +169,7 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
 def _routing(config: PromptsConfig) -> Routing:
     return Routing(
         agents=config.answered,
+        seed=config.seed,
         temperature=config.temperature,
         plain=config.sampling == "plain",
         max_tokens=config.max_tokens,

@@ -153,7 +153,8 @@ def session(
             else:
                 own = answers.policies
                 chosen = tuple(own.by_agent) or routing.agents
-                routing = replace(routing, agents=chosen, model=answers.model, policies=own)
+                seed = routing.seed if answers.engines else None  # a server is asked as the program asks
+                routing = replace(routing, agents=chosen, model=answers.model, policies=own, seed=seed)
             engines = list(answers.engines) or None
             with serving(
                 kept, runner, routing=routing, engine=engines, upstreams=answers.upstreams, extend=apps.append
