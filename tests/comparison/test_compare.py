@@ -22,6 +22,7 @@ from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
 from lightning_trainer.comparison import compare as room
 from lightning_trainer.comparison import methods
+from lightning_trainer.sft.rounds.loop import RoundLoop
 
 AGENT = """
 import os
@@ -135,6 +136,57 @@ def test_each_way_spends_its_budget_and_all_are_measured_alike(
     assert "3 held-out tasks, 2 samples of each" in again.stdout
     for word in ("as it is", "rl", "sft", "writer", "checker"):
         assert word in again.stdout
+
+
+class Killed(BaseException):
+    """Nobody hears of it, as of a SIGKILL."""
+
+
+@pytest.mark.parametrize("where", ["_learn", "_counted"])
+def test_rounds_that_were_killed_are_counted_once_and_not_taken_again(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    owner = RoundLoop if where == "_learn" else methods
+    taken, calls = getattr(owner, where), []
+
+    def dying(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == (2 if where == "_learn" else 1):  # in the second round; or when both are done
+            raise Killed
+        return taken(*args)
+
+    options = ["--budget", "16", "--methods", "sft", "--sft", "learning_rate=0.003", "--json"]
+    whole = rl("pair:run", model, *options, "--out", "whole")
+    monkeypatch.setattr(owner, where, dying)
+    with pytest.raises(Killed):
+        rl("pair:run", model, *options, "--out", "cut")
+    monkeypatch.setattr(owner, where, taken)
+    learned = sampled(folder / "cut" / "sft" / "lightning.db")
+    result = CliRunner().invoke(cli, ["compare", "--resume", "cut", "--json"])
+    assert result.exit_code == 0, result.output
+    same, found = (json.loads(each.stdout.splitlines()[-1])["methods"]["sft"] for each in (whole, result))
+    for name in ("rollouts", "tokens", "mean", "difference", "by_agent"):
+        assert found[name] == same[name]
+    after = sampled(folder / "cut" / "sft" / "lightning.db")
+    assert learned <= after
+    assert len(after - learned) == (8 if where == "_learn" else 0)
+
+
+def sampled(store: Path) -> set[str]:
+    opened = open_store(str(store))
+    try:
+        return {rollout.rollout_id for rollout in opened.rollouts()}
+    finally:
+        opened.close()
+
+
+def test_what_a_cut_life_drew_after_its_checkpoint_is_not_counted() -> None:
+    first = [f"run-a:t{step}-0-{member}" for step in range(4) for member in range(2)]
+    second = ["run-b:t2-0-0", "run-b:t2-0-1", "run-b:t2-0-1-4-0", "run-b:t3-0-0"]
+    third = ["run-c:t2r1-0-0", "other"]
+    assert methods.learned_from([*first, "other", *second]) == [*first[:4], "other", *second]
+    assert methods.learned_from([*first, *second, *third]) == [*first[:4], *third]
+    assert methods.learned_from(["rounds-a.0:v-0-0", *first]) == ["rounds-a.0:v-0-0", *first]
 
 
 def test_a_way_that_finds_nothing_to_learn_does_not_end_the_comparison(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from lightning_trainer.run.local import opened
 from lightning_trainer.run.state import NEWEST
 
 _AT_ONCE: Final = 64  # traces in memory
+_STEP: Final = re.compile(r"(.*):t(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,10 @@ def _rl(config: CompareConfig, folder: Path, names: Sequence[str], progress: Pro
 def _sft(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:  # noqa: ARG001
     from lightning_trainer.sft.config import RoundsConfig
     from lightning_trainer.sft.rounds.rejection import rejection_sampling, resumed
-    from lightning_trainer.sft.rounds.state import STATE_NAME
+    from lightning_trainer.sft.rounds.state import RESULT_NAME, STATE_NAME
 
-    began = time.monotonic()
+    if (folder / RESULT_NAME).exists():
+        return _of_rounds(folder, json.loads((folder / RESULT_NAME).read_text(encoding="utf-8")))
     if (folder / STATE_NAME).exists():
         asked, resume = resumed(folder), folder
     else:
@@ -105,10 +108,12 @@ def _sft(config: CompareConfig, folder: Path, names: Sequence[str], progress: Pr
         rounds = config.rounds if of_a_round <= len(tasks) else max(1, config.budget // (len(tasks) * size))
         file = _some(tasks, of_a_round, config.train.seed, folder.with_name(f"{folder.name}-tasks.jsonl"))
         asked = RoundsConfig(**{**_shared(config.train), "tasks": file, "rounds": rounds, "out": folder, **config.sft})
-    done = rejection_sampling(asked, progress, resume=resume)
+    return _of_rounds(folder, rejection_sampling(asked, progress, resume=resume).to_json())
+
+
+def _of_rounds(folder: Path, result: Mapping[str, Any]) -> Made:
     rollouts, tokens = _counted(folder / STORE_NAME)
-    seconds = time.monotonic() - began
-    return Made(rollouts=rollouts, tokens=tokens, seconds=seconds, model=str(done.checkpoint))
+    return Made(rollouts=rollouts, tokens=tokens, seconds=result["seconds"], model=result["checkpoint"])
 
 
 def _shared(train: TrainConfig) -> dict[str, Any]:
@@ -174,15 +179,37 @@ def _some(tasks: Sequence[Task], count: int, seed: int, file: Path) -> Path:
     return file
 
 
+def learned_from(rollout_ids: Sequence[str]) -> list[str]:
+    """Return the rollouts that are left when a life that goes on draws again what an earlier one drew.
+
+    Args:
+        rollout_ids: in the order in which they were queued: the life's name, ``:t``, the step or round, and more.
+    """
+    kept: list[tuple[str, int | None]] = []
+    life = ""
+    for rollout_id in rollout_ids:
+        found = _STEP.match(rollout_id)
+        if found is None:
+            kept.append((rollout_id, None))
+            continue
+        step = int(found[2])
+        if found[1] != life:
+            life = found[1]
+            kept = [(name, its) for name, its in kept if its is None or its < step]
+        kept.append((rollout_id, step))
+    return [name for name, _ in kept]
+
+
 def _counted(store: Path) -> tuple[int, int] | tuple[None, None]:
     """Count the rollouts of a way, and the tokens of their model calls; None where there is no store.
 
-    What a fork was given from its record was asked of nobody: it counts where it was drawn, and not again.
+    What a fork was given from its record was asked of nobody: it counts where it was drawn, and not again. Nor does
+    what a life that was cut drew after its last checkpoint or round: of that nothing was learned.
     """
     if not store.exists():
         return None, None
     with opened(str(store)) as kept:
-        ids = [rollout.rollout_id for rollout in kept.rollouts()]
+        ids = learned_from([rollout.rollout_id for rollout in kept.rollouts()])
         tokens = 0
         for first in range(0, len(ids), _AT_ONCE):
             for trace in traces_of(kept, rollout_ids=ids[first : first + _AT_ONCE]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from lightning_trainer.sft.config import RoundsConfig
 from lightning_trainer.sft.data import read_lines_of_store
 from lightning_trainer.sft.fit import CHECKPOINT, Fit, Fitted
 from lightning_trainer.sft.render import Renderer
-from lightning_trainer.sft.rounds.state import STATE_NAME, Round, Rounds, RoundsState
+from lightning_trainer.sft.rounds.state import RESULT_NAME, STATE_NAME, Round, Rounds, RoundsState
 from lightning_trainer.sft.sft import steps_of
 
 NOT_BETTER: Final = "earned no more than the worst of the round"
@@ -42,7 +43,11 @@ NOT_BETTER: Final = "earned no more than the worst of the round"
 
 @dataclass(kw_only=True)
 class RoundLoop:
-    """Takes the rounds."""
+    """Takes the rounds.
+
+    Attributes:
+        began: monotonic time at which they would have begun in one go.
+    """
 
     config: RoundsConfig
     tasks: Sequence[Task]
@@ -58,6 +63,7 @@ class RoundLoop:
     name: str = field(default_factory=lambda: f"rounds-{uuid.uuid4().hex[:8]}")  # unique in the store
     state: RoundsState
     steps: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     def run(self) -> Rounds:
         """Take the rounds that are to come; one in which nothing is better than the rest is the last."""
@@ -73,14 +79,23 @@ class RoundLoop:
                     raise
                 self.progress.note(f"there is no round {number}: {str(error).splitlines()[0]}")
                 break
+        rounds = Rounds(
+            rounds=tuple(done), folder=self.folder, checkpoint=self.folder / CHECKPOINT, before=before,
+            seconds=self._seconds,
+        )  # fmt: skip
+        write_atomically(self.folder / RESULT_NAME, (json.dumps(rounds.to_json(), indent=2) + "\n").encode())
         self._forget()
-        return Rounds(rounds=tuple(done), folder=self.folder, checkpoint=self.folder / CHECKPOINT, before=before)
+        return rounds
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self.began
 
     def _keep(self, state: RoundsState) -> None:
         """Keep what going on exactly needs; what a round before kept goes."""
         self.progress.phase("saving")
         self.learner.save(self.folder / state.weights)
-        text = json.dumps(asdict(state), indent=2) + "\n"
+        text = json.dumps(asdict(replace(state, seconds=self._seconds)), indent=2) + "\n"
         write_atomically(self.folder / STATE_NAME, text.encode())
         if self.state.weights:
             shutil.rmtree(self.folder / self.state.weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -50,7 +51,7 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
             left then.
         Interrupted: somebody asked to stop; what was learned is saved.
     """
-    progress = progress or Silent()
+    began, progress = time.monotonic(), progress or Silent()
     hooks.load_all()
     backend: Backend = registry.by_name("backend", config.backend)
     look(config.model)  # or refuse
@@ -84,6 +85,7 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         loop = RoundLoop(
             config=config, tasks=tasks, val=val, folder=folder, store=store, local=local, learner=learner, judge=judge,
             log=log, progress=progress, check=check, state=state, steps=state.steps,
+            began=began - state.seconds,
         )  # fmt: skip
         try:
             return loop.run()

@@ -12,6 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.sft.fit import CHECKPOINT, Fitted
 
 STATE_NAME: Final = "rounds.json"  # in the run's folder, while rounds are to come
+RESULT_NAME: Final = "result.json"  # there, once all are done: what they came to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +58,14 @@ class RoundsState:
         before: mean reward of the held-out tasks before the first.
         data: fingerprint of the tasks.
         weights: folder beside it with weights and optimiser; "" before the first round is done.
+        seconds: time that the rounds have taken.
     """
 
     data: str
     done: tuple[Round, ...] = ()
     before: float | None = None
     weights: str = ""
+    seconds: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -97,12 +100,14 @@ class Rounds:
         folder: the run's.
         checkpoint: a model folder with the weights of the last one.
         before: mean reward of the held-out tasks before the first; None without such tasks.
+        seconds: time that they took, those of earlier parts included.
     """
 
     rounds: tuple[Round, ...]
     folder: Path
     checkpoint: Path
     before: float | None = None
+    seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return what the command prints."""
@@ -110,5 +115,5 @@ class Rounds:
         return {
             "loss_before": first.fitted.before, "loss_after": last.fitted.after, "checkpoint": str(self.checkpoint),
             "folder": str(self.folder), "reward_before": self.before, "reward_after": last.held_out,
-            "rounds": [each.to_json() for each in self.rounds],
+            "rounds": [each.to_json() for each in self.rounds], "seconds": round(self.seconds, 1),
         }  # fmt: skip
