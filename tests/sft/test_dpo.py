@@ -141,5 +141,5 @@ def test_a_pair_of_equal_answers_is_left_out_and_counted(tmp_path: Path, tiny_mo
 def test_pairs_that_all_say_nothing_are_refused(tmp_path: Path, tiny_model: Path) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "b"}) + "\n")
-    with pytest.raises(DataError, match="the same in all 1 pairs"):
+    with pytest.raises(DataError, match=r"d.jsonl: chosen and rejected are the same in all 1 pairs"):
         sft(config(tmp_path, tiny_model, data=(str(data),), steps=1))

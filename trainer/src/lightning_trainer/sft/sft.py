@@ -162,9 +162,9 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
             found += [preferred(line, f"{name}, pair {number}") for number, line in enumerate(lines, 1)]
         else:
             found += read_pairs(Path(name))
-    found = _different(found, left_out)
+    found = _different(found, left_out, ", ".join(config.data))
     if config.val is not None:
-        training, looked_at = found, _different(read_pairs(config.val), left_out)
+        training, looked_at = found, _different(read_pairs(config.val), left_out, f"--val {config.val}")
     else:
         worse = {id(pair.chosen): pair for pair in found}
         parts = held_out([pair.chosen for pair in found], config.held_out, left_out)
@@ -178,15 +178,23 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
     )
 
 
-def _different(pairs: Sequence[Preferred], left_out: Counter[str]) -> list[Preferred]:
+def _different(pairs: Sequence[Preferred], left_out: Counter[str], place: str) -> list[Preferred]:
     """Leave out pairs that say nothing, and count them.
+
+    Args:
+        pairs: that were read.
+        left_out: counts them.
+        place: where they come from, for the error.
 
     Raises:
         DataError: no other is there.
     """
     found = [pair for pair in pairs if not pair.same]
     if not found:
-        raise DataError(f"chosen and rejected are the same in all {len(pairs)} pairs: there is nothing to learn.")
+        raise DataError(
+            f"{place}: chosen and rejected are the same in all {len(pairs)} pairs, so neither is the better one. Give"
+            " pairs whose answers differ."
+        )
     if len(pairs) > len(found):
         left_out[SAME_ANSWERS] += len(pairs) - len(found)
     return found
