@@ -111,6 +111,23 @@ def test_it_stops_when_the_held_out_loss_rises_and_keeps_the_best(tmp_path: Path
     learner.close()
 
 
+def test_what_rows_that_are_drawn_together_have_in_common_goes_forward_once(tmp_path: Path, tiny_model: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    schemas = [f"table {number}: " + f"column {number} " * 20 for number in range(8)]
+    said = [
+        [{"role": "user", "content": f"{schema}question {n}"}, {"role": "assistant", "content": f"answer {n}"}]
+        for schema in schemas
+        for n in range(4)
+    ]
+    data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said))
+    forwarded = {}
+    for together in (1, 4):
+        options = {"data": (str(data),), "held_out": 0.0, "steps": 8, "group_by_prefix": together}
+        done = sft(config(tmp_path, tiny_model, **options, out=tmp_path / f"together-{together}"))
+        forwarded[together] = sum(line["packed_tokens"] for line in lines(done.folder, "train"))
+    assert forwarded[4] < 0.75 * forwarded[1]  # the same rows, in the same number of steps
+
+
 def test_each_agent_has_an_adapter_of_its_own(tmp_path: Path, tiny_model: Path) -> None:
     data = write(tmp_path / "d.jsonl", agent=lambda n: ("writer", "checker", "other")[n % 3])
     done = sft(

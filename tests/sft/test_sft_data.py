@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_spans.errors import DataError
@@ -156,6 +159,18 @@ def test_every_epoch_takes_every_row_once() -> None:
     assert [sorted(taken[:10]), sorted(taken[10:])] == [list(range(10))] * 2
     assert taken[:10] != taken[10:]
     assert taken == [row for batch in batches(rows, 4, 5, seed=3) for row in batch]
+
+
+def test_rows_of_one_beginning_are_drawn_together_and_cut_otherwise_in_each_epoch() -> None:
+    rows: Any = [SimpleNamespace(policy="policy", tokens=np.array([n % 5, n])) for n in range(40)]
+    taken = [row for batch in batches(rows, 8, 10, seed=3, together=4) for row in batch]
+    epochs = [[int(row.tokens[1]) for row in taken[part : part + 40]] for part in (0, 40)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(40))] * 2
+    assert {frozenset(epochs[0][k : k + 4]) for k in range(0, 40, 4)} != {
+        frozenset(epochs[1][k : k + 4]) for k in range(0, 40, 4)
+    }
+    changes = [sum(a % 5 != b % 5 for a, b in pairwise(epoch)) for epoch in epochs]
+    assert max(changes) < 20  # alone they change four times of five
 
 
 SAID: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -181,15 +181,33 @@ def _opening(said: Example) -> str:
     return digest((said.ids or ())[:first])
 
 
-def batches(rows: Sequence[Row], size: int, steps: int, seed: int) -> Iterator[list[Row]]:
-    """Return the rows of each step: every epoch goes through all of them, in an order of its own."""
+def batches(rows: Sequence[Row], size: int, steps: int, seed: int, together: int = 1) -> Iterator[list[Row]]:
+    """Return the rows of each step: every epoch goes through all of them, in an order of its own.
+
+    Args:
+        rows: to learn from.
+        size: rows in a step.
+        steps: how many.
+        seed: of the orders.
+        together: rows that stand next to each other by their beginnings are drawn so many at a time: what they have in
+            common goes forward once. They are cut at other places in each epoch.
+    """
+    places = list(range(len(rows)))
+    if together > 1:
+        places.sort(key=lambda place: (rows[place].policy, rows[place].tokens.tolist()))
     order: list[int] = []
     epoch = 0
     for _ in range(steps):
         while len(order) < min(size, len(rows)):
-            places = list(range(len(rows)))
-            random.Random(f"{seed}/{epoch}").shuffle(places)
-            order += places
+            order += _drawn(places, together, random.Random(f"{seed}/{epoch}"))
             epoch += 1
         taken, order = order[:size], order[size:]
         yield [rows[place] for place in taken]
+
+
+def _drawn(places: Sequence[int], together: int, numbers: random.Random) -> list[int]:
+    """Cut places into runs of neighbours, and return all of them with the runs in a random order."""
+    first = numbers.randrange(together) if together > 1 else 0
+    runs = [places[max(0, start) : start + together] for start in range(-first, len(places), together)]
+    numbers.shuffle(runs)
+    return [place for run in runs for place in run]

@@ -61,6 +61,7 @@ class Fit:
         batch_size: rows in a step.
         steps: of them all.
         eval_every: steps between two looks; None: four in an epoch.
+        group_by_prefix: rows that are drawn together for their common beginnings.
         patience: looks without a lower loss after which it stops.
         seed: of the order.
         from_step: number of the first step in the log, where others came before.
@@ -77,6 +78,7 @@ class Fit:
     check: Callable[[], None]
     batch_size: int
     steps: int
+    group_by_prefix: int = 1
     eval_every: int | None = None
     patience: int = 3
     seed: int = 0
@@ -98,8 +100,9 @@ class Fit:
         taken, tokens = 0, Counter[str]()
         update = self.update or self.learner.update
         self.progress.begin(self.from_step, self.from_step + self.steps)
+        drawn = batches(self.rows, self.batch_size, self.steps, self.seed, self.group_by_prefix)
         try:
-            for taken, batch in enumerate(batches(self.rows, self.batch_size, self.steps, self.seed), 1):
+            for taken, batch in enumerate(drawn, 1):
                 self.check()
                 self.progress.phase("learning", taken - 1, self.steps)
                 metrics = update(batch)
@@ -152,7 +155,9 @@ class Fit:
         self.learner.save(self.folder / CHECKPOINT, resumable=False)
 
 
-_SHOWN: Final[tuple[str, ...]] = ("loss", "grad_norm", "tokens", "seconds", "accuracy", "margin", "skipped")
+_SHOWN: Final[tuple[str, ...]] = (
+    "loss", "grad_norm", "tokens", "packed_tokens", "seconds", "accuracy", "margin", "skipped",
+)  # fmt: skip
 
 
 def mean_loss(learner: Learner, rows: Sequence[Row]) -> float:

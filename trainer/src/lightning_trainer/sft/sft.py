@@ -93,8 +93,9 @@ def sft(config: SftConfig, progress: Progress | None = None) -> Learned:
         _tell(progress, task)
         fit = Fit(
             learner=learner, rows=task.rows, held_out=task.held_out, folder=folder, log=log, progress=progress,
-            check=check, batch_size=config.batch_size, steps=steps, eval_every=config.eval_every,
-            patience=config.patience, seed=config.seed, update=task.update, loss=task.loss,
+            check=check, batch_size=config.batch_size, group_by_prefix=config.group_by_prefix, steps=steps,
+            eval_every=config.eval_every, patience=config.patience, seed=config.seed, update=task.update,
+            loss=task.loss,
         )  # fmt: skip
         try:
             fitted = fit.run()

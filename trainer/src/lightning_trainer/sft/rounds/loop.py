@@ -190,8 +190,8 @@ class RoundLoop:
             write_atomically(self.folder / CONFIG_NAME, to_json(config).encode())
         return Fit(
             learner=self.learner, rows=rows, held_out=(), folder=self.folder, log=self.log, progress=self.progress,
-            check=self.check, batch_size=config.batch_size, steps=steps_of(config, rows), seed=config.seed,
-            from_step=self.steps,
+            check=self.check, batch_size=config.batch_size, group_by_prefix=config.group_by_prefix,
+            steps=steps_of(config, rows), seed=config.seed, from_step=self.steps,
         ).run()  # fmt: skip
 
 
