@@ -57,11 +57,18 @@ class TreePlan:
         self._buckets = [_Bucket(group, dtype, device) for group in _similar(_pieces(packed.segments))]
         order = np.concatenate([bucket.places for bucket in self._buckets])
         self._back = torch.from_numpy(np.argsort(order)).to(device)  # from the order of the buckets to the packed order
+        queries = [bucket.queries for bucket in self._buckets]
+        seen = [places for bucket in self._buckets for places in (bucket.trunk, bucket.own)]
+        self._queries, self._seen = (torch.from_numpy(np.concatenate(each)).to(device) for each in (queries, seen))
+        self._query_counts, self._seen_counts = [len(each) for each in queries], [len(each) for each in seen]
         self._segments, self._device = packed.segments, device
         self._memory: TreeMemory | None = None
 
     def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
-        """Attend bucket by bucket. What several rows see is gathered for each, so that gradients add up."""
+        """Attend bucket by bucket. What several rows see is gathered for each, so that gradients add up.
+
+        It is gathered for all buckets at once: the gradient of a gathered tensor is as large as the tensor it is from.
+        """
         inputs = (layer, query_NHD, key_NKD, value_NKD)
         if torch.is_grad_enabled():  # weights of all rows and layers would fill gigabytes: made again when needed
             return checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
@@ -77,7 +84,12 @@ class TreePlan:
         return self._memory.recur(layer, hidden_NW)
 
     def _attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
-        parts = [bucket.attend(layer, query_NHD, key_NKD, value_NKD) for bucket in self._buckets]
+        queries = query_NHD.index_select(0, self._queries).split(self._query_counts)
+        keys, values = (part.index_select(0, self._seen).split(self._seen_counts) for part in (key_NKD, value_NKD))
+        parts = [
+            bucket.attend(layer, queries[b], keys[2 * b : 2 * b + 2], values[2 * b : 2 * b + 2])
+            for b, bucket in enumerate(self._buckets)
+        ]
         return torch.cat(parts).index_select(0, self._back)
 
 
@@ -131,7 +143,14 @@ def _similar(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
 
 
 class _Bucket:
-    """Pieces of one trunk, padded to one shape: R pieces, Q queries, L own tokens."""
+    """Pieces of one trunk, padded to one shape: R pieces, Q queries, L own tokens.
+
+    Attributes:
+        places: packed places of the tokens that attend, in the order of the result.
+        queries: (R * Q,) packed places of the queries, padding included.
+        trunk: (P,) packed places of what all see.
+        own: (R * L,) packed places of the own tokens, padding included.
+    """
 
     def __init__(self, pieces: Sequence[_Piece], dtype: torch.dtype, device: torch.device) -> None:
         queries, length = max(piece.new for piece in pieces), max(len(piece.own) for piece in pieces)
@@ -144,22 +163,32 @@ class _Bucket:
             seen[row, : piece.new] = np.arange(len(piece.own) - piece.new, len(piece.own)) + 1
         real = np.flatnonzero(np.arange(queries) < np.array([[piece.new] for piece in pieces]))
         self.places: IntArray = query.reshape(-1)[real]
+        self.queries, self.trunk, self.own = query.reshape(-1), pieces[0].trunk, own.reshape(-1)
         self._shape = (len(pieces), queries, length)
         self._alone = len(pieces) == 1 and not len(pieces[0].trunk) and pieces[0].new == length
-        self._query, self._own, self._real, self._trunk = (
-            torch.from_numpy(index).to(device) for index in (query.reshape(-1), own.reshape(-1), real, pieces[0].trunk)
-        )
+        self._real = torch.from_numpy(real).to(device) if len(real) < query.size else None
         self._seen = seen
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._hidden: dict[int | None, Tensor] = {}
 
-    def attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
-        """Return (number of places, H, D)."""
+    def attend(
+        self, layer: AttentionLayer, query: Tensor, keys_of: tuple[Tensor, ...], values_of: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            layer: how it attends.
+            query: (R * Q, H, D).
+            keys_of: (P, KV, D) of the trunk, (R * L, KV, D) of the own tokens.
+            values_of: likewise.
+
+        Returns:
+            (number of places, H, D).
+        """
         rows, queries, length = self._shape
-        heads, width = query_NHD.shape[1:]
-        key_heads = key_NKD.shape[1]
-        query = query_NHD.index_select(0, self._query)
-        keys, values = key_NKD.index_select(0, self._own), value_NKD.index_select(0, self._own)
+        heads, width = query.shape[1:]
+        keys, values = keys_of[1], values_of[1]
+        key_heads = keys.shape[1]
         if self._alone and layer.sinks_H is None and layer.cap is None:
             return self._causal(layer, query, keys, values)
         own_keys, own_values = (
@@ -169,12 +198,13 @@ class _Bucket:
         out = attend(
             layer,
             to_key_heads(query.view(rows, queries, heads, width), key_heads),
-            list(self._prefixes(layer, key_NKD, value_NKD, heads // key_heads)),
+            list(self._prefixes(layer, keys_of[0], values_of[0], heads // key_heads)),
             own_keys,
             own_values,
             for_heads(self._own_bias(layer.window), key_heads, heads),
         )
-        return from_key_heads(out, queries).reshape(rows * queries, heads, width).index_select(0, self._real)
+        padded = from_key_heads(out, queries).reshape(rows * queries, heads, width)
+        return padded if self._real is None else padded.index_select(0, self._real)
 
     def _own_bias(self, window: int | None) -> Tensor:
         if window not in self._hidden:
@@ -182,14 +212,12 @@ class _Bucket:
             self._hidden[window] = bias(hidden, self._like.dtype, self._like.device)
         return self._hidden[window]
 
-    def _prefixes(self, layer: AttentionLayer, key_NKD: Tensor, value_NKD: Tensor, shares: int) -> Iterator[SeenPrefix]:
+    def _prefixes(self, layer: AttentionLayer, key_PKD: Tensor, value_PKD: Tensor, shares: int) -> Iterator[SeenPrefix]:
         """Return what is seen of the trunk."""
-        length = len(self._trunk)
+        length = len(self.trunk)
         first, hidden = hidden_before(length + self._seen - 1, length, layer.window)
         if first < length:
-            keys, values = (
-                part.index_select(0, self._trunk[first:]).transpose(0, 1).contiguous() for part in (key_NKD, value_NKD)
-            )
+            keys, values = (part[first:].transpose(0, 1).contiguous() for part in (key_PKD, value_PKD))
             yield SeenPrefix(None, keys, values, prefix_bias(hidden, shares, self._like))
 
     def _causal(self, layer: AttentionLayer, query_QHD: Tensor, key_QKD: Tensor, value_QKD: Tensor) -> Tensor:
