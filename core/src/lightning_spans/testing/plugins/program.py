@@ -49,6 +49,7 @@ SCENARIOS: Final = {
 _HELLO: Final = "hello there"
 _ADD: Final = 'call add {"a": 2, "b": 3}'
 PROMPTS: Final = dict.fromkeys(SCENARIOS, _HELLO) | {
+    "abandoned": f"say {'and so on ' * 500}",  # some seconds: on a busy machine, too, the reader leaves before the end
     "tool_call": _ADD,
     "parallel_tools": f'{_ADD}\ncall add {{"a": 20, "b": 30}}',
     "tool_error": 'call fail {"reason": "out of order"}',
