@@ -1,6 +1,8 @@
 """Write `train.jsonl`, `val.jsonl` and `sft.jsonl` from Spider, which is read in place: `LIGHTNING_DATA`/spider.
 
 `python data.py [--slice single|all]`. Held-out questions are about databases that no training question is about.
+`--questions FILE --out FOLDER` writes `val.jsonl` alone, from other questions: a JSON array as Spider's `dev.json`, or
+a row a line.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agent import CHECK, WRITE, asked, doubt, look
-from database import QueryError, execute, folder, schema
+from database import QueryError, execute, folder, place, schema
 
 # What 135M parameters read and write: a third of all questions with `single`, a little over half with `all`.
 SLICES = {
@@ -23,12 +25,12 @@ SLICES = {
 TRAIN_TASKS = 1200
 
 
-def questions(name: str, limits: dict[str, Any]) -> Iterator[dict[str, str]]:
+def questions(file: Path, limits: dict[str, Any]) -> Iterator[dict[str, str]]:
     """Give the questions of a file that a slice takes, with a right query that gives rows."""
-    for line in (folder() / name).read_text().splitlines():
-        row = json.loads(line)
+    text = file.read_text().strip()
+    for row in json.loads(text) if text.startswith("[") else map(json.loads, text.split("\n")):
         database, query = row["db_id"], row["query"]
-        if not (folder() / "database" / f"{database}.sqlite").exists():
+        if not place(database).exists():
             continue
         upper = query.upper()
         several = " JOIN " in upper or upper.count("SELECT") > 1
@@ -39,10 +41,11 @@ def questions(name: str, limits: dict[str, Any]) -> Iterator[dict[str, str]]:
         ):
             continue
         try:
-            execute(database, query)
+            rows = execute(database, query)
         except QueryError:
             continue  # the edition's corrections are for another dialect
-        yield {"database": database, "question": row["question"], "query": query}
+        if rows:  # else every query is right that finds nothing
+            yield {"database": database, "question": row["question"], "query": query}
 
 
 def chats(rows: list[dict[str, str]], draw: random.Random) -> Iterator[dict[str, Any]]:
@@ -85,19 +88,27 @@ def _chat(agent: str, turns: tuple[str, ...], answer: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slice", choices=SLICES, default="all")
+    parser.add_argument("--questions", type=Path, help="other questions, to evaluate on")
     parser.add_argument("--out", type=Path, default=Path())
     given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.questions:
+        write(given.out, val=list(questions(given.questions, SLICES[given.slice])))
+        return
     draw = random.Random(0)
-    train = list(questions("train.jsonl", SLICES[given.slice]))
-    val = list(questions("test.jsonl", SLICES[given.slice]))
+    train = list(questions(folder() / "train.jsonl", SLICES[given.slice]))
+    val = list(questions(folder() / "test.jsonl", SLICES[given.slice]))
     assert not {row["database"] for row in train} & {row["database"] for row in val}
     draw.shuffle(train)
     draw.shuffle(val)
     lessons = list(chats(train, draw))
     draw.shuffle(lessons)
-    given.out.mkdir(parents=True, exist_ok=True)
-    for name, rows in {"train": train[:TRAIN_TASKS], "val": val, "sft": lessons}.items():
-        (given.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(given.out, train=train[:TRAIN_TASKS], val=val, sft=lessons)
+
+
+def write(out: Path, **files: list[dict[str, Any]]) -> None:
+    for name, rows in files.items():
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{name}.jsonl: {len(rows)}")
 
 

@@ -16,6 +16,7 @@ Rows: TypeAlias = list[tuple[object, ...]]
 LIMIT_S = 2.0  # of one query
 MOST_ROWS = 5000
 STEPS = 10_000  # of SQLite's machine between two looks at the clock
+MOST_BYTES = 1_000_000  # of a value
 
 
 class QueryError(Exception):
@@ -29,14 +30,22 @@ def folder() -> Path:
     return Path(root) / "spider"
 
 
+def place(database: str) -> Path:
+    """Return a database's file: ``NAME.sqlite``, or ``NAME/NAME.sqlite`` as Spider itself has it."""
+    inside = folder() / "database"
+    own = inside / database / f"{database}.sqlite"
+    return own if own.exists() else inside / f"{database}.sqlite"
+
+
 def execute(database: str, query: str) -> Rows:
-    """Run a query, read-only.
+    """Run a query, read-only: a model wrote it.
 
     Raises:
         QueryError: SQLite refused it, or it took longer than `LIMIT_S`.
     """
-    path = folder() / "database" / f"{database}.sqlite"
-    connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
+    connection = sqlite3.connect(f"file:{place(database)}?mode=ro&immutable=1", uri=True)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # `ATTACH` and `VACUUM INTO` would make files
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
     connection.text_factory = lambda raw: raw.decode(errors="replace")
     until = time.monotonic() + LIMIT_S
     connection.set_progress_handler(lambda: time.monotonic() > until, STEPS)
@@ -77,13 +86,13 @@ def matches(database: str, query: str, gold: str) -> bool:
         return True
     ordered = "order by" in gold.lower()
     width = len(right[0])
-    columns = [Counter(map(repr, column)) for column in zip(*right, strict=True)]
-    have = [Counter(map(repr, column)) for column in zip(*found, strict=True)]
+    columns = [Counter(column) for column in zip(*right, strict=True)]
+    have = [Counter(column) for column in zip(*found, strict=True)]
     fits = [[at for at in range(width) if have[at] == column] for column in columns]
     for order in itertools.islice(itertools.product(*fits), 1000):
         if len(set(order)) < width:
             continue
         turned = [tuple(row[at] for at in order) for row in found]
-        if turned == right if ordered else Counter(map(repr, turned)) == Counter(map(repr, right)):
+        if turned == right if ordered else Counter(turned) == Counter(right):
             return True
     return False

@@ -90,6 +90,9 @@ def load(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("SELECT id, id FROM item", "SELECT id, price FROM item", False),
         ("SELECT nme FROM item", "SELECT name FROM item", False),
         ("SELECT name FROM item WHERE id > 9", "SELECT name FROM item WHERE id > 8", True),
+        ("SELECT 4", "SELECT price FROM item WHERE id = 2", True),  # which is 4.0
+        ("SELECT '4.0'", "SELECT price FROM item WHERE id = 2", False),
+        ("SELECT length(zeroblob(900000000))", "SELECT 900000000", False),
         ("WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT max(n) FROM t", "SELECT 1", False),
     ],
 )
@@ -97,6 +100,14 @@ def test_spiders_match(data: Path, monkeypatch: pytest.MonkeyPatch, query: str, 
     database = load("spider/database.py", monkeypatch)
     monkeypatch.setattr(database, "LIMIT_S", 0.2)
     assert database.matches("shop", query, gold) is right
+
+
+@pytest.mark.parametrize("query", ["VACUUM INTO '{}'", "ATTACH '{}' AS other", "ATTACH 'file:{}?mode=rwc' AS other"])
+def test_a_query_writes_no_file(data: Path, monkeypatch: pytest.MonkeyPatch, query: str) -> None:
+    database = load("spider/database.py", monkeypatch)
+    with pytest.raises(database.QueryError):
+        database.execute("shop", query.format(data / "written.sqlite"))
+    assert not (data / "written.sqlite").exists()
 
 
 def _program(folder: str, call: str, script: Any, data: Path) -> Any:
@@ -160,6 +171,20 @@ def test_spiders_files_keep_held_out_databases_apart(data: Path, tmp_path: Path)
     writers = [chat["messages"] for chat in rows["sft"] if chat["agent"] == "writer"]
     assert [m[-1]["content"] for m in writers] == ["SELECT count(*) FROM item"] * 2
     assert all("item(id, name, price)" in m[1]["content"] for m in writers)
+
+
+def test_spiders_data_takes_other_questions_and_leaves_out_those_that_find_nothing(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("langgraph")
+    folder = tmp_path / "spider/database/den"
+    folder.mkdir()
+    (tmp_path / "spider/database/zoo.sqlite").rename(folder / "den.sqlite")
+    asked = [("den", "SELECT count(*) FROM item"), ("den", "SELECT id FROM item WHERE id > 9"), ("none", "SELECT 1")]
+    rows = [{"db_id": name, "question": "Which?", "query": query} for name, query in asked]
+    (tmp_path / "dev.json").write_text(json.dumps(rows, indent=1))
+    _make("spider", tmp_path / "other", "--questions", str(tmp_path / "dev.json"))
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["val.jsonl"]
+    (line,) = (tmp_path / "other/val.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"database": "den", "question": "Which?", "query": "SELECT count(*) FROM item"}
 
 
 def test_mathematics_team_computes_with_its_tool(data: Path) -> None:
