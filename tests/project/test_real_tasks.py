@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -177,6 +178,35 @@ def test_mathematics_team_computes_with_its_tool(data: Path) -> None:
     assert (reward, len(asked)) == (1.0, 3)
 
 
+@pytest.mark.parametrize("answer", ["72", 72, 72.0, "72.0", "$72", "72 clips"])
+def test_answers_of_ones_own_may_be_written_as_a_number_is(data: Path, answer: Any) -> None:
+    pytest.importorskip("autogen_agentchat")
+    task = {"problem": "How many?", "answer": answer}
+    reward, _ = _program("mathematics", f"asyncio.run(agent.run({task!r}))", lambda *_: Reply("Answer: 72.00"), data)
+    assert reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Answer: 1,000", "1000"),
+        ("Answer: -3.0", "-3"),
+        ("Answer: $1,250.50 in all", "1250.5"),
+        ("Answer: 5. Answer: 6.", "6"),
+        ("It is 5", None),
+        ("Answer: none", None),
+    ],
+)
+def test_number_of_an_answer(data: Path, monkeypatch: pytest.MonkeyPatch, text: str, number: str | None) -> None:
+    pytest.importorskip("autogen_agentchat")
+    program = load("mathematics/agent.py", monkeypatch)
+    assert program.number_in(text) == number
+    with pytest.raises(ValueError, match="can't compute"):
+        program.compute("1e300 * 1e300 / 3")  # more than a float holds
+    with pytest.raises(ValueError, match="no number"):
+        asyncio.run(program.run({"problem": "How many?", "answer": "many"}))
+
+
 def test_mathematics_files(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("autogen_agentchat")
     _make("mathematics", tmp_path)
@@ -336,3 +366,7 @@ def test_crew_is_rewarded_by_role(data: Path, tmp_path: Path, monkeypatch: pytes
     assert len(bodies) == 6
     assert bodies[0] == chat["messages"][:-1]  # lessons are in the words that the crew is asked in
     assert "(4 - 3) / 2 = 0.5" in bodies[2][1]["content"]
+    for said, answer, earned in (("7 / 7", 1.0, 1.0), ("1e300 * 1e300 / 3", "1", 0.0)):  # a number; more than a float
+        own = {**task, "answer": answer}
+        reward, _ = _program("crew", f"agent.run_solver({own!r})", lambda *_, said=said: Reply(said), data)
+        assert reward == {"Solver": earned}
