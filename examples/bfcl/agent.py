@@ -31,7 +31,8 @@ from lightning_spans import agent  # noqa: E402
 
 DATA = Path(bfcl_eval.__file__).parent / "data"
 MODEL = os.environ.get("MODEL", "policy")
-STEPS = 20  # model calls in a turn; BFCL's own limit
+STEPS = 20  # messages with calls in a turn; BFCL's own limit
+CATEGORIES = ("multi_turn_base", "multi_turn_miss_param")  # the others change the tools midway, or the state
 FILES = "GorillaFileSystem"
 TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 
@@ -43,8 +44,8 @@ def run(task: dict[str, str]) -> float:
     try:
         with agent("caller"):
             turns = play(OpenAI(), entry, tag)
-        verdict = multi_turn_checker(turns, truth, entry, task["category"], tag)
-        return float(verdict["valid"])
+        whole = len(turns) == len(truth)
+        return float(whole and multi_turn_checker(turns, truth, entry, task["category"], tag)["valid"])
     finally:
         forget(tag)
 
@@ -58,15 +59,15 @@ def play(client: OpenAI, entry: dict[str, Any], tag: str) -> list[list[list[str]
     for asked in entry["question"]:
         messages += asked
         steps = []
-        for _ in range(STEPS):
-            reply = client.chat.completions.create(
-                model=os.environ.get("MODEL", "policy"), messages=messages, tools=offered
-            )
+        for _ in range(STEPS + 1):
+            reply = client.chat.completions.create(model=MODEL, messages=messages, tools=offered)
             message = reply.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
             if not message.tool_calls:
                 break
             steps.append(act(message.tool_calls, names, entry, tag, messages))
+        else:
+            return turns  # BFCL, too, ends a task here, and counts it as wrong
         turns.append(steps)
     return turns
 
@@ -138,7 +139,7 @@ def forget(tag: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--category", default="multi_turn_base")
+    parser.add_argument("--category", choices=CATEGORIES, default=CATEGORIES[0])
     parser.add_argument("--classes", default=FILES, help="tasks of these classes alone, with commas between; or all")
     chosen = parser.parse_args()
     wanted = None if chosen.classes == "all" else set(chosen.classes.split(","))

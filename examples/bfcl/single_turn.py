@@ -58,6 +58,8 @@ def score(entry: dict[str, Any], calls: list[dict[str, Any]], truth: list[Any], 
     from bfcl_eval.constants.enums import Language
     from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker
 
+    if not all(isinstance(given, dict) for call in calls for given in call.values()):
+        return 0.0  # the checker would fail on arguments that are no object
     return float(ast_checker(entry["function"], calls, truth, Language.PYTHON, category, "any")["valid"])
 
 

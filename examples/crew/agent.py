@@ -39,10 +39,9 @@ def compute(expression: str) -> str:
         ValueError: it is none, or divides by zero.
     """
     try:
-        value = _value(ast.parse(expression.strip()[:LONGEST], mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        return shown(_value(ast.parse(expression.strip()[:LONGEST], mode="eval").body))
+    except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(f"can't compute {expression!r}") from error
-    return shown(value)
 
 
 def shown(value: Fraction) -> str:
@@ -93,24 +92,35 @@ def number_in(text: str) -> str | None:
     return shown(Fraction(found[-1].replace(",", ""))) if found else None
 
 
+def right(task: dict[str, Any]) -> str:
+    """Return a task's answer as `number_in` writes what is said: 1000 for 1,000 and for 1000.0.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    if (number := number_in(f"Answer: {task['answer']}")) is None:
+        raise ValueError(f"the task's answer is no number: {task['answer']!r}")
+    return number
+
+
 def value_of(solved: str) -> str | None:
     """Return the value that stands beside an expression; None where it could not be computed."""
     _, equals, value = solved.rpartition(" = ")
     return value if equals else None
 
 
-def outcome(task: dict[str, str]) -> dict[str, float]:
+def outcome(task: dict[str, Any]) -> dict[str, float]:
+    answer = right(task)
     result = make(task["problem"]).kickoff()
     solved, _, _ = result.tasks_output
-    answer = task["answer"]
     return {"Solver": float(value_of(solved.raw) == answer), "Reporter": float(number_in(result.raw) == answer)}
 
 
-def run(task: dict[str, str]) -> float:
+def run(task: dict[str, Any]) -> float:
     """Run the crew on a task: 1 where what it reports is right."""
     return outcome(task)["Reporter"]
 
 
-def run_solver(task: dict[str, str]) -> dict[str, float]:
+def run_solver(task: dict[str, Any]) -> dict[str, float]:
     """Run the crew on a task; the Solver earns 1 where its expression has the right value, whatever is reported."""
     return {"Solver": outcome(task)["Solver"]}

@@ -39,10 +39,9 @@ def compute(expression: str) -> str:
         ValueError: it is none, or divides by zero.
     """
     try:
-        value = _value(ast.parse(expression.strip()[:LONGEST], mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, RecursionError, MemoryError) as error:
+        return shown(_value(ast.parse(expression.strip()[:LONGEST], mode="eval").body))
+    except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(f"can't compute {expression!r}") from error
-    return shown(value)
 
 
 def shown(value: Fraction) -> str:
@@ -68,6 +67,17 @@ def number_in(text: str) -> str | None:
     return shown(Fraction(found[-1].replace(",", ""))) if found else None
 
 
+def right(task: dict[str, Any]) -> str:
+    """Return a task's answer as `number_in` writes what is said: 1000 for 1,000 and for 1000.0.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    if (number := number_in(f"Answer: {task['answer']}")) is None:
+        raise ValueError(f"the task's answer is no number: {task['answer']!r}")
+    return number
+
+
 async def solve(problem: str) -> str:
     """Return what the agent says last."""
     client = OpenAIChatCompletionClient(
@@ -83,6 +93,7 @@ async def solve(problem: str) -> str:
     return str(result.messages[-1].to_text())
 
 
-async def run(task: dict[str, str]) -> float:
+async def run(task: dict[str, Any]) -> float:
     """Run the program on a task: 1 where the number is right."""
-    return float(number_in(await solve(task["problem"])) == task["answer"])
+    answer = right(task)
+    return float(number_in(await solve(task["problem"])) == answer)

@@ -1,6 +1,7 @@
 """Write `corpus.jsonl`, `train.jsonl`, `val.jsonl` and `sft.jsonl` from MuSiQue, read in place.
 
 `python data.py [--index bm25|hybrid]`. The index is over all questions' paragraphs; `hybrid` writes `corpus.npy`.
+`--questions FILE --out FOLDER` writes `corpus.jsonl` and `val.jsonl` from other questions: MuSiQue's or HotpotQA's.
 """
 
 from __future__ import annotations
@@ -25,18 +26,43 @@ def read(part: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n") if line]
 
 
+def own(file: Path) -> list[dict[str, Any]]:
+    """Read questions as MuSiQue or HotpotQA writes them: a JSON array, or a row a line."""
+    text = file.read_text().strip()
+    rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.split("\n")]
+    return [row if "paragraphs" in row else from_hotpot(row) for row in rows]
+
+
+def from_hotpot(row: dict[str, Any]) -> dict[str, Any]:
+    """Write a row of HotpotQA as MuSiQue's."""
+    context, facts = row["context"], row["supporting_facts"]
+    if isinstance(context, dict):  # copies of the data set have columns
+        context = zip(context["title"], context["sentences"], strict=True)
+        facts = zip(facts["title"], facts["sent_id"], strict=True)
+    needed = {title for title, _ in facts}
+    paragraphs = [
+        {"title": title, "paragraph_text": " ".join(map(str.strip, said)), "is_supporting": title in needed}
+        for title, said in context
+    ]
+    return {"question": row["question"], "answer": row["answer"], "paragraphs": paragraphs}
+
+
 def corpus(questions: list[dict[str, Any]]) -> tuple[list[dict[str, str]], Number]:
     """Return all paragraphs, each once, and the number of each."""
     number: Number = {}
     for row in questions:
         for paragraph in row["paragraphs"]:
-            number.setdefault((paragraph["title"], paragraph["paragraph_text"]), len(number))
+            number.setdefault(_key(paragraph), len(number))
     return [{"title": title, "text": text} for title, text in number], number
+
+
+def _key(paragraph: dict[str, Any]) -> tuple[str, str]:
+    return paragraph["title"], paragraph["paragraph_text"]
 
 
 def hops(row: dict[str, Any], number: Number) -> list[dict[str, Any]]:
     """Return the search questions of a question, each with its answer and the paragraph that has it."""
-    by_place = {p["idx"]: number[p["title"], p["paragraph_text"]] for p in row["paragraphs"]}
+    by_place = {p["idx"]: number[_key(p)] for p in row["paragraphs"]}
     steps: list[dict[str, Any]] = []
     for step in row["question_decomposition"]:
         query = step["question"].replace(" >> ", " ")
@@ -95,8 +121,8 @@ def tasks(rows: list[dict[str, Any]], number: Number) -> list[dict[str, Any]]:
     return [
         {
             "question": row["question"],
-            "answers": [row["answer"], *row["answer_aliases"]],
-            "support": sorted({hop["paragraph"] for hop in hops(row, number)}),
+            "answers": [row["answer"], *row.get("answer_aliases", ())],
+            "support": sorted({number[_key(p)] for p in row["paragraphs"] if p["is_supporting"]}),
         }
         for row in rows
     ]
@@ -105,16 +131,22 @@ def tasks(rows: list[dict[str, Any]], number: Number) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--index", choices=KINDS, default="bm25")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--questions", type=Path, help="other questions to evaluate on, with an index of their own")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.questions and not given.out:
+        parser.error("--questions needs --out, or the index would be another than that of train.jsonl.")
+    given.out = given.out or Path(__file__).parent
+    given.out.mkdir(parents=True, exist_ok=True)
     os.environ["MUSIQUE_CORPUS"] = str(given.out)
-    train, held = read("train"), read("dev")
+    train, held = ([], own(given.questions)) if given.questions else (read("train"), read("dev"))
     rows, number = corpus([*train, *held])
     known = build(rows, given.index, given.out)
     print(f"corpus.jsonl: {len(rows)}")
     chats = [chat for row in train for chat in lessons(row, number, known)]
     random.Random(0).shuffle(chats)
-    for name, lines in {"train": tasks(train, number), "val": tasks(held, number), "sft": chats}.items():
+    files = {"train": tasks(train, number), "val": tasks(held, number), "sft": chats}
+    for name, lines in {"val": files["val"]}.items() if given.questions else files.items():
         (given.out / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         print(f"{name}.jsonl: {len(lines)}")
 

@@ -6,6 +6,8 @@ import re
 import string
 from collections import Counter
 
+WHOLE = {"", "yes", "no", "noanswer"}  # right as a whole or not at all, as HotpotQA counts them
+
 
 def answer_in(text: str) -> str | None:
     """Return what stands between the tags; None unless there is exactly one such answer."""
@@ -21,6 +23,8 @@ def words(text: str) -> list[str]:
 
 def word_f1(said: str, right: str) -> float:
     one, other = words(said), words(right)
+    if {" ".join(one), " ".join(other)} & WHOLE:
+        return float(one == other)
     common = sum((Counter(one) & Counter(other)).values())
     return 2 * common / (len(one) + len(other)) if common else 0.0
 

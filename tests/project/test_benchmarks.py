@@ -90,6 +90,23 @@ def test_bfcl_pays_for_replayed_answers_and_not_for_silence(ask, monkeypatch, tm
     assert set(vars(program.multi_turn_utils)) == before  # a long run keeps no states of tasks that are over
 
 
+def test_bfcl_ends_a_task_whose_turn_goes_on_and_on(ask, monkeypatch):
+    pytest.importorskip("bfcl_eval")
+    program = example("bfcl", monkeypatch)
+    task = {"id": "multi_turn_base_1", "category": "multi_turn_base"}
+    answers = program.entries(task["category"])[task["id"]][1]
+    for looks, reward in ((program.STEPS - len(answers[0]), 1.0), (program.STEPS - len(answers[0]) + 1, 0.0)):
+        turns = [[*["ls()"] * looks, *answers[0]], *answers[1:]]
+        ask(replay(turns))
+        assert program.run(task) == reward, looks
+
+
+def test_bfcl_takes_no_category_that_it_plays_wrongly(tmp_path):
+    pytest.importorskip("bfcl_eval")
+    command = [sys.executable, str(EXAMPLES / "bfcl/agent.py"), "--category", "multi_turn_miss_func"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 2
+
+
 def test_bfcl_evaluates_no_call_but_those_of_its_tools(monkeypatch):
     pytest.importorskip("bfcl_eval")
     program = example("bfcl", monkeypatch)
@@ -112,6 +129,15 @@ def test_bfcl_single_turn_pays_for_an_allowed_call_and_not_for_silence(ask, monk
         assert program.run(row) == 1.0, row
         ask(silent)
         assert program.run(row) == 0.0, row
+
+
+@pytest.mark.parametrize("arguments", ["null", "3", "[1]", '"base"', "{"])
+def test_bfcl_single_turn_pays_nothing_for_arguments_that_are_no_object(ask, monkeypatch, arguments):
+    pytest.importorskip("bfcl_eval")
+    program = example("bfcl", monkeypatch, "single_turn")
+    call = ScriptedToolCall("calculate_triangle_area", arguments)
+    ask(lambda _body: Reply(tool_calls=[call]))
+    assert program.run({"id": "simple_python_0", "category": "simple_python"}) == 0.0
 
 
 def test_tau2_pays_for_replayed_actions_and_not_for_silence(ask, monkeypatch, tmp_path):

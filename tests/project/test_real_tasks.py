@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -58,7 +59,10 @@ def _hops(part: str) -> dict[str, Any]:
         f"Ann {part}": f"Ann {part} lived in Port{part}.",
         "Rivers": "Rivers flow.",
     }
-    paragraphs = [{"idx": at, "title": title, "paragraph_text": text} for at, (title, text) in enumerate(texts.items())]
+    paragraphs = [
+        {"idx": at, "title": title, "paragraph_text": text, "is_supporting": at < 2}
+        for at, (title, text) in enumerate(texts.items())
+    ]
     steps = [
         {"question": f"Song of {part} >> performer", "answer": f"Ann {part}", "paragraph_support_idx": 0},
         {"question": "Where did #1 live?", "answer": f"Port{part}", "paragraph_support_idx": 1},
@@ -202,6 +206,35 @@ def test_mathematics_team_computes_with_its_tool(data: Path) -> None:
     assert (reward, len(asked)) == (1.0, 3)
 
 
+@pytest.mark.parametrize("answer", ["72", 72, 72.0, "72.0", "$72", "72 clips"])
+def test_answers_of_ones_own_may_be_written_as_a_number_is(data: Path, answer: Any) -> None:
+    pytest.importorskip("autogen_agentchat")
+    task = {"problem": "How many?", "answer": answer}
+    reward, _ = _program("mathematics", f"asyncio.run(agent.run({task!r}))", lambda *_: Reply("Answer: 72.00"), data)
+    assert reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Answer: 1,000", "1000"),
+        ("Answer: -3.0", "-3"),
+        ("Answer: $1,250.50 in all", "1250.5"),
+        ("Answer: 5. Answer: 6.", "6"),
+        ("It is 5", None),
+        ("Answer: none", None),
+    ],
+)
+def test_number_of_an_answer(data: Path, monkeypatch: pytest.MonkeyPatch, text: str, number: str | None) -> None:
+    pytest.importorskip("autogen_agentchat")
+    program = load("mathematics/agent.py", monkeypatch)
+    assert program.number_in(text) == number
+    with pytest.raises(ValueError, match="can't compute"):
+        program.compute("1e300 * 1e300 / 3")  # more than a float holds
+    with pytest.raises(ValueError, match="no number"):
+        asyncio.run(program.run({"problem": "How many?", "answer": "many"}))
+
+
 def test_mathematics_files(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("autogen_agentchat")
     _make("mathematics", tmp_path)
@@ -297,10 +330,78 @@ def test_searcher_that_never_ends_is_stopped(data: Path, tmp_path: Path, monkeyp
         ("<answer> </answer>", 0.0),
         ("<answer>Portdev</answer><answer>Ann</answer>", 0.0),
         ("Portdev", 0.0),
+        ("<answer>Portdev Portdev Portdev</answer>", 0.1 + 0.9 / 2),  # counted as often as in the right answer
     ],
 )
 def test_reward_is_of_format_and_word_f1(monkeypatch: pytest.MonkeyPatch, said: str, reward: float) -> None:
     assert load("musique/reward.py", monkeypatch).score(said, ["Portdev", "The Port of dev"]) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("said", "right", "reward"),
+    [
+        ("yes and no", "yes", 0.1),
+        ("Yes.", "yes", 1.0),
+        ("no", "No Doubt", 0.1),
+        ("the a", "A", 1.0),  # nothing but articles, in both
+    ],
+)
+def test_yes_and_no_are_right_as_a_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, said: str, right: str, reward: float
+) -> None:
+    score = load("musique/reward.py", monkeypatch).score
+    assert score(f"<answer>{said}</answer>", [right]) == pytest.approx(reward)
+
+
+def _hotpot(*, columns: bool) -> dict[str, Any]:
+    """A question as HotpotQA's file has it, or as the columns of its copies."""
+    context = [["Rivers", ["Rivers flow.", "To the sea."]], ["Ann", ["Ann sang.", "She lived in Oslo."]]]
+    facts = [["Ann", 0], ["Ann", 1]]
+    row = {"_id": "1", "question": "Did Ann live in Oslo?", "answer": "yes"}
+    if not columns:
+        return {**row, "context": context, "supporting_facts": facts}
+    return {
+        **row,
+        "context": {"title": [title for title, _ in context], "sentences": [said for _, said in context]},
+        "supporting_facts": {"title": ["Ann", "Ann"], "sent_id": [0, 1]},
+    }
+
+
+@pytest.mark.parametrize("form", ["array", "columns", "musique"])
+def test_questions_of_ones_own_get_an_index_of_their_own(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    pytest.importorskip("agents")
+    pytest.importorskip("bm25s")
+    out, file = tmp_path / "own", tmp_path / "questions.json"
+    own = {"array": json.dumps([_hotpot(columns=False)]), "columns": json.dumps(_hotpot(columns=True))}
+    file.write_text(own.get(form) or json.dumps(_hops("test")))
+    monkeypatch.delenv("LIGHTNING_DATA")
+    monkeypatch.setenv("MUSIQUE_CORPUS", str(out))
+    _make("musique", out, "--questions", str(file))
+    [task] = _rows(out / "val.jsonl")
+    if form == "musique":
+        assert (task["answers"], task["support"]) == (["Porttest", "The Port of test"], [0, 1])
+        return
+    assert task == {"question": "Did Ann live in Oslo?", "answers": ["yes"], "support": [1]}
+    assert [row["text"] for row in _rows(out / "corpus.jsonl")][1] == "Ann sang. She lived in Oslo."
+
+    def script(body: Any, seen: int) -> Reply:
+        if body.get("tools") and len(body["messages"]) == 2:
+            return Reply(tool_calls=[ScriptedToolCall("search", json.dumps({"query": "Ann lived"}))])
+        return Reply("<answer>yes</answer>")
+
+    earned, _ = _program("musique", MUSIQUE.format("run_by_agent", json.dumps(task)), script, data)
+    assert earned == {"searcher": 1.0, "answerer": 1.0}
+
+
+def test_questions_of_ones_own_do_not_take_the_place_of_what_was_trained_on(tmp_path: Path) -> None:
+    pytest.importorskip("agents")
+    pytest.importorskip("bm25s")
+    command = [sys.executable, "data.py", "--questions", str(tmp_path / "none.json")]
+    made = subprocess.run(command, cwd=EXAMPLES / "musique", capture_output=True, text=True, timeout=200, check=False)
+    assert made.returncode == 2
+    assert "needs --out" in made.stderr
 
 
 def test_lesson_ends_where_the_index_does_not_show_what_comes_next(
@@ -361,3 +462,7 @@ def test_crew_is_rewarded_by_role(data: Path, tmp_path: Path, monkeypatch: pytes
     assert len(bodies) == 6
     assert bodies[0] == chat["messages"][:-1]  # lessons are in the words that the crew is asked in
     assert "(4 - 3) / 2 = 0.5" in bodies[2][1]["content"]
+    for said, answer, earned in (("7 / 7", 1.0, 1.0), ("1e300 * 1e300 / 3", "1", 0.0)):  # a number; more than a float
+        own = {**task, "answer": answer}
+        reward, _ = _program("crew", f"agent.run_solver({own!r})", lambda *_, said=said: Reply(said), data)
+        assert reward == {"Solver": earned}
