@@ -526,6 +526,7 @@ def test_traces_show_what_was_said_and_only_what_is_asked_for(
     assert "attempt" in call("traces", *store, "--agent", "writer", "--min-reward", "-1").stdout
     for none in (["--agent", "nobody"], ["--min-reward", "99"], ["--errors"]):
         assert "none that meets" in call("traces", *store, *none).stderr
+    assert "Agents seen: " in call("traces", *store, "--agent", "wrtier").stderr
     told(call("traces", *store, "--rollout", "r-99"), "there is no rollout r-99")
 
 
