@@ -23,6 +23,13 @@ def test_what_is_not_a_finite_number_is_refused(value):
         as_reward(value)
 
 
+@pytest.mark.parametrize("value", [None, "an answer of many words " * 1000, [1.0]])
+def test_what_is_no_number_is_told_shortly_and_with_what_to_do(value):
+    with pytest.raises(RewardError, match=r"Return a number from run\(\).*--reward") as told:
+        as_reward(value)
+    assert len(str(told.value)) < 250
+
+
 def test_numbers_of_other_libraries_and_truth_values_are_taken():
     numpy = pytest.importorskip("numpy")
     assert as_reward(numpy.float32(0.5)) == 0.5

@@ -17,7 +17,10 @@ from lightning_spans.schema.spans import (
     UNASKABLE,
     Span,
 )
-from lightning_trainer.report.agents import nothing_captured, overview, unrewarded
+from lightning_trainer.report.agents import misspelt_rewards, nothing_captured, overview, unrewarded
+from lightning_trainer.report.step_notes import no_rows
+from lightning_trainer.rl.account import NO_REWARD, Account
+from lightning_trainer.rl.batch.batch import Batch
 
 
 def trace(*spans: tuple[str, str | None, dict[str, Any]], rewards: dict[str | None, float] | None = None) -> Trace:
@@ -110,6 +113,14 @@ def test_agents_of_which_every_reward_names_somebody_else_have_nothing_to_learn_
     assert unrewarded([missed, trace((CHAT, "writer", {}), rewards={"writer": 1.0})]) is None
 
 
+def test_of_many_rewards_for_agents_that_never_spoke_the_first_are_named() -> None:
+    missed = trace((CHAT, "writer", {}), rewards={f"agent{n:04}": 1.0 for n in range(3000)})
+    for told in (misspelt_rewards([missed]) or "", unrewarded([missed]) or ""):
+        assert "'agent0000'" in told
+        assert "2,990 more" in told
+        assert len(told) < 1000
+
+
 def test_what_to_do_depends_on_whether_anything_is_attached() -> None:
     assert "lightning_langchain.attach()" in nothing_captured(8, ())
     assert "although langchain is attached" in nothing_captured(8, ["langchain"])
@@ -145,3 +156,11 @@ def test_an_agent_some_of_whose_calls_have_no_tokens_says_how_many() -> None:
     [row] = overview([trace((CHAT, "writer", ELSEWHERE), (CHAT, "writer", WIRED), rewards={None: 1.0})], None)
     assert row.trained
     assert "1 of 2 have no tokens: langchain reaches x without the openai client" in row.why
+
+
+def test_a_batch_whose_rewards_are_for_a_misspelt_agent_is_told_whose_it_likely_is() -> None:
+    account = Account(seen=4, dropped={NO_REWARD: 4}, unclaimed={"wroter": 4})
+    told = no_rows(Batch([], account, {"writer": 4}))
+    assert "'wroter' (did you mean 'writer'?). Name the agents as they are seen." in told
+    assert "without a name" not in told
+    assert "without a name" in no_rows(Batch([], Account(seen=4, dropped={NO_REWARD: 4}), {None: 4}))

@@ -74,6 +74,8 @@ def test_small_drawings() -> None:
     assert bar(0, 0) == ""
     assert (duration(59.6), duration(61), duration(3723)) == ("1:00", "1:01", "1:02:03")
     assert one_line({"loss": 1.0}) == "loss 1.0000"
+    huge = one_line({"reward": 1e300, "reward/writer": -1e300, "loss": 1.0})
+    assert huge == "reward 1e+300  writer -1e+300  loss 1.0000"
 
 
 def test_alarms_stand_in_the_panel_and_are_said_once_in_lines(

@@ -79,6 +79,13 @@ def test_rewards_that_reached_no_call_are_counted_by_agent():
     assert account.metrics()["rewards_unclaimed"] == 3.0
 
 
+def test_of_many_rewards_that_reached_no_call_the_first_are_told_and_the_rest_counted():
+    lines = Account(unclaimed={f"agent{n:04}": 4 for n in range(3000)}).lines()
+    assert len(lines) < 20
+    assert lines[-2].startswith("4 rewards for agent0009, ")
+    assert lines[-1].startswith("11960 rewards for 2,990 more, ")
+
+
 def test_lines_tell_people_everything():
     account = Account(
         seen=9,

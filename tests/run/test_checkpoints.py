@@ -155,6 +155,15 @@ def test_folder_with_anything_in_it_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("inner", ["second", "checkpoints/mine/second"])
+def test_folder_in_that_of_another_run_is_refused_and_not_made(tmp_path: Path, inner: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=f"lies in the folder of the run {tmp_path}"), new_folder(tmp_path / inner):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.jsonl"]
+
+
 def test_folder_of_a_run_that_never_took_a_step_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"kind": "val", "step": 0}\n')

@@ -138,6 +138,17 @@ def test_cuda_without_it_is_told_before_the_agent_is_imported(folder: Path, monk
     untouched(folder)
 
 
+@pytest.mark.parametrize("device", ["mps9", "gpu", "cuda:one", ""])
+def test_a_device_that_there_is_not_is_told_before_the_agent_is_imported(folder: Path, device: str) -> None:
+    told(train("cli_plain:run", "--device", device), f"device {device!r} is not known", "Use auto, cpu, cuda or cuda:1")
+    untouched(folder)
+
+
+def test_no_time_at_all_for_a_task_is_told_at_once(folder: Path) -> None:
+    told(call("agents", "cli_plain:run", "--data", "tasks.jsonl", "--timeout-s", "0"), "'--timeout-s'", "x>0")
+    untouched(folder)
+
+
 def test_a_misspelt_command_is_told_the_nearest() -> None:
     result = call("trian")
     assert result.exit_code == 2
@@ -515,6 +526,7 @@ def test_traces_show_what_was_said_and_only_what_is_asked_for(
     assert "attempt" in call("traces", *store, "--agent", "writer", "--min-reward", "-1").stdout
     for none in (["--agent", "nobody"], ["--min-reward", "99"], ["--errors"]):
         assert "none that meets" in call("traces", *store, *none).stderr
+    assert "Agents seen: " in call("traces", *store, "--agent", "wrtier").stderr
     told(call("traces", *store, "--rollout", "r-99"), "there is no rollout r-99")
 
 

@@ -95,6 +95,16 @@ def test_a_folder_that_lacks_a_part_is_refused_with_its_name(tmp_path: Path, mis
         models.resolve(str(folder))
 
 
+@pytest.mark.parametrize("damage", [b"", b"version https://git-lfs.github.com/spec/v1\n", 1000, -1])
+def test_weights_that_are_not_whole_are_refused_before_they_are_loaded(tmp_path: Path, damage: bytes | int) -> None:
+    pytest.importorskip("torch")
+    folder = make_tiny_model(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:damage] if isinstance(damage, int) else damage)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is cut or damaged"):
+        models.look(folder)
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         models.resolve(str(tmp_path / "nowhere"))

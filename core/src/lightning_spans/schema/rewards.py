@@ -6,8 +6,11 @@ import math
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from lightning_spans.errors import RewardError
+
+_ADVICE: Final = "Return a number from run(), or from the function that --reward names."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +48,18 @@ def as_reward(value: object, *, what: str = "reward") -> float:
         RewardError: it is None, not a number, or not finite.
     """
     if value is None:
-        raise RewardError(f"{what} is None. Return a number from run(), or from the function that --reward names.")
+        raise RewardError(f"{what} is None. {_ADVICE}")
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise RewardError(f"{what} is {value!r} ({type(value).__name__}), not a number.")
+        raise RewardError(f"{what} is {_short(value)} ({type(value).__name__}), not a number. {_ADVICE}")
     number = float(value)
     if not math.isfinite(number):
         raise RewardError(f"{what} is {number}. A reward must be finite: look at what the agent returned.")
     return number
+
+
+def _short(value: object, most: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def as_rewards(value: object) -> dict[str | None, float]:

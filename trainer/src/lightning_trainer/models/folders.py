@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Final
 
@@ -9,13 +10,15 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.policies import ADAPTERS_NAME
 
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LONGEST_HEADER: Final = 100_000_000  # bytes; safetensors takes no longer one either
 
 
 def check_folder(folder: Path) -> None:
     """Make sure that a model folder has its parts.
 
     Raises:
-        ConfigError: it is missing, or lacks a configuration, a tokenizer or weights; the message says which.
+        ConfigError: it is missing, lacks a configuration, a tokenizer or weights, or has half of a file of weights; the
+            message says which.
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist.")
@@ -25,7 +28,25 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} has no tokenizer (tokenizer.json). Save it there with tokenizer.save_pretrained.")
     if not any(folder.glob("*.safetensors")) and not (folder / ADAPTERS_NAME).is_file():
         raise ConfigError(f"{folder} has no weights (*.safetensors). Save them there with model.save_pretrained.")
+    for weights in sorted(folder.glob("*.safetensors")):
+        if not _is_whole(weights):
+            raise ConfigError(f"{weights} is cut or damaged. Copy or fetch it again.")
     check_adapter(folder)
+
+
+def _is_whole(weights: Path) -> bool:
+    """Whether a file of weights has a header, and is as long as that says: one read of a few kilobytes."""
+    try:
+        with weights.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = weights.stat().st_size - 8 - length
+            if size < 0 or length > _LONGEST_HEADER:
+                return False
+            tensors = json.loads(file.read(length))
+        ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+        return size == max(ends, default=0)
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):  # whatever stands there
+        return False
 
 
 def check_adapter(folder: Path) -> None:

@@ -12,6 +12,7 @@ from lightning_spans.chat.body import tool_calls
 from lightning_spans.schema.agents import earns, label, name_of, selects, unheard
 from lightning_spans.schema.calls import LEFT_OUT
 from lightning_spans.schema.spans import FRAMEWORK, REROUTABLE, UNASKABLE
+from lightning_trainer.report.terminal import some
 from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
@@ -133,9 +134,13 @@ def misspelt_rewards(traces: Iterable[Trace]) -> str | None:
     if not lost:
         return None
     known = sorted({name_of(path) for path in spoke})
+    return f"WARNING: rewards name {nearest(lost, known)}, which made no model call. Agents seen: {', '.join(known)}."
+
+
+def nearest(lost: Sequence[str], known: Sequence[str]) -> str:
+    """Return names that nobody has, each with the known one that it was likely to be; of many the first."""
     near = {name: difflib.get_close_matches(name, known, n=1) for name in lost}
-    told = [f"{name!r}{f' (did you mean {near[name][0]!r}?)' if near[name] else ''}" for name in lost]
-    return f"WARNING: rewards name {', '.join(told)}, which made no model call. Agents seen: {', '.join(known)}."
+    return some([f"{name!r}{f' (did you mean {near[name][0]!r}?)' if near[name] else ''}" for name in lost])
 
 
 def unrewarded(traces: Sequence[Trace]) -> str | None:
@@ -148,7 +153,7 @@ def unrewarded(traces: Sequence[Trace]) -> str | None:
     if any(named is None or any(earns(named, path) for path in paths) for named, paths in given):
         return None
     if given:
-        lost = ", ".join(sorted({repr(named) for named, _ in given}))
+        lost = some(sorted({repr(named) for named, _ in given}))
         return (
             f"every reward of {len(traces)} executions names an agent that made no model call in them: {lost}. Nothing"
             " can be learned from such.\nName the agents as the table does."

@@ -30,6 +30,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from lightning_trainer.report.terminal import decimal
+
 _FLOPS: Final = 989e12
 _BANDWIDTH: Final = 3.35e12
 _MEMORY: Final = 80e9
@@ -183,11 +185,11 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     found = [str(facts["verdict"])]
     if facts["reward"] is not None:
         found.append(
-            f"reward {facts['reward']:.3f} on the mean, {facts['reward_best_of_k']:.3f} for the best of "
+            f"reward {decimal(facts['reward'])} on the mean, {decimal(facts['reward_best_of_k'])} for the best of "
             f"{facts['samples']} ({facts['tasks_tried']} tasks tried)"
         )
     for name, agent in facts["agents"].items():
-        earned = "" if agent["reward"] is None else f"reward {agent['reward']:.3f}, "
+        earned = "" if agent["reward"] is None else f"reward {decimal(agent['reward'])}, "
         trained = "would be trained" if agent["trained"] else "not trained"
         found.append(f"{name}: {agent['calls']} calls, {earned}{trained}")
     times = f"{facts['seconds_rollouts']:.1f} s of rollouts, {facts['seconds_update']:.1f} s of learning"

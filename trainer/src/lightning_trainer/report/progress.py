@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from lightning_trainer.report.terminal import printable
+from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -179,7 +179,7 @@ class Shown:
             Text(bar(done, total), style="green"),
         ]
         if self._rewards:
-            lines.append(Text(f"reward {self._rewards[-1]:.3f}  {sparkline(self._rewards)}"))
+            lines.append(Text(f"reward {decimal(self._rewards[-1])}  {sparkline(self._rewards)}"))
             rest = {name: value for name, value in self._metrics.items() if name != "reward"}
             lines.append(Text(one_line(rest), style="dim"))
         lines += [Text(text, style="bold yellow") for text in self._alarms]
@@ -189,7 +189,6 @@ class Shown:
 def one_line(metrics: Mapping[str, float]) -> str:
     """Return the numbers that tell most, in one line; what is not there is left out."""
     shown = {
-        "reward": ".3f",
         "failed": ".0f",
         "loss": ".4f",
         "grad_norm": ".2f",
@@ -201,10 +200,12 @@ def one_line(metrics: Mapping[str, float]) -> str:
         "rows": ".0f",
         "seconds": ".1f",
     }
-    agents = [f"{name.removeprefix('reward/')} {metrics[name]:.3f}" for name in metrics if name.startswith("reward/")]
+    agents = [
+        f"{name.removeprefix('reward/')} {decimal(metrics[name])}" for name in metrics if name.startswith("reward/")
+    ]
+    earned = [f"reward {decimal(metrics['reward'])}"] if "reward" in metrics else []
     parts = [f"{name} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics]
-    first = 1 if "reward" in metrics else 0
-    return printable("  ".join([*parts[:first], *agents, *parts[first:]]))
+    return printable("  ".join([*earned, *agents, *parts]))
 
 
 def bar(done: int, total: int, width: int = 60) -> str:

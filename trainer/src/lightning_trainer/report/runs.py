@@ -46,16 +46,17 @@ class RunSummary:
 
 def find(places: Sequence[Path]) -> list[Path]:
     """Return the folders of runs: those named, and those in the other folders named, oldest first."""
-    ours = {path for place in places for path in ([place] if _is_run(place) else _runs_in(place))}
+    ours = {path for place in places for path in ([place] if is_run(place) else _runs_in(place))}
     return sorted(ours, key=lambda path: (path / CONFIG_NAME).stat().st_mtime_ns)
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run's."""
     return (path / CONFIG_NAME).is_file() and (path / LOG_NAME).is_file()
 
 
 def _runs_in(place: Path) -> list[Path]:
-    return [path for path in (*place.glob("*"), *place.glob("*/run")) if _is_run(path)]
+    return [path for path in (*place.glob("*"), *place.glob("*/run")) if is_run(path)]
 
 
 def row_of(folder: Path) -> RunSummary:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.report.agents import nearest
+from lightning_trainer.report.terminal import decimal
+from lightning_trainer.rl.account import WHOLE
 from lightning_trainer.rl.algorithms.distil import DISTIL
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.scores import Score
@@ -13,8 +16,8 @@ from lightning_trainer.rl.scores import Score
 
 def score_line(result: Score) -> str:
     """Say a score in a line."""
-    reward = "no rollout succeeded" if result.reward is None else f"reward {result.reward:.3f}"
-    agents = "".join(f", {name} {value:.3f}" for name, value in result.by_agent.items())
+    reward = "no rollout succeeded" if result.reward is None else f"reward {decimal(result.reward)}"
+    agents = "".join(f", {name} {decimal(value)}" for name, value in result.by_agent.items())
     failed = f", {result.failed} of {result.rollouts} failed" if result.failed else f" ({result.rollouts} rollouts)"
     return f"{reward}{agents}{failed}"
 
@@ -50,7 +53,10 @@ def no_rows(batch: Batch) -> str:
     """Say that nothing of a batch can be trained on, and why."""
     agents = ", ".join(f"{name or 'without a name'}: {count} calls" for name, count in batch.agents.items())
     facts = "\n".join(f"  {line}" for line in batch.account.lines())
-    return (
-        f"not one of the model calls can be trained on. Agents seen: {agents}.\n{facts}\n"
+    lost = sorted(set(batch.account.unclaimed) - {WHOLE})
+    advice = (
         "Calls without a name need `with lightning_spans.agent(...)`; calls without tokens did not reach the gateway."
     )
+    if lost:
+        advice = f"Rewards name {nearest(lost, sorted(filter(None, batch.agents)))}. Name the agents as they are seen."
+    return f"not one of the model calls can be trained on. Agents seen: {agents}.\n{facts}\n{advice}"

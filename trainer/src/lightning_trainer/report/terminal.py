@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 _SHOWN_AS: Final = "\N{REPLACEMENT CHARACTER}"
@@ -22,6 +23,17 @@ def printable(text: str, *, lines: bool = False) -> str:
         return text
     kept = "\n\t" if lines else ""
     return "".join(letter if letter.isprintable() or letter in kept else _SHOWN_AS for letter in text)
+
+
+def decimal(value: float) -> str:
+    """Return a reward as people read it: with three decimals, or as a power of ten from a million on."""
+    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
+def some(words: Sequence[str], most: int = 10) -> str:
+    """Return words with commas between; of many the first, and how many more there are."""
+    more = f" and {len(words) - most:,} more" if len(words) > most else ""
+    return f"{', '.join(words[:most])}{more}"
 
 
 class PrintableFormatter(logging.Formatter):

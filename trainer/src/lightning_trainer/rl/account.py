@@ -165,9 +165,16 @@ class Account:
         if self.rows_without_gradient:
             why = "" if teaching else ": all rewards of their group are equal"
             found.append(f"{self.rows_without_gradient} rows teach nothing{why}")
-        for agent, count in sorted(self.unclaimed.items()):
-            why = "which made no call in those attempts" if agent != WHOLE else "which this credit gives to nobody"
-            found.append(f"{count} rewards for {agent}, {why}")
+        return found + self._unclaimed_lines()
+
+    def _unclaimed_lines(self, most: int = 10) -> list[str]:
+        """Say who was rewarded and made no call; of many the first."""
+        whole, named = self.unclaimed.get(WHOLE), sorted(set(self.unclaimed) - {WHOLE})
+        lost = "which made no call in those attempts"
+        found = [f"{whole} rewards for {WHOLE}, which this credit gives to nobody"] if whole else []
+        found += [f"{self.unclaimed[agent]} rewards for {agent}, {lost}" for agent in named[:most]]
+        if rest := named[most:]:
+            found.append(f"{sum(self.unclaimed[agent] for agent in rest)} rewards for {len(rest):,} more, {lost}")
         return found
 
     def metrics(self) -> dict[str, float]:

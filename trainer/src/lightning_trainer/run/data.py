@@ -135,7 +135,7 @@ def _arrow(path: Path) -> Iterator[Task]:
         else:
             rows = parquet.read_table(path).to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"data file {path} can't be read: {error}.") from None
+        raise DataError(f"data file {path} can't be read: {str(error).rstrip('.')}.") from None
     for number, row in enumerate(rows, 1):
         yield _task(path, row, f"row {number}")
 

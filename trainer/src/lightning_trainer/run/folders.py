@@ -18,6 +18,7 @@ import psutil
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.report.metrics import LOG_NAME, read
+from lightning_trainer.report.runs import is_run
 from lightning_trainer.run.state import FOLDER, NEWEST, find
 
 STORE_NAME: Final = "lightning.db"
@@ -114,15 +115,27 @@ def make_folder(out: Path | None) -> Path:
     """Make the folder asked for, or one named after the day.
 
     Raises:
-        ConfigError: it can't be made.
+        ConfigError: it can't be made, or lies in the folder of another run.
     """
     try:
         if out is None:
             return _dated(RUNS)
+        _check_outside(out)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the run's folder {out or RUNS} can't be made: {error.strerror}. Choose --out.") from None
     return out
+
+
+def _check_outside(out: Path) -> None:
+    """Refuse a folder in another run's: `runs` would not list it, and that run clears its own when it begins anew.
+
+    Raises:
+        ConfigError: it lies in one.
+    """
+    for parent in out.resolve().parents:
+        if is_run(parent):
+            raise ConfigError(f"{out} lies in the folder of the run {parent}. Choose another --out.")
 
 
 def _empty(folder: Path) -> None:
@@ -161,7 +174,7 @@ def _dated(base: Path) -> Path:
 
 
 def _came_to_nothing(folder: Path) -> bool:
-    ours = (folder / CONFIG_NAME).is_file() and (folder / LOG_NAME).is_file()
+    ours = is_run(folder)
     steps = ours and any(line["kind"] == "train" for line in read(folder / LOG_NAME))
     return ours and not steps and not (folder / NEWEST).exists() and not (folder / FOLDER).exists()
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import Aggregation, Divergence, KlEstimator, Schedule
 from lightning_trainer.rl.algorithms import algorithm_by_name
+
+_DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,14 +205,21 @@ def make_options(model: Path | str, values: Mapping[str, Any]) -> TorchOptions:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that torch can't have, as far as its version tells: importing it takes seconds.
+    """Refuse a device that torch can't have, as far as its name and torch's version tell: importing it takes seconds.
 
     Raises:
-        ConfigError: it is CUDA's, and this torch was built for processors alone.
+        ConfigError: it is none, or it is CUDA's, and this torch was built for processors alone.
     """
+    if not _DEVICE.fullmatch(device):
+        raise unknown_device(device)
     with contextlib.suppress(PackageNotFoundError):
         if device.startswith("cuda") and version("torch").endswith("+cpu"):
             raise no_cuda(device)
+
+
+def unknown_device(device: str) -> ConfigError:
+    """Return the error of a device that there is not."""
+    return ConfigError(f"device {device!r} is not known. Use auto, cpu, cuda or cuda:1.")
 
 
 def no_cuda(device: str) -> ConfigError:

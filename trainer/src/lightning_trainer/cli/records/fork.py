@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_trainer.cli.options import print_json, screen, store_option
-from lightning_trainer.report.terminal import printable
+from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -145,7 +145,7 @@ def _tree(found: ForkedAttempt, number: int) -> Tree:
     from lightning_trainer.forks.results import said
 
     def line(reward: float | None, answer: str | None, more: str) -> Text:
-        shown = "-" if reward is None else f"{reward:.3f}"
+        shown = "-" if reward is None else decimal(reward)
         cut = "" if not answer else answer if len(answer) <= _SHORT else answer[:_SHORT] + "..."
         return Text.assemble((f"{shown:>7}  ", "bold"), printable(cut.replace("\n", " ")), ("  " + more, "dim"))
 

@@ -10,7 +10,7 @@ import click
 
 from lightning_trainer.cli.options import print_json, screen, store_option
 from lightning_trainer.cli.records.fork import names, subject_of
-from lightning_trainer.report.terminal import printable
+from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
     from lightning_trainer.replaying import Regression
@@ -96,7 +96,7 @@ def _show(found: Regression) -> None:
 
     table = Table("record", "then", "now", "succeeds", "parts at, or fails with")
     for each in found.replayed:
-        then, now = ("-" if value is None else f"{value:.3f}" for value in (each.recorded, each.reward))
+        then, now = ("-" if value is None else decimal(value) for value in (each.recorded, each.reward))
         verdict = Text("yes", style="green") if each.succeeds else Text("no", style="red")
         told = "; then: ".join(part for part in (each.parted, each.reason) if part is not None)
         table.add_row(Text(printable(each.name)), then, now, verdict, Text(printable(told)))

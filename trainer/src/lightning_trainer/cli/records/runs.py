@@ -47,7 +47,7 @@ def _print(rows: Sequence[RunSummary]) -> None:
     from rich.text import Text
 
     from lightning_trainer.report.progress import duration, sparkline
-    from lightning_trainer.report.terminal import printable
+    from lightning_trainer.report.terminal import decimal, printable
 
     table = Table("run", "steps", "before", "after", "training reward", "", "time", "tokens", "checkpoint")
     for row in rows:
@@ -55,9 +55,9 @@ def _print(rows: Sequence[RunSummary]) -> None:
         table.add_row(
             Text(printable(row.folder)),
             f"{row.steps}",
-            "-" if row.before is None else f"{row.before:.3f}",
-            "-" if row.after is None else f"{row.after:.3f}",
-            " to ".join(f"{reward:.3f}" for reward in ends) or "-",
+            "-" if row.before is None else decimal(row.before),
+            "-" if row.after is None else decimal(row.after),
+            " to ".join(decimal(reward) for reward in ends) or "-",
             sparkline(row.curve, 16) if row.curve else "",
             duration(row.seconds),
             f"{row.tokens:,}",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.schema.agents import selects
+from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.cli.options import (
     given,
@@ -23,7 +23,7 @@ from lightning_trainer.cli.options import (
     screen,
     store_option,
 )
-from lightning_trainer.report.terminal import printable
+from lightning_trainer.report.terminal import printable, some
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -89,9 +89,11 @@ def command(
 
     wanted = TraceFilter(tuple(agents), min_reward, max_reward, errors, text)
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
+    seen: set[str] = set()
     with reading(store, key_file) as source:
         _refuse_unknown(source, rollouts)
         found = each_trace(source, rollout_ids=list(rollouts) or None, origin=origin)
+        found = _noting(found, seen) if agents else found
         judged = (one for trace in found for one in with_automatic([trace], rules))
         traces = (trace for trace in judged if wanted.takes(trace))
         if to_tasks is not None:
@@ -101,7 +103,7 @@ def command(
                 for line in _json_lines(trace):
                     print_json(line)
         else:
-            _print_newest(source, traces, limit, whole=full or bool(rollouts))
+            _print_newest(source, traces, limit, seen, whole=full or bool(rollouts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,14 @@ def _refuse_unknown(store: Store, rollouts: Sequence[str]) -> None:
         )
 
 
-def _print_newest(store: Store, traces: Iterable[Trace], limit: int, *, whole: bool) -> None:
+def _noting(traces: Iterable[Trace], seen: set[str]) -> Iterator[Trace]:
+    """Give traces on, and note the agents that called a model in them."""
+    for trace in traces:
+        seen.update(name_of(path) for path in trace.agent_paths)
+        yield trace
+
+
+def _print_newest(store: Store, traces: Iterable[Trace], limit: int, seen: set[str], *, whole: bool) -> None:
     newest: deque[Trace] = deque(maxlen=limit)
     number = 0
     for number, trace in enumerate(traces, 1):  # noqa: B007 - the last is how many there are
@@ -154,7 +163,8 @@ def _print_newest(store: Store, traces: Iterable[Trace], limit: int, *, whole: b
     if number > limit:
         click.echo(f"{number - limit} earlier traces are not shown; --limit shows more.", err=True)
     if not number:
-        click.echo("no traces in this store, or none that meets the conditions.", err=True)
+        there = f" Agents seen: {some(sorted(seen))}." if seen else ""
+        click.echo(printable(f"no traces in this store, or none that meets the conditions.{there}"), err=True)
 
 
 def _write_tasks(path: Path, traces: Iterable[Trace], field: str) -> None:

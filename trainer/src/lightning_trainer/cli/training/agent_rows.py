@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lightning_trainer.cli.options import print_json, screen
-from lightning_trainer.report.terminal import printable
+from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -57,7 +57,7 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
             f"{row.response_tokens}",
             f"{row.tool_calls}",
             f"{row.failed_calls + row.tool_errors}",
-            "-" if row.reward is None else f"{row.reward:.3f}",
+            "-" if row.reward is None else decimal(row.reward),
         )
     screen().print(table)
     for row in rows:

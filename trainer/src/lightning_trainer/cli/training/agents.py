@@ -57,7 +57,13 @@ if TYPE_CHECKING:
 @click.option(
     "--max-tokens", type=click.IntRange(1), help="With --model: most tokens of an answer, where none is asked."
 )
-@click.option("--timeout-s", default=300.0, show_default=True, help="Time limit of a task, in seconds.")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(0, min_open=True),
+    default=300.0,
+    show_default=True,
+    help="Time limit of a task, in seconds.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object an agent.")
 @rewards_option
 @store_option

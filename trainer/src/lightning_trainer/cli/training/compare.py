@@ -11,7 +11,7 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json, read_key, screen
 from lightning_trainer.config.files import merge
-from lightning_trainer.report.terminal import printable
+from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
     from lightning_trainer.comparison.compare import Comparison
@@ -139,5 +139,5 @@ def _add(table: Any, title: str, summary: Summary, *more: str) -> None:
 
 
 def _numbers(found: Estimate) -> tuple[str, str]:
-    mean = "-" if found.mean is None else f"{found.mean:.3f}"
-    return mean, "-" if found.low is None or found.high is None else f"{found.low:.3f} to {found.high:.3f}"
+    mean = "-" if found.mean is None else decimal(found.mean)
+    return mean, "-" if found.low is None or found.high is None else f"{decimal(found.low)} to {decimal(found.high)}"

@@ -11,7 +11,7 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_trainer.cli.options import given, name_by_option, print_json, read_key, screen, take_work, work_options
 from lightning_trainer.cli.training.environments import environment_options, with_environment
-from lightning_trainer.report.terminal import printable
+from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
     from lightning_trainer.evaluation.config import EvalConfig
@@ -188,8 +188,8 @@ def _show(result: Evaluation) -> None:
 
 
 def _numbers(found: Estimate) -> tuple[str, str]:
-    mean = "-" if found.mean is None else f"{found.mean:.3f}"
-    return mean, "-" if found.low is None or found.high is None else f"{found.low:.3f} to {found.high:.3f}"
+    mean = "-" if found.mean is None else decimal(found.mean)
+    return mean, "-" if found.low is None or found.high is None else f"{decimal(found.low)} to {decimal(found.high)}"
 
 
 def _in_words(summary: Summary) -> str:

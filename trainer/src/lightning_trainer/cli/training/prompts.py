@@ -10,7 +10,7 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
 from lightning_trainer.cli.options import given, print_json, read_key
-from lightning_trainer.report.terminal import printable
+from lightning_trainer.report.terminal import decimal, printable
 
 
 @click.command(name="prompts")
@@ -91,7 +91,8 @@ def command(
         print_json(found.to_json())
         return
     click.echo(printable(found.diff, lines=True) or "no proposal was better: the prompts stay as they are")
-    click.echo(f"reward {found.before:.3f} to {found.after:.3f} on the tasks to choose by, {found.rollouts} rollouts")
+    rewards = f"{decimal(found.before)} to {decimal(found.after)}"
+    click.echo(f"reward {rewards} on the tasks to choose by, {found.rollouts} rollouts")
     if found.ended == "tokens":
         click.echo(f"it ended before its {config.budget} rollouts: {found.tokens} tokens were used (--tokens)")
     click.echo(f'apply it: attach(prompts="{found.file}")')

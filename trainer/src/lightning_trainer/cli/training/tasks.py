@@ -108,16 +108,16 @@ def _print(tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from lightning_trainer.report.terminal import printable
+    from lightning_trainer.report.terminal import decimal, printable
 
     table = Table("task", "mean", "best", "worst", "failed", "teaches", "what")
     for one in sorted(tried, key=lambda one: (one.mean is None, one.mean or 0.0)):
         known = one.mean is not None
         table.add_row(
             f"{one.place + 1}",
-            f"{one.mean:.3f}" if known else "-",
-            f"{max(one.rewards):.3f}" if known else "-",
-            f"{min(one.rewards):.3f}" if known else "-",
+            "-" if one.mean is None else decimal(one.mean),
+            decimal(max(one.rewards)) if known else "-",
+            decimal(min(one.rewards)) if known else "-",
             f"{one.failed}",
             Text("yes", style="green") if one.contrast else Text("no", style="red"),
             Text(printable(json.dumps(tasks[one.place], ensure_ascii=False)[:60])),

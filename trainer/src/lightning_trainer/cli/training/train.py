@@ -12,6 +12,7 @@ from lightning_trainer.cli.options import GroupedCommand, config_options, given,
 from lightning_trainer.config.files import merge
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.progress import Progress
+from lightning_trainer.report.terminal import decimal
 
 EXAMPLE = (
     "lightning-rl train my_app:run --data train.jsonl --val dev.jsonl --agents writer --model smollm2-135m --steps 20"
@@ -69,8 +70,9 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
         if told["mean"] is None:
             click.echo(f"{name}: unknown ({told['of']})", err=True)
         else:
+            mean, low, high = (decimal(told[key]) for key in ("mean", "low", "high"))
             click.echo(
-                f"{name}: {told['mean']:.3f} ({told['low']:.3f} to {told['high']:.3f}, 95 %) on {told['tasks']} tasks,"
+                f"{name}: {mean} ({low} to {high}, 95 %) on {told['tasks']} tasks,"
                 f" {told['rollouts']} rollouts: {told['of']}",
                 err=True,
             )

@@ -25,6 +25,7 @@ from lightning_trainer.policies import parse
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.metrics import MetricLog, write_atomically
 from lightning_trainer.report.progress import Progress
+from lightning_trainer.report.terminal import decimal
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import Score, score
@@ -219,7 +220,7 @@ def _is_better(line: Line, outcomes: Sequence[Outcome]) -> bool:
 
 
 def _told(found: Score) -> str:
-    reward = "no reward" if found.reward is None else f"mean reward {found.reward:.3f}"
+    reward = "no reward" if found.reward is None else f"mean reward {decimal(found.reward)}"
     return f"{reward} of {found.rollouts} samples, {found.failed} failed"
 
 

@@ -19,7 +19,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.generate.cache import CacheShape, SlotCache
 from lightning_trainer.backends.torch.generate.step import SHORT, Chunk, StepPlan
 from lightning_trainer.backends.torch.model import attention, recurrent
-from lightning_trainer.backends.torch.options import TorchOptions, no_cuda
+from lightning_trainer.backends.torch.options import TorchOptions, no_cuda, unknown_device
 from lightning_trainer.models import check_folder
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -137,7 +137,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device {name!r} is not known. Use auto, cpu, cuda or cuda:1.") from None
+        raise unknown_device(name) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise no_cuda(name)
     return device
