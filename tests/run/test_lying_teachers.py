@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +17,7 @@ import numpy as np
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.outgoing import at_once
 from lightning_trainer.rl.algorithms.distil import distilled
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.teaching import endpoint
@@ -146,3 +152,53 @@ def test_a_key_that_no_header_can_carry_is_refused(monkeypatch):
     monkeypatch.setenv("LIGHTNING_TEACHER_KEY", "\u00fcber")
     with pytest.raises(ConfigError, match="LIGHTNING_TEACHER_KEY"):
         EndpointTeacher("big=http://127.0.0.1:9/v1")
+
+
+SLOW = """
+import sys
+from contextlib import closing
+from test_lying_teachers import ROW
+from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.teaching.endpoint import EndpointTeacher
+
+def check():
+    if sys.stdin.readline() == "stop\\n":
+        raise Interrupted
+
+try:
+    with closing(EndpointTeacher(sys.argv[1], check)) as teacher:
+        teacher.logprobs([ROW] * 20)
+except Interrupted:
+    print("stopped")
+"""
+
+
+def test_who_asks_to_stop_does_not_wait_for_a_slow_teacher() -> None:
+    """It holds for the end of the program, too: an executor's threads would be waited for there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"big=http://127.0.0.1:{server.getsockname()[1]}/v1"
+        told = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parent}
+        with subprocess.Popen([sys.executable, "-c", SLOW, url], **told) as program:
+            server.accept()[0].recv(1)  # it asks, and is never answered
+            try:
+                assert program.communicate("stop\n", timeout=60)[0] == "stopped\n"
+            finally:
+                program.kill()
+
+
+def test_answers_come_in_the_order_of_what_was_asked_and_the_first_error_ends_it() -> None:
+    first = threading.Event()
+
+    def ask(number: int) -> int:
+        if number == 0:
+            first.wait()
+        if number == 3:
+            first.set()
+        if number == 7:
+            raise TeacherError("no")
+        return 10 * number
+
+    assert at_once(ask, range(7), 4) == [10 * number for number in range(7)]
+    with pytest.raises(TeacherError, match="no"):
+        at_once(ask, range(40), 4)
+    assert at_once(ask, [], 4) == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,37 +53,101 @@ def test_the_gradient_is_that_of_the_formula(tmp_path: Path, tiny_model: Path) -
     wanted = config(tmp_path, tiny_model, data=(str(write(tmp_path / "d.jsonl", 4)),), held_out=0.0, beta=0.3)
     learner, pairs = opened(wanted)
     dpo = Dpo(learner, pairs, 0.3)
-    learner._trained()
     before = [each.before for each in dpo._pairs.values()]
-    with torch.no_grad():  # away from where it began, so that the margin is not 0
-        for name, master in learner._trained().masters.items():
-            master.add_(0.02 * torch.randn(master.shape, generator=torch.Generator().manual_seed(len(name))))
-        learner._trained().publish()
+    policy = learner._trained()
+    away_from_the_start(policy)
     learner.save(tmp_path / "moved", resumable=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "moved", dtype=torch.float32)
-
-    def likely(row: Any) -> Any:
-        ids = torch.from_numpy(row.tokens.astype(np.int64))
-        found = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        return found[torch.from_numpy(row.mask[1:])].sum()
-
-    margins = [likely(a) - one - likely(b) + other for (a, b), (one, other) in zip(pairs, before, strict=True)]
-    loss = -torch.nn.functional.logsigmoid(0.3 * torch.stack(margins)).mean()
+    loss = dpo_loss(model, pairs, before, 0.3)
     loss.backward()
-    policy, found = learner._trained(), {}
-
-    def step() -> tuple[float, bool]:
-        found.update({name: master.grad.clone() for name, master in policy.masters.items()})
-        return 0.0, True
-
-    policy.step = step
+    found = gradients({"": policy})
     metrics = dpo.update([chosen for chosen, _ in pairs])
     learner.close()
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-4)
-    assert metrics["margin"] == pytest.approx(torch.stack(margins).mean().item(), abs=1e-3)
     assert abs(metrics["margin"]) > 0.01
     for name, parameter in model.named_parameters():
-        assert torch.allclose(found[name], parameter.grad, atol=1e-5), name
+        assert torch.allclose(found[""][name], parameter.grad, atol=1e-5), name
+
+
+def away_from_the_start(policy: Any) -> None:
+    """Change the weights, so that no margin is 0."""
+    with torch.no_grad():
+        for name, master in policy.masters.items():
+            master.add_(0.02 * torch.randn(master.shape, generator=torch.Generator().manual_seed(len(name))))
+        policy.publish()
+
+
+def gradients(policies: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return where the gradients of the next update are put, by policy, in the place of a step."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def kept(name: str) -> tuple[float, bool]:
+        found[name] = {key: master.grad.clone() for key, master in policies[name].masters.items()}
+        return 0.0, True
+
+    for name, policy in policies.items():
+        policy.step = partial(kept, name)
+    return found
+
+
+def dpo_loss(model: Any, pairs: Sequence[tuple[Any, Any]], before: Sequence[tuple[float, float]], beta: float) -> Any:
+    """Compute DPO's loss with transformers: equation 7 of arXiv 2305.18290."""
+
+    def likely(row: Any) -> Any:
+        ids = torch.from_numpy(row.tokens.astype(np.int64))
+        found = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        return found[torch.from_numpy(row.mask[1:])].sum()
+
+    margins = [likely(a) - one - likely(b) + other for (a, b), (one, other) in zip(pairs, before, strict=True)]
+    return -torch.nn.functional.logsigmoid(beta * torch.stack(margins)).mean()
+
+
+@pytest.mark.parametrize("agents", [("writer",), ("writer", "checker")])
+def test_the_gradient_of_each_adapter_is_that_of_the_formula_over_its_own_pairs(
+    tmp_path: Path, tiny_model: Path, agents: tuple[str, ...]
+) -> None:
+    data = write(tmp_path / "d.jsonl", 5)
+    lines = [{**json.loads(line), "agent": agents[n % len(agents)]} for n, line in enumerate(data.open())]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    policies = ",".join(f"{name}=lora" for name in agents)
+    wanted = config(
+        tmp_path, tiny_model, data=(str(data),), held_out=0.0, beta=0.3, policies=policies, lora_rank=4
+    )  # fmt: skip
+    learner, pairs = opened(wanted)
+    trained = {name: learner._trained(name) for name in agents}
+    dpo = Dpo(learner, pairs, 0.3)
+    assert {row.policy for pair in pairs for row in pair} == set(agents)
+    before = {chosen: dpo._pairs[chosen.attempt_id].before for chosen, _ in pairs}
+    for policy in trained.values():
+        away_from_the_start(policy)
+    learner.save(tmp_path / "moved", resumable=False)
+    found = gradients(trained)
+    metrics = dpo.update([chosen for chosen, _ in pairs])
+    learner.close()
+    losses = []
+    for name in agents:
+        model = with_adapter(tiny_model, tmp_path / "moved" / name)
+        own = [(chosen, rejected) for chosen, rejected in pairs if chosen.policy == name]
+        loss = dpo_loss(model, own, [before[chosen] for chosen, _ in own], 0.3)
+        loss.backward()
+        losses += [loss.item()] * len(own)
+        its = {key.replace(f".{name}.", "."): gradient for key, gradient in found[name].items()}
+        assert its, name
+        for key, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                mine = its.pop(key.removeprefix("base_model.model.").replace(".default.", "."))
+                assert torch.allclose(mine, parameter.grad, atol=1e-5), key
+                assert mine.abs().max() > 0
+        assert not its
+    assert metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-4)
+
+
+def with_adapter(base: Path, adapter: Path) -> Any:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
 def test_the_better_answer_gains_over_the_worse(tmp_path: Path, tiny_model: Path) -> None:

@@ -21,6 +21,7 @@ from lightning_spans.errors import AgentFailedError, ConfigError, NothingToLearn
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
+from lightning_trainer.report.progress import Silent
 from lightning_trainer.sft.config import RoundsConfig
 from lightning_trainer.sft.fit import Fitted
 from lightning_trainer.sft.rounds.rejection import _again, rejection_sampling
@@ -36,6 +37,17 @@ async def one_sided(task):
     draft = await say("writer", task["q"])
     await say("rewriter", task["q"])
     return {"writer": sum(c.isascii() and c.isalpha() for c in draft) / 5, "rewriter": 0.0}
+
+async def once(task):
+    with open("runs", "a+") as runs:
+        first = runs.tell() < 12
+        runs.write(".")
+    if first:
+        return await run(task)
+    try:
+        await say("critic", task["q"])
+    except Exception:  # nobody answers it: it is not trained
+        return 0.0
 """
 
 
@@ -117,6 +129,22 @@ def test_an_agent_that_is_silent_for_a_round_leaves_it_to_the_others(folder: Pat
     }  # fmt: skip
     (taken,) = rejection_sampling(RoundsConfig(**options, agents="writer,critic")).rounds
     assert taken.rows
+
+
+def test_rounds_end_and_are_kept_where_the_only_agent_falls_silent(folder: Path, model: Path) -> None:
+    class Told(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    notes: list[str] = []
+    options: dict[str, Any] = {
+        "target": "rounds_app:once", "tasks": "tasks.jsonl", "rounds": 3, "model": str(model), "samples": 4,
+        "agents": "writer", "device": "cpu", "workers": 1, "steps": 1, "out": folder / "out",
+    }  # fmt: skip
+    rounds = rejection_sampling(RoundsConfig(**options), Told())
+    assert [taken.number for taken in rounds.rounds] == [1]
+    assert notes[-1] == "there is no round 2: in its samples, agent 'writer' was never seen. Agents seen: critic"
+    assert (rounds.checkpoint / "config.json").is_file()
 
 
 def test_a_round_whose_best_is_too_long_is_nothing_to_learn_from(folder: Path, model: Path) -> None:

@@ -173,6 +173,7 @@ def test_rows_of_one_beginning_are_drawn_together_and_cut_otherwise_in_each_epoc
     assert max(changes) < 20  # alone they change four times of five
 
 
+SYSTEM = {"role": "system", "content": "s"}
 SAID: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -181,6 +182,7 @@ SAID: list[dict[str, Any]] = [{"role": "user", "content": "a"}, {"role": "assist
     [
         {"messages": SAID, "answers": [7]},
         {"messages": SAID, "answers": [0]},
+        {"messages": SAID, "answers": [1, 1]},
         {"messages": SAID, "reward": float("nan")},
         {"messages": SAID, "tools": {"type": "function"}},
         {"input_ids": [1, 2, 3], "labels": [-100, 9, 9]},
@@ -201,3 +203,39 @@ def test_conversations_beside_their_prompt_hold_it_once() -> None:
 def test_a_pair_with_too_few_rewards_is_told() -> None:
     with pytest.raises(DataError, match="Wanted: prompt"):
         preferred({"prompt": "a", "chosen": "b", "rejected": "c", "rewards": [1]}, "x")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"prompt": "a", "rewards": [0.0, 1.0]}, "chosen earned 0 and rejected 1"),
+        ({"prompt": "a", "rewards": [1.0]}, "not those of chosen and rejected"),
+        ({"prompt": "a", "rewards": "10"}, "not those of chosen and rejected"),
+        ({"prompt": "a", "rejected": None}, "None is neither a text nor messages"),
+        ({"question": "a"}, "do not answer one prompt"),
+        ({"chosen": SAID, "rejected": [{"role": "user", "content": "z"}, SAID[1]]}, "do not answer one prompt"),
+        (
+            {
+                "chosen": [{"role": "system", "content": "s"}, *SAID],
+                "rejected": [{"role": "system", "content": "s"}, SAID[1]],
+            },
+            "do not answer one prompt",
+        ),
+    ],
+)
+def test_a_line_that_is_no_pair_of_answers_to_one_prompt_is_refused(line: dict[str, Any], told: str) -> None:
+    with pytest.raises(DataError, match=f"line 1: .*{told}"):
+        preferred({"chosen": "b", "rejected": "c", **line}, "f.jsonl, line 1")
+
+
+def test_a_pair_of_the_same_tokens_has_no_better_answer() -> None:
+    line = {"prompt": "a", "chosen": "b", "rejected": "c", "prompt_ids": [1], "chosen_ids": [2]}
+    assert preferred({**line, "rejected_ids": [2]}, "x").same
+    assert not preferred({**line, "rejected_ids": [3]}, "x").same
+    assert not preferred({**line, "rejected": "b", "rejected_ids": [3]}, "x").same
+
+
+def test_a_system_prompt_beside_a_pair_is_told() -> None:
+    pair = preferred({"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, "x")
+    for side in (pair.chosen, pair.rejected):
+        assert ([m["role"] for m in side.messages], side.answers) == (["system", "user", "assistant"], (2,))

@@ -1,13 +1,22 @@
-"""Requests to servers of others: an address that is one, a key that a header can carry, an answer that has an end."""
+"""Requests to servers of others: an address that is one, a key that a header can carry, an answer that has an end.
+
+Several are made at once by threads that nobody waits for.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, Final
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.unrecorded import asked_by_training
@@ -15,8 +24,11 @@ from lightning_spans.record.unrecorded import asked_by_training
 if TYPE_CHECKING:
     import httpx
 
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 _BUSY: Final = frozenset({429, 503})  # that may say with Retry-After when to come again (RFC 9110, section 10.2.3)
+_LOOK_S: Final = 0.2
 _LEAST_PAUSE_S: Final = 0.1  # where a server says 0, or a date that is past
 
 
@@ -83,6 +95,54 @@ def post_json(client: httpx.Client, url: str, body: dict[str, Any], *, within_s:
         if time.monotonic() + pause_s >= end:
             return httpx.Response(answer.status_code, content=b"".join(pieces))
         time.sleep(pause_s)
+
+
+def at_once(
+    ask: Callable[[Asked], Answer], about: Sequence[Asked], most: int, check: Callable[[], None] = lambda: None
+) -> list[Answer]:
+    """Ask about several things at once, and return the answers in the order of what was asked.
+
+    A server may be slow for as long as a request has time. So its threads are none that an executor would wait for, and
+    a program that is to end does: what is under way is then given up, and the rest is never asked.
+
+    Args:
+        ask: makes a request.
+        about: what to ask about.
+        most: requests at once.
+        check: called between looks; raises to give up.
+
+    Raises:
+        Exception: what `ask` or `check` raised first.
+    """
+    left, ended = deque(enumerate(about)), SimpleQueue[tuple[int, Future[Answer]]]()
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                place, each = left.popleft()
+                ended.put((place, _answered(ask, each)))
+
+    for _ in range(min(most, len(about))):
+        threading.Thread(target=work, name="lightning-asking", daemon=True).start()
+    found: dict[int, Answer] = {}
+    try:
+        while len(found) < len(about):
+            check()
+            with suppress(Empty):
+                place, answer = ended.get(timeout=_LOOK_S)
+                found[place] = answer.result()
+    finally:
+        left.clear()
+    return [found[place] for place in range(len(about))]
+
+
+def _answered(ask: Callable[[Asked], Answer], about: Asked) -> Future[Answer]:
+    answer: Future[Answer] = Future()
+    try:
+        answer.set_result(ask(about))
+    except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+        answer.set_exception(error)
+    return answer
 
 
 def _retry_after_s(text: str) -> float:

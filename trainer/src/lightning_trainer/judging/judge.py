@@ -11,7 +11,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore, ask, key_o
 from lightning_trainer.judging.options import JudgeOptions
 from lightning_trainer.judging.spans import ASKED, ATTEMPTS, EVALUATE, EXPLANATION, NAME, SCORE
 from lightning_trainer.judging.transcript import Entries, entries_of
-from lightning_trainer.outgoing import bearer
+from lightning_trainer.outgoing import at_once, bearer
 from lightning_trainer.rl.rollouts import Outcome
 
 CACHE_NAME: Final = "judge.jsonl"
@@ -92,8 +91,8 @@ class GroupJudge:
         for outcome in outcomes:
             if outcome.attempt is not None and outcome.crash is None:
                 groups[outcome.rollout.group_id].append(outcome)
-        with ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="judge") as threads:
-            found = {o.rollout.rollout_id: o for some in threads.map(self._group, groups.values()) for o in some}
+        judged = at_once(self._group, list(groups.values()), self._options.concurrency)
+        found = {outcome.rollout.rollout_id: outcome for some in judged for outcome in some}
         return [found.get(outcome.rollout.rollout_id, outcome) for outcome in outcomes]
 
     def _group(self, outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 IMPORTING: Final = "importing the agent"  # may still refuse the program: the error is then the one line that is told
-_CUT = ("rollouts", "validation")  # phases that need not end
+_CUT = ("rollouts", "validation", "asking the teacher's server")  # phases that need not end
 _BARS = " ▁▂▃▄▅▆▇█"
 
 

@@ -79,7 +79,7 @@ class Embedded:
             if run.start.checkpoint is not None:
                 learner.load(run.start.checkpoint)
                 state = read_state(run.start.checkpoint)
-            teacher = stack.enter_context(teaching(run.config, learner, self.learner))
+            teacher = stack.enter_context(teaching(run.config, learner, self.learner, run.check))
             run.check()
             routing = routing_of(run.config, learner.engine.model)
             local = stack.enter_context(

@@ -25,6 +25,7 @@ from lightning_trainer.report.metrics import Kind
 from lightning_trainer.report.step_notes import all_flat, how_they_count, no_rows, score_line
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.algorithms.distil import at_endpoint
 from lightning_trainer.rl.batch.attempts import Traces, played_of
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.comparison import Penalty
@@ -334,7 +335,8 @@ class Loop:
         if self._tutor is None:
             return batch, {}
         began = time.monotonic()
-        self._run.progress.phase(f"asking the teacher about {len(batch.rows)} rows")
+        whom = "the teacher's server" if at_endpoint(self._run.config.teacher) else "the teacher"
+        self._run.progress.phase(f"asking {whom} about {len(batch.rows)} rows")
         with waiting("teacher", f"the teacher to read {len(batch.rows)} rows"):
             batch, told = self._tutor.teach(batch, outcomes, traces)
         return batch, {**told, "teacher_seconds": time.monotonic() - began}

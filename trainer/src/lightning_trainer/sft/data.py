@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ _ROLES: Final = {
     "bot": "assistant", "model": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool", "developer": "system",
 }  # fmt: skip
+_OF_BOTH: Final = ("agent", "agent_path", "group_id", "task_id", "tools", "system")  # answers of a pair
 _SHOWN: Final = 5  # files of a folder
 WANTED: Final = (
     "messages (role, content), conversations (from, value), prompt and completion, instruction and output, or input_ids"
@@ -166,6 +168,8 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
         ids, labels = _tokens(line)
         if any(not 0 <= at < len(messages) or messages[at]["role"] != "assistant" for at in answers):
             raise ValueError(f"answers are {answers}, which are no places of the assistant's messages")
+        if answers != sorted(set(answers)):
+            raise ValueError(f"answers are {answers}, which are not in order, each once")
         if ids is None and not answers:
             raise DataError(f"{source}: the assistant says nothing in it: {_fields(line)}. Wanted: {WANTED}.")
         return Example(
@@ -257,6 +261,8 @@ def _turn(turn: Mapping[str, Any]) -> Message:
 def _messages(value: Any, role: str) -> list[Message]:
     if isinstance(value, str):
         return [{"role": role, "content": value}]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"{repr(value)[:40]} is neither a text nor messages")
     return [plain(_known(message)) for message in value]
 
 
@@ -295,7 +301,9 @@ class Preferred:
     def same(self) -> bool:
         """Whether both answers are the same: neither is the better one."""
         one, other = self.chosen, self.rejected
-        return (one.messages, one.ids) == (other.messages, other.ids)
+        if one.ids is not None and other.ids is not None:
+            return one.ids == other.ids
+        return one.messages == other.messages
 
 
 def read_pairs(path: Path) -> list[Preferred]:
@@ -325,24 +333,44 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
         differ = (place for place, (a, b) in enumerate(zip(*sides, strict=False)) if a != b)
         shortest = min(map(len, sides))
         first = len(asked) or next(differ, shortest - (len(sides[0]) == len(sides[1])))  # of equal ones the last
+        rewards = _rewards(line.get("rewards"))
         made = []
-        for name, messages in zip(("chosen", "rejected"), sides, strict=True):
-            own = {key: line[key] for key in ("agent", "agent_path", "group_id", "task_id", "tools") if key in line}
+        for name, messages, reward in zip(("chosen", "rejected"), sides, rewards, strict=True):
+            own = {key: line[key] for key in _OF_BOTH if key in line}
             answers = [place for place in _answers(messages) if place >= first]
-            own |= {"messages": messages, "answers": answers}
-            if line.get("rewards"):
-                own["reward"] = line["rewards"][name == "rejected"]
+            own |= {"messages": messages, "answers": answers, "reward": reward}
             if line.get("prompt_ids") and line.get(f"{name}_ids"):
                 prompt, answer = list(line["prompt_ids"]), list(line[f"{name}_ids"])
                 own |= {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
             if not answers:
                 raise ValueError(f"{name} holds no answer of its own")
             made.append(conversation(own, source))
+        if not first or _opening(sides[0]) != _opening(sides[1]):
+            raise ValueError("chosen and rejected do not answer one prompt")
         return Preferred(*made)
     except (UnreadableError, ValueError, TypeError, LookupError, AttributeError) as error:
         said = f"there is no {error}" if isinstance(error, KeyError) else error
         wanted = "prompt, chosen and rejected, as text or messages"
         raise DataError(f"{source}: {said}. It has {_fields(line)}. Wanted: {wanted}.") from None
+
+
+def _opening(messages: Sequence[Message]) -> list[Message]:
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
+
+
+def _rewards(value: Any) -> tuple[Any, Any]:
+    """Return what the better and the worse answer earned, where it is said.
+
+    Raises:
+        ValueError: these are not two numbers, or the better answer earned less.
+    """
+    if not value:
+        return None, None
+    if not (isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(x, (int, float)) for x in value)):
+        raise ValueError(f"rewards are {value!r}, not those of chosen and rejected")
+    if value[0] < value[1]:
+        raise ValueError(f"chosen earned {value[0]:g} and rejected {value[1]:g}, so chosen is not the better one")
+    return value[0], value[1]
 
 
 def read_lines_of_store(lines: Iterable[Mapping[str, Any]], name: str) -> list[Example]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,7 +15,7 @@ from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer.gateway.http.masking import remember
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.gateway.upstream.upstream import parse_upstream
-from lightning_trainer.outgoing import bearer, post_json
+from lightning_trainer.outgoing import at_once, bearer, post_json
 
 if TYPE_CHECKING:
     import httpx
@@ -42,19 +41,20 @@ class EndpointTeacher:
 
     Args:
         text: ``MODEL=URL``.
+        check: called while it is waited for; raises to give up.
 
     Raises:
         ConfigError: it is not of this form, or the key in LIGHTNING_TEACHER_KEY can't be sent.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, check: Callable[[], None] = lambda: None) -> None:
         import httpx
 
         upstream, key = parse_upstream(text), os.environ.get(KEY)
         remember(key)
         self._model, self._url = upstream.model, upstream.url
         self._client = httpx.Client(headers=bearer(key, KEY))
-        self._pool = ThreadPoolExecutor(_AT_ONCE, "teacher")
+        self._check = check
 
     def check(self, tokenizer: Any, longest: int) -> None:
         """Make sure that it writes text with the student's tokens, and reads as many as the student may write.
@@ -72,7 +72,8 @@ class EndpointTeacher:
         own = chat.encode(text)
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         try:
-            told = self._post(f"{self._url.removesuffix('/v1')}/tokenize", body)
+            url = f"{self._url.removesuffix('/v1')}/tokenize"
+            (told,) = at_once(lambda body: self._post(url, body), [body], 1, self._check)
             its, count = told["tokens"], len(told["tokens"])
             most = told.get("max_model_len")
         except (TeacherError, KeyError, TypeError) as error:
@@ -94,11 +95,10 @@ class EndpointTeacher:
 
     def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
         """Return log-probabilities at temperature 1: `Teacher.logprobs`."""
-        return list(self._pool.map(self._row, rows))
+        return at_once(self._row, rows, _AT_ONCE, self._check)
 
     def close(self) -> None:
-        """End what is under way."""
-        self._pool.shutdown(cancel_futures=True)
+        """Close the connections."""
         self._client.close()
 
     def _row(self, row: Row) -> NDArray[np.float64]:

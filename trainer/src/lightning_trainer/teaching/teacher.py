@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import SELF
 from lightning_trainer.models import look
-from lightning_trainer.rl.algorithms.distil import DISTIL, distilled
+from lightning_trainer.rl.algorithms.distil import DISTIL, at_endpoint, distilled
 from lightning_trainer.teaching.options import read_self
 
 if TYPE_CHECKING:
@@ -74,7 +74,10 @@ class Distilling:
 
 @contextmanager
 def teaching(
-    config: TrainConfig, learner: Learner, load: Callable[[str, Mapping[str, Any]], Learner]
+    config: TrainConfig,
+    learner: Learner,
+    load: Callable[[str, Mapping[str, Any]], Learner],
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[Tutor | None]:
     """Open the teacher that a configuration names; None where it names none.
 
@@ -82,6 +85,7 @@ def teaching(
         config: of the run.
         learner: the student, whose samples it is to read.
         load: loads a model.
+        check: called while a server is waited for; raises to give up.
 
     Raises:
         ConfigError: there is no such model, it can't be reached, or its vocabulary is another one.
@@ -94,10 +98,10 @@ def teaching(
 
         alone = config.algorithm == DISTIL
         yield SelfTeacher(learner, read_self(config), alone=alone, failed=config.failed)
-    elif "=" in config.teacher:
+    elif at_endpoint(config.teacher):
         from lightning_trainer.teaching.endpoint import EndpointTeacher
 
-        with closing(EndpointTeacher(config.teacher)) as server:
+        with closing(EndpointTeacher(config.teacher, check)) as server:
             server.check(student.tokenizer, student.max_model_len)
             yield Distilling(server)
     else:

@@ -64,14 +64,13 @@ class Distil:
 
     def check(self, config: TrainConfig) -> None:
         """Refuse options that contradict the algorithm: `Algorithm.check`."""
-        at_endpoint = config.teacher is not None and "=" in config.teacher
         refuse(
             {
                 "algorithm = distil needs a teacher: a model folder or name, MODEL=URL of a vLLM server, or self.": (
                     config.teacher is None
                 ),
                 "a teacher's server gives log-probabilities at temperature 1. Set temperature to 1, or name a model"
-                " folder.": at_endpoint and config.temperature != 1.0,
+                " folder.": at_endpoint(config.teacher) and config.temperature != 1.0,
                 "credit shares rewards out, and algorithm = distil learns from none. Leave it out.": (
                     config.credit != "identical"
                 ),
@@ -115,6 +114,11 @@ class Distil:
         from lightning_trainer.rl.losses import policy_loss
 
         return policy_loss(*tokens.given, clip_low=clip.low, clip_high=clip.high, clip_dual=clip.dual)
+
+
+def at_endpoint(teacher: str | None) -> bool:
+    """Whether a teacher is behind a server: ``MODEL=URL``."""
+    return teacher is not None and "=" in teacher
 
 
 def distilled(rows: Sequence[Row], teacher: Sequence[NDArray[Any]]) -> tuple[list[Row], float]:

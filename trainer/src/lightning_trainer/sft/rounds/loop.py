@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from lightning_spans.errors import AgentFailedError, DataError, NothingToLearnError
+from lightning_spans.errors import AgentFailedError, DataError, NothingToLearnError, UnknownAgentError
 from lightning_spans.schema.agents import earns, unheard
 from lightning_spans.store import Store
 from lightning_trainer.backends.protocol import Learner
@@ -156,13 +156,7 @@ class RoundLoop:
             NothingToLearnError: no attempt earned more than another.
         """
         config = self.config
-        ids = tuple(outcome.rollout.rollout_id for outcome in outcomes)
-        wanted = Wanted(
-            format="sft", agents=config.agents, min_reward=config.min_reward, best=config.kept, rollout_ids=ids,
-            some_silent=True,
-        )  # fmt: skip
-        with selected(self.store, wanted) as chosen:
-            lines, left_out = list(chosen.training()), Counter(chosen.left_out)
+        lines, left_out = self._lines(tuple(outcome.rollout.rollout_id for outcome in outcomes))
         if not lines and not left_out:
             raise AgentFailedError(nothing_captured(len(outcomes), self.local.runner.attached))
         if config.min_reward is None:
@@ -184,6 +178,26 @@ class RoundLoop:
         except DataError as error:  # a round that teaches nothing ends the rounds, and keeps what was learned before
             raise NothingToLearnError(str(error)) from None
         return made.rows, left_out + made.left_out
+
+    def _lines(self, rollout_ids: tuple[str, ...]) -> tuple[list[Line], Counter[str]]:
+        """Read what earned most, and count what is left out.
+
+        Raises:
+            NothingToLearnError: none of the agents spoke, which did in the rounds before.
+            UnknownAgentError: none of the agents spoke in the first round.
+        """
+        config = self.config
+        wanted = Wanted(
+            format="sft", agents=config.agents, min_reward=config.min_reward, best=config.kept,
+            rollout_ids=rollout_ids, some_silent=True,
+        )  # fmt: skip
+        try:
+            with selected(self.store, wanted) as chosen:
+                return list(chosen.training()), Counter(chosen.left_out)
+        except UnknownAgentError as error:
+            if not self.steps:
+                raise
+            raise NothingToLearnError(f"in its samples, {error}") from None
 
     def _learn(self, rows: list[Row]) -> Fitted:
         config = self.config
