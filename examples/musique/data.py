@@ -75,7 +75,8 @@ def hops(row: dict[str, Any], number: Number) -> list[dict[str, Any]]:
 def lessons(row: dict[str, Any], number: Number, known: Index) -> Iterator[dict[str, Any]]:
     """Give chats for both agents: of the question, and of its first search question, being a question in itself.
 
-    A lesson ends where the index does not show what the next search takes for granted: it would teach to invent.
+    The latter is for the answerer alone: from many such lessons a searcher learns to search once. A lesson ends where
+    the index does not show what the next search takes for granted: it would teach to invent.
     """
     steps = hops(row, number)
     for question, answer, taken in ((row["question"], row["answer"], steps), (steps[0]["query"], None, steps[:1])):
@@ -87,7 +88,8 @@ def lessons(row: dict[str, Any], number: Number, known: Index) -> Iterator[dict[
             if step["answer"].lower() not in known.shown(step["paragraph"]).lower() or step["paragraph"] not in found:
                 break
         else:
-            yield searcher_chat(question, searched)
+            if len(searched) > 1:
+                yield searcher_chat(question, searched)
             yield answerer_chat(question, found, answer or steps[0]["answer"])
 
 

@@ -278,7 +278,9 @@ def test_searcher_and_answerer_earn_what_they_find(data: Path, tmp_path: Path, m
     pytest.importorskip("bm25s")
     monkeypatch.setenv("MUSIQUE_CORPUS", str(tmp_path))
     _make("musique", tmp_path)
-    lesson = next(c for c in _rows(tmp_path / "sft.jsonl") if c["agent"] == "searcher" and len(c["messages"]) > 5)
+    chats = _rows(tmp_path / "sft.jsonl")
+    (lesson,) = [chat for chat in chats if chat["agent"] == "searcher"]  # none that searches once
+    assert len(chats) == 3
     [task] = _rows(tmp_path / "train.jsonl")
     assert lesson["messages"][1]["content"] == task["question"]
     script = _replay(lesson, "<answer>a Porttrain, town</answer>")
