@@ -191,6 +191,7 @@ def ended(path: Path, count: int, process: subprocess.Popen[bytes]) -> bool:
         (["--data", "tasks.jsonl"], "name the agent"),
         (["app:run", "--data", "tasks.jsonl", "--endpoint", "nowhere"], "give a URL"),
         (["app:run", "--data", "tasks.jsonl", "--endpoint", "http://127.0.0.1:9/v1"], "can't be reached"),
+        (["app:run", "--data", "tasks.jsonl", "--endpoint", "http://127.0.0.1:9", "--model", "m"], "can't be reached"),
         (["app:run", "--data", "tasks.jsonl", "--failed", "often"], "a number, lowest or exclude"),
         (["app:run", "--data", "tasks.jsonl", "--device", "cpu"], "of weights that are loaded here"),
         (["--resume", "nothing"], "holds no evaluation"),

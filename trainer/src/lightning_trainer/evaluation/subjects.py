@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -18,6 +18,8 @@ from lightning_trainer.policies import ADAPTERS_NAME, Policies, parse
 from lightning_trainer.run.state import NEWEST
 
 if TYPE_CHECKING:
+    import httpx
+
     from lightning_trainer.gateway.engine import Engine
 
 _PROBE_S: Final = 10.0
@@ -139,6 +141,8 @@ def answering(subject: Subject, **options: Any) -> Iterator[Answering]:
         yield Answering()
     elif isinstance(subject, Endpoint):
         model = subject.model or only_model(subject)
+        if subject.model:
+            _reach(subject)
         yield Answering(model=model, upstreams=(Upstream(model, subject.url, subject.key),))
     else:
         with _loaded(subject, options) as found:
@@ -197,19 +201,45 @@ def only_model(subject: Endpoint) -> str:
     """
     import httpx
 
-    headers = bearer(subject.key, f"the file or variable for {subject.url}")
     try:
-        answer = httpx.get(f"{subject.url}/models", headers=headers, timeout=_PROBE_S)
+        answer = _models(subject)
         answer.raise_for_status()
         names = [str(model["id"]) for model in answer.json()["data"]]
-    except httpx.TransportError as error:
-        raise ConfigError(f"endpoint {subject.url} can't be reached: {error}. Is it running?") from None
-    except (httpx.HTTPStatusError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"endpoint {subject.url} does not say which models it has ({str(error).splitlines()[0]}). Name one with"
+            f"endpoint {subject.url} does not say which models it has ({why}). Name one with"
             " --model, and give its key in LIGHTNING_UPSTREAM_KEY or --endpoint-key where it wants one."
         ) from None
     if len(names) != 1:
         listed = ", ".join(names[:20]) or "none"
         raise ConfigError(f"endpoint {subject.url} has {len(names)} models: {listed}. Name one with --model.")
     return names[0]
+
+
+def _reach(subject: Endpoint) -> None:
+    """Make sure that something is there; that it is slow, or does not tell its models, says nothing of its calls.
+
+    Raises:
+        ConfigError: it can't be reached.
+    """
+    import httpx
+
+    with suppress(httpx.TransportError):
+        _models(subject)
+
+
+def _models(subject: Endpoint) -> httpx.Response:
+    """Ask a server for its models.
+
+    Raises:
+        ConfigError: it can't be reached.
+        httpx.TransportError: it does not answer.
+    """
+    import httpx
+
+    headers = bearer(subject.key, f"the file or variable for {subject.url}")
+    try:
+        return httpx.get(f"{subject.url}/models", headers=headers, timeout=_PROBE_S)
+    except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        raise ConfigError(f"endpoint {subject.url} can't be reached: {error}. Is it running?") from None
