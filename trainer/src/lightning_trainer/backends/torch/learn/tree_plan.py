@@ -57,8 +57,7 @@ class TreePlan:
         self._buckets = [_Bucket(group, dtype, device) for group in _similar(_pieces(packed.segments))]
         order = np.concatenate([bucket.places for bucket in self._buckets])
         self._back = torch.from_numpy(np.argsort(order)).to(device)  # from the order of the buckets to the packed order
-        queries = [bucket.queries for bucket in self._buckets]
-        seen = [places for bucket in self._buckets for places in (bucket.trunk, bucket.own)]
+        queries, seen = [bucket.queries for bucket in self._buckets], [bucket.seen for bucket in self._buckets]
         self._queries, self._seen = (torch.from_numpy(np.concatenate(each)).to(device) for each in (queries, seen))
         self._query_counts, self._seen_counts = [len(each) for each in queries], [len(each) for each in seen]
         self._segments, self._device = packed.segments, device
@@ -87,8 +86,8 @@ class TreePlan:
         queries = query_NHD.index_select(0, self._queries).split(self._query_counts)
         keys, values = (part.index_select(0, self._seen).split(self._seen_counts) for part in (key_NKD, value_NKD))
         parts = [
-            bucket.attend(layer, queries[b], keys[2 * b : 2 * b + 2], values[2 * b : 2 * b + 2])
-            for b, bucket in enumerate(self._buckets)
+            bucket.attend(layer, *gathered)
+            for bucket, *gathered in zip(self._buckets, queries, keys, values, strict=True)
         ]
         return torch.cat(parts).index_select(0, self._back)
 
@@ -148,57 +147,57 @@ class _Bucket:
     Attributes:
         places: packed places of the tokens that attend, in the order of the result.
         queries: (R * Q,) packed places of the queries, padding included.
-        trunk: (P,) packed places of what all see.
-        own: (R * L,) packed places of the own tokens, padding included.
+        seen: (P + R * L,) packed places of what all see, and of the own tokens, padding included.
     """
 
     def __init__(self, pieces: Sequence[_Piece], dtype: torch.dtype, device: torch.device) -> None:
         queries, length = max(piece.new for piece in pieces), max(len(piece.own) for piece in pieces)
         query = np.zeros((len(pieces), queries), np.int64)
         own = np.zeros((len(pieces), length), np.int64)
-        seen = np.ones((len(pieces), queries), np.int64)  # padding sees one token, so that softmax stays finite
+        visible = np.ones(
+            (len(pieces), queries), np.int64
+        )  # own tokens; padding sees one token, so that softmax stays finite
         for row, piece in enumerate(pieces):
             query[row, : piece.new] = piece.own[-piece.new :]
             own[row, : len(piece.own)] = piece.own
-            seen[row, : piece.new] = np.arange(len(piece.own) - piece.new, len(piece.own)) + 1
+            visible[row, : piece.new] = np.arange(len(piece.own) - piece.new, len(piece.own)) + 1
         real = np.flatnonzero(np.arange(queries) < np.array([[piece.new] for piece in pieces]))
         self.places: IntArray = query.reshape(-1)[real]
-        self.queries, self.trunk, self.own = query.reshape(-1), pieces[0].trunk, own.reshape(-1)
+        self.queries = query.reshape(-1)
+        self.seen = np.concatenate([pieces[0].trunk, own.reshape(-1)])
+        self._trunk = len(pieces[0].trunk)
         self._shape = (len(pieces), queries, length)
         self._alone = len(pieces) == 1 and not len(pieces[0].trunk) and pieces[0].new == length
         self._real = torch.from_numpy(real).to(device) if len(real) < query.size else None
-        self._seen = seen
+        self._visible = visible
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._hidden: dict[int | None, Tensor] = {}
 
-    def attend(
-        self, layer: AttentionLayer, query: Tensor, keys_of: tuple[Tensor, ...], values_of: tuple[Tensor, ...]
-    ) -> Tensor:
+    def attend(self, layer: AttentionLayer, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend.
 
         Args:
             layer: how it attends.
             query: (R * Q, H, D).
-            keys_of: (P, KV, D) of the trunk, (R * L, KV, D) of the own tokens.
-            values_of: likewise.
+            keys: (P + R * L, KV, D).
+            values: likewise.
 
         Returns:
             (number of places, H, D).
         """
         rows, queries, length = self._shape
         heads, width = query.shape[1:]
-        keys, values = keys_of[1], values_of[1]
         key_heads = keys.shape[1]
         if self._alone and layer.sinks_H is None and layer.cap is None:
             return self._causal(layer, query, keys, values)
         own_keys, own_values = (
-            part.view(rows, length, key_heads, width).transpose(1, 2).reshape(-1, length, width)
+            part[self._trunk :].view(rows, length, key_heads, width).transpose(1, 2).reshape(-1, length, width)
             for part in (keys, values)
         )
         out = attend(
             layer,
             to_key_heads(query.view(rows, queries, heads, width), key_heads),
-            list(self._prefixes(layer, keys_of[0], values_of[0], heads // key_heads)),
+            list(self._prefixes(layer, keys[: self._trunk], values[: self._trunk], heads // key_heads)),
             own_keys,
             own_values,
             for_heads(self._own_bias(layer.window), key_heads, heads),
@@ -208,14 +207,14 @@ class _Bucket:
 
     def _own_bias(self, window: int | None) -> Tensor:
         if window not in self._hidden:
-            hidden = hidden_own(self._seen, self._shape[2], window)
+            hidden = hidden_own(self._visible, self._shape[2], window)
             self._hidden[window] = bias(hidden, self._like.dtype, self._like.device)
         return self._hidden[window]
 
     def _prefixes(self, layer: AttentionLayer, key_PKD: Tensor, value_PKD: Tensor, shares: int) -> Iterator[SeenPrefix]:
         """Return what is seen of the trunk."""
-        length = len(self.trunk)
-        first, hidden = hidden_before(length + self._seen - 1, length, layer.window)
+        length = self._trunk
+        first, hidden = hidden_before(length + self._visible - 1, length, layer.window)
         if first < length:
             keys, values = (part[first:].transpose(0, 1).contiguous() for part in (key_PKD, value_PKD))
             yield SeenPrefix(None, keys, values, prefix_bias(hidden, shares, self._like))
