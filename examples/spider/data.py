@@ -88,6 +88,7 @@ def _chat(agent: str, turns: tuple[str, ...], answer: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slice", choices=SLICES, default="all")
+    parser.add_argument("--apart", type=float, default=0.0, help="share of the databases without lessons, for RL")
     parser.add_argument("--questions", type=Path, help="other questions, to evaluate on")
     parser.add_argument("--out", type=Path, default=Path())
     given = parser.parse_args()
@@ -101,7 +102,10 @@ def main() -> None:
     assert not {row["database"] for row in train} & {row["database"] for row in val}
     draw.shuffle(train)
     draw.shuffle(val)
-    lessons = list(chats(train, draw))
+    databases = sorted({row["database"] for row in train})
+    apart = set(draw.sample(databases, round(given.apart * len(databases))))
+    lessons = list(chats([row for row in train if row["database"] not in apart], draw))
+    train = [row for row in train if row["database"] in apart] if apart else train
     draw.shuffle(lessons)
     write(given.out, train=train[:TRAIN_TASKS], val=val, sft=lessons)
 

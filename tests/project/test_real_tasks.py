@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -175,6 +176,20 @@ def test_spiders_files_keep_held_out_databases_apart(data: Path, tmp_path: Path)
     writers = [chat["messages"] for chat in rows["sft"] if chat["agent"] == "writer"]
     assert [m[-1]["content"] for m in writers] == ["SELECT count(*) FROM item"] * 2
     assert all("item(id, name, price)" in m[1]["content"] for m in writers)
+
+
+def test_databases_of_rl_are_apart_from_those_of_lessons(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("langgraph")
+    folder = tmp_path / "spider"
+    rows = _rows(folder / "train.jsonl")
+    for name in ("mall", "kiosk"):
+        shutil.copy(folder / "database/shop.sqlite", folder / f"database/{name}.sqlite")
+        rows += [{**rows[0], "db_id": name}]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _make("spider", tmp_path, "--apart", "0.4")
+    (apart,) = {row["database"] for row in _rows(tmp_path / "train.jsonl")}
+    taught = [chat for chat in _rows(tmp_path / "sft.jsonl") if chat["agent"] == "writer"]
+    assert len(taught) == sum(row["db_id"] != apart for row in rows)
 
 
 def test_spiders_data_takes_other_questions_and_leaves_out_those_that_find_nothing(data: Path, tmp_path: Path) -> None:
