@@ -83,8 +83,10 @@ class TreePlan:
         return self._memory.recur(layer, hidden_NW)
 
     def _attend(self, layer: AttentionLayer, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor) -> Tensor:
-        queries = query_NHD.index_select(0, self._queries).split(self._query_counts)
-        keys, values = (part.index_select(0, self._seen).split(self._seen_counts) for part in (key_NKD, value_NKD))
+        queries = torch.split(query_NHD.index_select(0, self._queries), self._query_counts)
+        keys, values = (
+            torch.split(part.index_select(0, self._seen), self._seen_counts) for part in (key_NKD, value_NKD)
+        )
         parts = [
             bucket.attend(layer, *gathered)
             for bucket, *gathered in zip(self._buckets, queries, keys, values, strict=True)
