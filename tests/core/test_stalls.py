@@ -372,7 +372,13 @@ def step(scene: Scene, part: str) -> None:
     made = SimpleNamespace(rows=(SimpleNamespace(has_gradient=True),))
     run: Any = SimpleNamespace(
         config=SimpleNamespace(
-            algorithm="grpo", kl_coef=0.0, kl_in="loss", keep=1, learns_from_flat_groups=False, checkpoint="newest"
+            algorithm="grpo",
+            kl_coef=0.0,
+            kl_in="loss",
+            keep=1,
+            learns_from_flat_groups=False,
+            checkpoint="newest",
+            teacher="self",
         ),
         folder=scene.folder,
         progress=SimpleNamespace(phase=lambda _: None),
