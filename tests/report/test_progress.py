@@ -97,7 +97,7 @@ def test_ctrl_c_says_at_once_what_is_waited_for_and_what_a_second_one_does(capfd
     shown.phase("learning from 64 rows")
     shown.stopping()
     assert "learning from 64 rows is waited for" in (said := capfd.readouterr().err)
-    assert "Ctrl-C again ends at once" in said
+    assert "Ctrl-C again ends at once: what came after the last checkpoint is lost" in said
     shown.phase("rollouts", 3, 64)
     shown.stopping()
     assert "rollouts (3 of 64) is cut off" in capfd.readouterr().err

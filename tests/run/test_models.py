@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import shutil
@@ -103,6 +104,22 @@ def test_weights_that_are_not_whole_are_refused_before_they_are_loaded(tmp_path:
     weights.write_bytes(weights.read_bytes()[:damage] if isinstance(damage, int) else damage)
     with pytest.raises(ConfigError, match=r"model\.safetensors is cut or damaged"):
         models.look(folder)
+
+
+def test_a_shard_that_an_index_names_must_be_there(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    folder = make_tiny_model(tmp_path / "model")
+    first = "model-00001-of-00002.safetensors"
+    (folder / "model.safetensors").rename(folder / first)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": first, "b": "model-00002-of-00002.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"lacks 1 of the files of weights.*model-00002-of-00002\.safetensors"):
+        models.look(folder)
+    index.write_text('{"weight_map": ')
+    with pytest.raises(ConfigError, match=r"index\.json is cut or damaged"):
+        models.look(folder)
+    index.write_text(json.dumps({"weight_map": {"a": first}}))
+    assert models.look(folder).folder == folder
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

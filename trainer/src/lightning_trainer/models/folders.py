@@ -17,8 +17,8 @@ def check_folder(folder: Path) -> None:
     """Make sure that a model folder has its parts.
 
     Raises:
-        ConfigError: it is missing, lacks a configuration, a tokenizer or weights, or has half of a file of weights; the
-            message says which.
+        ConfigError: it is missing, lacks a configuration, a tokenizer or some of its weights, or has half of a file of
+            them; the message says which.
     """
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder} does not exist.")
@@ -31,6 +31,13 @@ def check_folder(folder: Path) -> None:
     for weights in sorted(folder.glob("*.safetensors")):
         if not _is_whole(weights):
             raise ConfigError(f"{weights} is cut or damaged. Copy or fetch it again.")
+    whole = (folder / "model.safetensors").is_file()  # then transformers asks no index
+    for index in () if whole else sorted(folder.glob("*.safetensors.index.json")):
+        if missing := sorted(name for name in _shards(index) if not (folder / name).is_file()):
+            raise ConfigError(
+                f"{folder} lacks {len(missing)} of the files of weights that {index.name} names, {missing[0]} among"
+                " them. Copy or fetch them."
+            )
     check_adapter(folder)
 
 
@@ -47,6 +54,14 @@ def _is_whole(weights: Path) -> bool:
         return size == max(ends, default=0)
     except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):  # whatever stands there
         return False
+
+
+def _shards(index: Path) -> set[str]:
+    """Return the names of the files that an index tells of."""
+    try:
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        raise ConfigError(f"{index} is cut or damaged. Copy or fetch it again.") from None
 
 
 def check_adapter(folder: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_spans.errors import AgentFailedError
@@ -18,6 +16,7 @@ from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
 from lightning_trainer.run.local import Local, opened, serving
+from lightning_trainer.runner.logs import temporary_folder
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 
@@ -142,8 +141,8 @@ def session(
         load: options of the torch backend, where the subject is loaded here.
     """
     apps: list[App] = []
-    with tempfile.TemporaryDirectory(prefix="lightning-logs-") as logs, ExitStack() as stack:
-        runner = Runner(job, workers=min(cores(), 2), concurrency=concurrency, logs=Path(logs))
+    with temporary_folder("lightning-logs-") as logs, ExitStack() as stack:
+        runner = Runner(job, workers=min(cores(), 2), concurrency=concurrency, logs=logs)
         progress.phase(IMPORTING)
         stack.callback(runner.stop)
         runner.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from lightning_trainer.evaluation.subjects import Answering, LocalModel, Subject
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.policies import parse
 from lightning_trainer.run.local import Local, serving, unnamed
+from lightning_trainer.runner.logs import temporary_folder
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 
@@ -144,7 +144,7 @@ def running(
     workers = worker_count(program.workers, work, program.concurrency)
     apps: list[App] = []
     with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-fork-")))
+        logs = stack.enter_context(temporary_folder("lightning-fork-"))
         runner = Runner(job, workers=workers, concurrency=program.concurrency, logs=logs)
         runner.start()
         stack.callback(runner.stop)

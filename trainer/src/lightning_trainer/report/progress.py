@@ -158,7 +158,8 @@ class Shown:
         what = f"{name}{f' ({done} of {total})' if total else ''}"
         text = (
             f"\nstopping: {what} {'is cut off' if name.startswith(_CUT) else 'is waited for'}, then what was learned is"
-            " saved. Ctrl-C again ends at once; the run then goes on from its last checkpoint.\n"
+            " saved. Ctrl-C again ends at once: what came after the last checkpoint is lost then, all of it where there"
+            " is none yet.\n"
         )
         os.write(2, text.encode())  # not through the console, which may be in the middle of a line
 

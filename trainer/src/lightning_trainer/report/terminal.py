@@ -30,6 +30,11 @@ def decimal(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
+def tokens(number: int) -> str:
+    """Write how many tokens there were; a dash where nobody counted any."""
+    return str(number) if number else "-"
+
+
 def some(words: Sequence[str], most: int = 10) -> str:
     """Return words with commas between; of many the first, and how many more there are."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_spans.errors import AgentFailedError
@@ -27,6 +25,7 @@ from lightning_trainer.rl.scores import reward_of_failures, score, total
 from lightning_trainer.rl.usage import tokens_of
 from lightning_trainer.run.folders import STORE_NAME
 from lightning_trainer.run.local import opened, routing_of, serving
+from lightning_trainer.runner.logs import temporary_folder
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 
@@ -75,7 +74,7 @@ def probe(
     """
     began = time.monotonic()
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-try-")))
+        folder = stack.enter_context(temporary_folder("lightning-try-"))
         job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
         progress.phase(IMPORTING)
         runner = Runner(job, workers=config.worker_count(), concurrency=config.concurrency, logs=folder / "logs")

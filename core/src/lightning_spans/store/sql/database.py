@@ -33,6 +33,7 @@ class Database:
         error: what those two raise beside SQLAlchemy's errors.
         transient: whether an error says that the same transaction may well succeed when it is run again.
         name: of the database, for messages; without its password.
+        advice: what to look at when it can't be opened.
     """
 
     engine: Engine
@@ -45,6 +46,7 @@ class Database:
     error: type[Exception]
     transient: Callable[[BaseException], bool]
     name: str
+    advice: str
 
 
 def pauses_s() -> Iterator[float]:

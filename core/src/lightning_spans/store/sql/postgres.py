@@ -56,6 +56,7 @@ def open_database(url: URL) -> Database:
         error=DBAPIError,
         transient=_transient,
         name=url.set(query={}).render_as_string(),
+        advice="Does the server run there, and may this user make tables in that database?",
     )
 
 

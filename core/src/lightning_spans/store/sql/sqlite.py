@@ -72,6 +72,7 @@ def open_database(url: URL, *, create: bool) -> Database:
         error=sqlite3.Error,
         transient=lambda _: False,  # others are waited for while a transaction begins
         name=path.name,
+        advice="Is it a store's file, and may it and its folder be written here? Its disk may also be full.",
     )
 
 

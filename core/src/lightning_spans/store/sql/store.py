@@ -70,8 +70,10 @@ class SqlStore(Store):
                 schema.prepare(connection, version=version, migrations=migrations)
         except (SQLAlchemyError, StoreError) as error:
             self._database.close()
-            reason = error if isinstance(error, StoreError) else getattr(error, "orig", None) or error
-            raise StoreError(f"store {self.name} can't be opened: {reason}") from error
+            if isinstance(error, StoreError):  # it says itself what to do
+                raise StoreError(f"store {self.name} can't be opened: {error}") from error
+            reason = str(getattr(error, "orig", None) or error).strip().rstrip(".")
+            raise StoreError(f"store {self.name} can't be opened: {reason}. {self._database.advice}") from error
         self._writer = Writer(self._database)
 
     def close(self) -> None:

@@ -43,6 +43,8 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
 def command(*, out: Path, store: str, key_file: Path | None, **options: Any) -> None:
     """Write the traces of a store to OUT, a .jsonl file, for other trainers and viewers.
 
+    A file OUT that is there is replaced, once the new one is whole.
+
     sft: conversations (messages, tools), with input_ids and labels where tokens were recorded. dpo: pairs of answers to
     one prompt within a group (prompt, chosen, rejected). tokens: input_ids and labels alone, for every row as training
     would make it. openinference: spans. Each line says where it is from: rollout, attempt, spans, reward, weights.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lightning_trainer.cli.options import print_json, screen
-from lightning_trainer.report.terminal import decimal, printable
+from lightning_trainer.report.terminal import decimal, printable, tokens
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -53,8 +53,8 @@ def _print_table(rows: Sequence[AgentRow]) -> None:
             Text(printable(row.agent)) if row.agent else Text("(no name)", style="dim"),
             Text("yes", style="green") if row.trained else Text("no", style="red"),
             f"{row.calls}",
-            f"{row.prompt_tokens}",
-            f"{row.response_tokens}",
+            tokens(row.prompt_tokens),
+            tokens(row.response_tokens),
             f"{row.tool_calls}",
             f"{row.failed_calls + row.tool_errors}",
             "-" if row.reward is None else decimal(row.reward),

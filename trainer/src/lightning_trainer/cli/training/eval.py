@@ -11,7 +11,7 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_trainer.cli.options import given, name_by_option, print_json, read_key, screen, take_work, work_options
 from lightning_trainer.cli.training.environments import environment_options, with_environment
-from lightning_trainer.report.terminal import decimal, printable
+from lightning_trainer.report.terminal import decimal, printable, tokens
 
 if TYPE_CHECKING:
     from lightning_trainer.evaluation.config import EvalConfig
@@ -172,9 +172,9 @@ def _show(result: Evaluation) -> None:
         rows = [(title, summary.reward, summary.usage)]
         rows += [(f"  {name or '(no name)'}", agent.reward, agent.usage) for name, agent in summary.by_agent.items()]
         for name, reward, usage in rows:
-            counts = (usage.calls, usage.prompt_tokens, usage.response_tokens, usage.tool_calls)
-            errors = usage.failed_calls + usage.tool_errors
-            table.add_row(Text(printable(name)), *_numbers(reward), *map(str, counts), str(errors))
+            read, drawn = tokens(usage.prompt_tokens), tokens(usage.response_tokens)
+            counts = (str(usage.calls), read, drawn, str(usage.tool_calls), str(usage.failed_calls + usage.tool_errors))
+            table.add_row(Text(printable(name)), *_numbers(reward), *counts)
     screen().print(table)
     for title, summary in summaries:
         click.echo(printable(f"{title}: {_in_words(summary)}"))

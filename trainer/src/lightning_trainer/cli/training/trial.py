@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -54,13 +53,14 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
     from lightning_trainer.report.progress import Silent
     from lightning_trainer.rl.rollouts import plan
     from lightning_trainer.run.local import opened, serving
+    from lightning_trainer.runner.logs import temporary_folder
     from lightning_trainer.runner.runner import Runner
 
     job, tasks = trial.job, trial.tasks
     name = f"agents-{uuid.uuid4().hex[:8]}:a"
     rollouts = plan(tasks, name=name, size=1, mode="agents", max_attempts=1, timeout_s=trial.timeout_s)
     with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning-logs-")))
+        logs = stack.enter_context(temporary_folder("lightning-logs-"))
         runner = Runner(job, workers=min(cores(), len(tasks)), concurrency=4, logs=logs)
         stack.callback(runner.stop)
         runner.start()
