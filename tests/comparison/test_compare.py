@@ -42,6 +42,10 @@ def say(name, system, text):
 def run(task):
     return {"writer": say("writer", "Write.", task["q"]), "checker": say("checker", "Check.", task["q"])}
 
+def seldom(task):  # the held-out tasks alone bring the checker in
+    found = {"writer": say("writer", "Write with much care.", task["q"])}
+    return found | ({"checker": say("checker", "Check.", task["q"])} if task["q"] in "xyz" else {})
+
 def flat(task):
     say("writer", "Write.", task["q"])
     return 0.0
@@ -187,6 +191,18 @@ def test_what_a_cut_life_drew_after_its_checkpoint_is_not_counted() -> None:
     assert methods.learned_from([*first, "other", *second]) == [*first[:4], "other", *second]
     assert methods.learned_from([*first, *second, *third]) == [*first[:4], *third]
     assert methods.learned_from(["rounds-a.0:v-0-0", *first]) == ["rounds-a.0:v-0-0", *first]
+
+
+def test_a_prompt_that_is_never_seen_in_training_tasks_stays_as_it_is(folder: Path, model: Path) -> None:
+    pytest.importorskip("gepa")
+    with ScriptedServer(lambda _body, _seen: Reply(text="```\nWrite more.\n```")) as server:
+        options = ["--budget", "24", "--methods", "prompts", "--reflect", f"big={server.url}"]
+        result = rl("pair:seldom", model, *options, "--out", "cmp")
+        assert result.exit_code == 0, result.output
+        assert "checker: 0 of 4 rollouts have it, so its prompt stays as it is" in result.output
+        result = rl("pair:seldom", model, *options, "--agents", "checker", "--out", "silent")
+        assert result.exit_code == 0, result.output
+        assert "prompts: agent 'checker' was never seen in 4 rollouts" in result.output
 
 
 def test_a_way_that_finds_nothing_to_learn_does_not_end_the_comparison(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -244,6 +248,28 @@ def test_a_reflecting_model_that_gives_nothing_ends_the_search(folder, monkeypat
         assert json.loads(result.stdout.splitlines()[-1])["after"] == 1.0
 
 
+def test_an_agent_that_seldom_speaks_is_waited_for(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    program = PROGRAM.replace('say("checker"', 'RARE and say("checker"')
+    often = program.replace("RARE", "int(task['q'][-1]) in (5, 7)")  # the last two that are run of the eight
+    (folder / "team.py").write_text(often)
+    with ScriptedServer(model) as server, ScriptedServer(reflector) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["--agents", "writer,checker", "--reflect", teacher.url, "--budget", "40"]
+        result = rl(*args, "--out", "best.json")
+        assert result.exit_code == 0, result.output
+        assert "checker: the part of its prompt that is the same in every call is 'You check what" in result.output
+        (folder / "team.py").write_text(program.replace("RARE", "task['q'] == 'word5'"))
+        result = rl(*args, "--out", "once.json")
+        assert result.exit_code == 2, result.output
+        assert "'checker' was seen once, too seldom to tell what its prompt is, in 8 rollouts" in result.output
+        (folder / "team.py").write_text(program.replace("RARE", "False"))
+        result = rl(*args, "--out", "never.json")
+        assert result.exit_code == 2, result.output
+        assert "'checker' was never seen in 8 rollouts. Agents seen: writer." in result.output
+        assert not list(folder.glob("once*")) + list(folder.glob("never*"))
+
+
 def test_mistakes_are_told_and_nothing_is_left(folder, monkeypatch):
     pytest.importorskip("gepa")
     with ScriptedServer(model) as server, ScriptedServer(reflector) as teacher:
@@ -259,6 +285,29 @@ def test_mistakes_are_told_and_nothing_is_left(folder, monkeypatch):
             assert result.exit_code == 2, result.output
             assert said in result.output
             assert not list(folder.glob("best*"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a process there can't interrupt itself")
+def test_ctrl_c_does_not_wait_for_a_model_that_reflects_for_long(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    released = threading.Event()
+
+    def slow(body: dict[str, Any], seen: int) -> Reply:
+        os.kill(os.getpid(), signal.SIGINT)
+        released.wait(60)
+        return reflector(body, seen)
+
+    with ScriptedServer(model) as server, ScriptedServer(slow) as teacher:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["--agents", "writer,checker", "--reflect", teacher.url, "--budget", "40", "--out", "best.json"]
+        try:
+            result = rl(*args)
+            assert not released.is_set()
+        finally:
+            released.set()
+        assert result.exit_code != 0, result.output
+        assert "a proposal of the model that reflects" in result.output
+        assert (folder / "best.json.search").exists()
 
 
 def test_a_program_that_fails_everywhere_is_the_agents_failure(folder, monkeypatch):

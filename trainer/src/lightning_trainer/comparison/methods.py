@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, NothingToLearnError, UnknownAgentError
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.comparison.config import CompareConfig
 from lightning_trainer.config.train import TrainConfig
@@ -142,29 +142,33 @@ def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress
     tasks = load_tasks(train.data)
     if config.reflect is None:
         raise ConfigError("prompts needs a model that proposes them: --reflect [MODEL=]URL.")
-    found = optimise(
-        PromptsConfig(
-            data=_some(tasks, max(4, config.budget // 6), train.seed, folder / "tasks.jsonl"),
-            agents=tuple(names),
-            reflect=config.reflect,
-            budget=config.budget,
-            out=out,
-            target=train.target,
-            command=train.command,
-            reward=train.reward,
-            subject=read_subject(train.model),
-            answered=train.agents or ("*",),
-            temperature=train.temperature,
-            max_tokens=train.max_tokens,
-            sampling=train.sampling,
-            load=config.load,
-            seed=train.seed,
-            concurrency=train.concurrency,
-            timeout_s=train.timeout_s,
-        ),
-        progress,
-        resume=search.exists(),
-    )
+    try:
+        found = optimise(
+            PromptsConfig(
+                data=_some(tasks, max(4, config.budget // 6), train.seed, folder / "tasks.jsonl"),
+                agents=tuple(names),
+                leave_silent=True,
+                reflect=config.reflect,
+                budget=config.budget,
+                out=out,
+                target=train.target,
+                command=train.command,
+                reward=train.reward,
+                subject=read_subject(train.model),
+                answered=train.agents or ("*",),
+                temperature=train.temperature,
+                max_tokens=train.max_tokens,
+                sampling=train.sampling,
+                load=config.load,
+                seed=train.seed,
+                concurrency=train.concurrency,
+                timeout_s=train.timeout_s,
+            ),
+            progress,
+            resume=search.exists(),
+        )
+    except UnknownAgentError as error:  # it speaks in held-out tasks: `compare` took its name from there
+        raise NothingToLearnError(str(error)) from error
     nothing = None if found.diff else "no proposal was better than the agents' own prompts"
     seconds = time.monotonic() - began
     return Made(rollouts=found.rollouts, tokens=found.tokens, seconds=seconds, prompts=str(out), nothing=nothing)

@@ -10,9 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from lightning_spans.errors import ConfigError, LightningError
+from lightning_spans.errors import ConfigError, LightningError, UnknownAgentError
+from lightning_spans.schema.agents import check_spelling, labels, selects
 from lightning_trainer.evaluation.subjects import AsItIs, Endpoint, Subject
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging import JUDGE
@@ -28,7 +29,12 @@ from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import unnamed
 from lightning_trainer.runner.target import Job
 
-_LOOK: Final = 4  # tasks that tell what an agent's prompt is
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
+
+_LOOK: Final = 4  # tasks at once that tell what the agents' prompts are
+_TWICE: Final = 2  # rollouts in which an agent spoke
+_MOST_LOOKS: Final = 4  # the part of the budget, one in so many, after which an agent is no longer waited for
 _STATE: Final = "prompts.json"
 
 
@@ -39,6 +45,8 @@ class PromptsConfig:
     Attributes:
         data: tasks; where `val` is not given, every other one is held out to choose by.
         agents: whose prompts are proposed anew.
+        leave_silent: leave the prompt of an agent that does not speak while prompts are read as it is, instead of an
+            error.
         reflect: the model that proposes.
         budget: rollouts.
         out: file for the result; the search's own folder lies beside it, as FILE.search.
@@ -64,6 +72,7 @@ class PromptsConfig:
     reflect: Endpoint
     budget: int
     out: Path
+    leave_silent: bool = False
     target: str | None = None
     command: str | None = None
     reward: str | None = None
@@ -225,13 +234,36 @@ def _begin(
 
 
 def _look(opened: Session, tasks: Sequence[Task], config: PromptsConfig, progress: Progress) -> dict[str, str]:
-    """Run a few tasks, and read the prompts from what was asked."""
-    ran: list[Ran] = opened.run(tasks[:_LOOK], {})
-    found: dict[str, Prompt] = read_prompts([one.trace for one in ran if one.trace is not None], config.agents)
+    """Run a few tasks, more while an agent is hardly heard in them, and read the prompts from what was asked."""
+    most = min(len(tasks), max(_LOOK, config.budget // _MOST_LOOKS))
+    ran: list[Ran] = []
+    heard: Sequence[str] = ()
+    while len(heard) < len(config.agents) and len(ran) < most:
+        ran += opened.run(tasks[len(ran) : min(len(ran) + _LOOK, most)], {})
+        traces = [one.trace for one in ran if one.trace is not None]
+        check_spelling(config.agents, {path for trace in traces for path in trace.agent_paths})
+        heard = [agent for agent in config.agents if _heard(agent, traces) >= _TWICE]
+    for agent in (agent for agent in config.agents if agent not in heard):
+        if not (config.leave_silent and heard):
+            raise UnknownAgentError(_unheard(agent, traces, len(ran)))
+        progress.note(f"{agent}: {_heard(agent, traces)} of {len(ran)} rollouts have it, so its prompt stays as it is")
+    found: dict[str, Prompt] = read_prompts(traces, heard)
     for agent, prompt in found.items():
         kind = "its prompt" if prompt.whole else "the part of its prompt that is the same in every call"
         progress.note(f"{agent}: {kind} is {prompt.text[:200]!r}")
     return {agent: prompt.text for agent, prompt in found.items()}
+
+
+def _heard(agent: str, traces: Sequence[Trace]) -> int:
+    """Count the rollouts in which an agent spoke: of one alone nobody can tell what changes in its prompt."""
+    return sum(any(selects((agent,), path) for path in trace.agent_paths) for trace in traces)
+
+
+def _unheard(agent: str, traces: Sequence[Trace], ran: int) -> str:
+    names = sorted(labels(path for trace in traces for path in trace.agent_paths).values())
+    often = "was never seen" if not _heard(agent, traces) else "was seen once, too seldom to tell what its prompt is,"
+    told = ", ".join(names) or "none: no call carried an agent name. Is attach() called?"
+    return f"agent {agent!r} {often} in {ran} rollouts. Agents seen: {told}. Name one of these, or give other tasks."
 
 
 def _search(
@@ -247,7 +279,12 @@ def _search(
     import gepa
 
     paid = journal.Journal(folder / journal.FILE)
-    reflection = Reflection(config.reflect, paid)
+
+    def wait() -> None:
+        progress.phase("a proposal of the model that reflects")
+        opened.check()
+
+    reflection = Reflection(config.reflect, paid, wait)
     adapter = SpansAdapter(opened, before, paid)
     (folder / "gepa_state.bin").unlink(missing_ok=True)  # GEPA would begin from there, with other choices
 

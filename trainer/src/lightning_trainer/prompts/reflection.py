@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer.evaluation.subjects import Endpoint, endpoint, only_model
-from lightning_trainer.outgoing import bearer, post_json
+from lightning_trainer.outgoing import at_once, bearer, post_json
 from lightning_trainer.prompts.journal import Journal
 
 PROPOSAL: Final = "proposal"
@@ -48,12 +49,14 @@ class Reflection:
     Attributes:
         at: where the model is.
         journal: of what it was asked already.
+        check: called while it is waited for; raises when somebody asked the program to stop.
         tokens: of all prompts and answers so far, as the server counted them.
         failed: why it gave no proposal. GEPA would go on without, and spend rollouts on nothing: it is not asked again.
     """
 
     at: Endpoint
     journal: Journal
+    check: Callable[[], None]
     tokens: int = field(default=0)
     failed: LightningError | None = field(default=None)
 
@@ -68,7 +71,7 @@ class Reflection:
         try:
             came_to = self.journal.next(PROPOSAL, prompt)
             if came_to is None:
-                came_to = self._ask(prompt)
+                (came_to,) = at_once(self._ask, [prompt], 1, self.check)
                 self.journal.add(PROPOSAL, prompt, came_to)
         except LightningError as error:
             self.failed = error
