@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+load_file = pytest.importorskip("safetensors.torch").load_file
+save_file = pytest.importorskip("safetensors.torch").save_file
 
 from test_torch_update import make_backend, make_batch
 
@@ -218,6 +221,25 @@ def test_checkpoint_is_served_with_all_its_adapters(backend: TorchLearner, tmp_p
     if backend.options.dtype == "float32":  # in bfloat16 one adapter is added into the weights, which rounds otherwise
         assert tokens_of(asyncio.run(drawn(one.engine, prompt, 5))) == expected
     one.close()
+
+
+def test_loading_several_is_no_alarm_and_a_lacking_weight_is_one(
+    backend: TorchLearner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend.save(tmp_path / "step")
+    reports = logging.getLogger("transformers")
+    reports.addHandler(caplog.handler)
+    try:
+        TorchLearner(tmp_path / "step", threads=1, dtype=backend.options.dtype).close()
+    finally:
+        reports.removeHandler(caplog.handler)
+    assert "MISSING" not in caplog.text  # transformers says so of the first adapter when the second is read
+    weights = tmp_path / "step" / "rewriter" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, weights)
+    with pytest.raises(ConfigError, match="1 weights are missing in it, and the model has no place for 0 others"):
+        TorchLearner(tmp_path / "step", threads=1, dtype=backend.options.dtype)
 
 
 def test_fixed_adapter_is_kept_and_served_bit_for_bit(backend: TorchLearner, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ copy, so steps smaller than bfloat16's resolution are not lost.
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 import zlib
@@ -78,9 +79,15 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
     check_adapter(folder)
     try:
         with _several():
-            model.causal.load_adapter(str(folder), adapter_name=folder.name, use_safetensors=True)
+            found = model.causal.load_adapter(str(folder), adapter_name=folder.name, use_safetensors=True)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise ConfigError(f"the adapter {folder} can't be loaded: {error}") from error
+    lacking = [name for name in found.missing_keys if f".{folder.name}." in name]
+    if lacking or found.unexpected_keys:
+        raise ConfigError(
+            f"the adapter {folder} is not of this model: {len(lacking)} weights are missing in it, and the model has no"
+            f" place for {len(found.unexpected_keys)} others. Give the model that it was trained over."
+        )
     rank = model.causal.peft_config[folder.name].r
     if rank != options.lora_rank:
         raise ConfigError(f"{folder} has rank {rank}. Set lora_rank to that.")
@@ -108,10 +115,19 @@ def _add(model: LoadedModel, name: str, options: TorchOptions) -> None:
 
 @contextmanager
 def _several() -> Iterator[None]:
-    """Keep peft from warning that a model gets a second adapter: it is meant to."""
+    """Keep libraries from warning that a model gets a second adapter: it is meant to.
+
+    peft says that there are two, and transformers that the file of the second lacks the weights of the first.
+    """
+    report = logging.getLogger("transformers.integrations.peft")
+    level = report.level
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-        yield
+        report.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            report.setLevel(level)
 
 
 def has_adapters(model: LoadedModel) -> bool:
