@@ -46,6 +46,9 @@ def seldom(task):  # the held-out tasks alone bring the checker in
     found = {"writer": say("writer", "Write with much care.", task["q"])}
     return found | ({"checker": say("checker", "Check.", task["q"])} if task["q"] in "xyz" else {})
 
+def alone(task):  # likewise, and nobody else speaks
+    return {"checker": say("checker", "Check.", task["q"])} if task["q"] in "xyz" else 0.0
+
 def flat(task):
     say("writer", "Write.", task["q"])
     return 0.0
@@ -200,7 +203,7 @@ def test_a_prompt_that_is_never_seen_in_training_tasks_stays_as_it_is(folder: Pa
         result = rl("pair:seldom", model, *options, "--out", "cmp")
         assert result.exit_code == 0, result.output
         assert "checker: 0 of 4 rollouts have it, so its prompt stays as it is" in result.output
-        result = rl("pair:seldom", model, *options, "--agents", "checker", "--out", "silent")
+        result = rl("pair:alone", model, *options, "--out", "silent")
         assert result.exit_code == 0, result.output
         assert "prompts: agent 'checker' was never seen in 4 rollouts" in result.output
 
