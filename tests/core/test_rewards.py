@@ -23,7 +23,15 @@ def test_what_is_not_a_finite_number_is_refused(value):
         as_reward(value)
 
 
-@pytest.mark.parametrize("value", [None, "an answer of many words " * 1000, [1.0]])
+class Unwilling:
+    def __float__(self) -> float:
+        raise RuntimeError("one of several values is ambiguous")
+
+    def __repr__(self) -> str:
+        raise OSError
+
+
+@pytest.mark.parametrize("value", [None, "an answer of many words " * 1000, [1.0], 10**400, 10**9999, Unwilling()])
 def test_what_is_no_number_is_told_shortly_and_with_what_to_do(value):
     with pytest.raises(RewardError, match=r"Return a number from run\(\).*--reward") as told:
         as_reward(value)
@@ -34,6 +42,9 @@ def test_numbers_of_other_libraries_and_truth_values_are_taken():
     numpy = pytest.importorskip("numpy")
     assert as_reward(numpy.float32(0.5)) == 0.5
     assert as_reward(True) == 1.0
+    assert as_reward(numpy.array([0.25])[0]) == 0.25
+    with pytest.raises(RewardError, match=r"array\(\[1\., 2\.\]\) \(ndarray\), not one number"):
+        as_reward(numpy.array([1.0, 2.0]))
 
 
 def test_rewards_by_agent_keep_their_names():

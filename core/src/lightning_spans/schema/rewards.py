@@ -51,14 +51,20 @@ def as_reward(value: object, *, what: str = "reward") -> float:
         raise RewardError(f"{what} is None. {_ADVICE}")
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise RewardError(f"{what} is {_short(value)} ({type(value).__name__}), not a number. {_ADVICE}")
-    number = float(value)
+    try:
+        number = float(value)
+    except Exception as error:  # an array of several, a number beyond floats: what is not one may raise anything
+        raise RewardError(f"{what} is {_short(value)} ({type(value).__name__}), not one number. {_ADVICE}") from error
     if not math.isfinite(number):
         raise RewardError(f"{what} is {number}. A reward must be finite: look at what the agent returned.")
     return number
 
 
 def _short(value: object, most: int = 80) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a program's own; or an integer of more digits than Python writes
+        text = "a value that can't be written"
     return text if len(text) <= most else f"{text[:most]}..."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,16 +11,34 @@ from pathlib import Path
 
 from lightning_spans.errors import LightningError
 
+_logger = logging.getLogger("lightning_trainer")
+
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Make a folder that goes with the block, unless the block ends with an error that names a file in it."""
-    folder, named = Path(tempfile.mkdtemp(prefix=prefix)), False
+    """Make a folder that goes with the block, unless the error that ends it, or a warning in it, names the folder."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    told = _Told(str(folder))
+    _logger.addHandler(told)
     try:
         yield folder
     except LightningError as error:
-        named = str(folder) in str(error)
+        told.named |= str(folder) in str(error)
         raise
     finally:
-        if not named:
+        _logger.removeHandler(told)
+        if not told.named:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Told(logging.Handler):
+    """Hears whether a warning named a folder."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(logging.WARNING)
+        self._folder = folder
+        self.named = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Look for the folder."""
+        self.named |= self._folder in record.getMessage()
