@@ -31,11 +31,16 @@ class Unwilling:
         raise OSError
 
 
-@pytest.mark.parametrize("value", [None, "an answer of many words " * 1000, [1.0], 10**400, 10**9999, Unwilling()])
+@pytest.mark.parametrize("value", [None, "an answer of many words " * 1000, [1.0], 10**400, Unwilling()])
 def test_what_is_no_number_is_told_shortly_and_with_what_to_do(value):
     with pytest.raises(RewardError, match=r"Return a number from run\(\).*--reward") as told:
         as_reward(value)
     assert len(str(told.value)) < 250
+
+
+def test_a_number_of_more_digits_than_python_writes_is_refused():
+    with pytest.raises(RewardError, match="can't be written"):
+        as_reward(10**9999)
 
 
 def test_numbers_of_other_libraries_and_truth_values_are_taken():

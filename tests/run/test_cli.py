@@ -658,11 +658,11 @@ def test_agents_that_fail_leave_nothing_and_show_what_the_program_printed(
     told(call("agents", "loud:run", "--data", "tasks.jsonl"), "all 4 tasks failed", "the oven says no", status=3)
     assert list(temporary.glob("lightning-logs-*")) == []
     (folder / "gone.py").write_text(
-        "import os\ndef run(task):\n    print('the oven is out', flush=True)\n    os._exit(7)\n"
+        "import os\ndef run(task):\n    print('the oven is off', flush=True)\n    os._exit(7)"
     )
     told(call("agents", "gone:run", "--data", "tasks.jsonl", "--tasks", "1"), "exit status 7", status=3)
     (log,) = temporary.glob("lightning-logs-*/worker-0.log")  # a warning says to look there
-    assert "the oven is out" in log.read_text()
+    assert "the oven is off" in log.read_text()
 
 
 ASKS = """
