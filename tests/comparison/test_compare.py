@@ -196,6 +196,20 @@ def test_what_a_cut_life_drew_after_its_checkpoint_is_not_counted() -> None:
     assert methods.learned_from(["rounds-a.0:v-0-0", *first]) == ["rounds-a.0:v-0-0", *first]
 
 
+def test_an_agent_that_keeps_the_base_is_answered_on_every_side(folder: Path, model: Path) -> None:
+    pytest.importorskip("gepa")
+    with ScriptedServer(lambda _body, _seen: Reply(text="```\nWrite more.\n```")) as server:
+        options = ["--policy", "writer=lora,checker=base", "--budget", "20", "--reflect", f"big={server.url}"]
+        result = rl("pair:run", model, *options, "--learning-rate", "3e-3", "--sft", "learning_rate=0.003", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    for side in (told["base"], *(side for side in told["methods"].values() if side["nothing"] is None)):
+        assert side["by_agent"].keys() == {"writer", "checker"}
+        assert (side["counted"], side["left_out"], side["elsewhere"]) == (6, 0, 0)
+    assert told["methods"]["prompts"]["rollouts"] > 0
+    assert told["best_by_agent"].keys() == {"writer", "checker"}
+
+
 def test_a_prompt_that_is_never_seen_in_training_tasks_stays_as_it_is(folder: Path, model: Path) -> None:
     pytest.importorskip("gepa")
     with ScriptedServer(lambda _body, _seen: Reply(text="```\nWrite more.\n```")) as server:

@@ -186,7 +186,7 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
         judge=train.judge,
         model=model,
         prompts=prompts,
-        agents=train.agents,
+        agents=config.answered,
         samples=config.samples,
         temperature=train.temperature,
         max_tokens=train.max_tokens,

@@ -52,6 +52,11 @@ class CompareConfig:
         """Rollouts of a training step."""
         return self.train.batch_size * self.train.group_size
 
+    @property
+    def answered(self) -> tuple[str, ...] | None:
+        """Agents whose calls the model answers on every side, as in training; None: all that have a name."""
+        return tuple(self.train.policies) or self.train.agents
+
     def check(self) -> None:
         """Refuse what can't be compared.
 

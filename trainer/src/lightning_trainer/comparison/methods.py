@@ -155,7 +155,7 @@ def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress
                 command=train.command,
                 reward=train.reward,
                 subject=read_subject(train.model),
-                answered=train.agents or ("*",),
+                answered=config.answered or ("*",),
                 temperature=train.temperature,
                 max_tokens=train.max_tokens,
                 sampling=train.sampling,

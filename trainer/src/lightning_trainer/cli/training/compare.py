@@ -116,6 +116,14 @@ def _show(found: Comparison) -> None:
     for name, side in found.sides.items():
         if side.made.nothing is not None:
             click.echo(printable(f"{name} found nothing to learn: {side.made.nothing}", lines=True))
+    summaries = {"as it is": found.base} | {name: s.summary for name, s in found.sides.items() if s.summary is not None}
+    for name, summary in summaries.items():
+        if summary.left_out:
+            whole = summary.counted + summary.left_out
+            click.echo(
+                f"WARNING: {summary.left_out} of {whole} samples of {printable(name)} failed for no fault of the model's"
+                " and are left out. Look at them, and go on with --resume, which runs them again.", err=True,
+            )  # fmt: skip
     agents = [name for name in found.base.by_agent if name]
     if len(agents) > 1:
         click.echo(printable("most held-out reward: " + ", ".join(f"{n} with {found.best_of(n)}" for n in agents)))
