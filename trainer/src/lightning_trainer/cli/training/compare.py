@@ -121,7 +121,7 @@ def _show(found: Comparison) -> None:
         if summary.left_out:
             whole = summary.counted + summary.left_out
             click.echo(
-                f"WARNING: {summary.left_out} of {whole} samples of {printable(name)} failed for no fault of the model's,"
+                f"WARNING: {summary.left_out} of {whole} samples of {printable(name)} failed, not by the model,"
                 " and are left out. --resume runs them again.", err=True,
             )  # fmt: skip
     agents = [name for name in found.base.by_agent if name]
