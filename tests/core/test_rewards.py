@@ -48,7 +48,7 @@ def test_numbers_of_other_libraries_and_truth_values_are_taken():
     assert as_reward(numpy.float32(0.5)) == 0.5
     assert as_reward(True) == 1.0
     assert as_reward(numpy.array([0.25])[0]) == 0.25
-    with pytest.raises(RewardError, match=r"array\(\[1\., 2\.\]\) \(ndarray\), not one number"):
+    with pytest.raises(RewardError, match=r"array\(\[1\., 2\.\]\) \(ndarray\), not a number"):
         as_reward(numpy.array([1.0, 2.0]))
 
 

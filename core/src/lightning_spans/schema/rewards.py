@@ -47,14 +47,10 @@ def as_reward(value: object, *, what: str = "reward") -> float:
     Raises:
         RewardError: it is None, not a number, or not finite.
     """
-    if value is None:
-        raise RewardError(f"{what} is None. {_ADVICE}")
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise RewardError(f"{what} is {_short(value)} ({type(value).__name__}), not a number. {_ADVICE}")
     try:
-        number = float(value)
+        number = float(None if isinstance(value, (str, bytes)) else value)  # type: ignore[arg-type]
     except Exception as error:  # an array of several, a number beyond floats: what is not one may raise anything
-        raise RewardError(f"{what} is {_short(value)} ({type(value).__name__}), not one number. {_ADVICE}") from error
+        raise RewardError(f"{what} is {_short(value)} ({type(value).__name__}), not a number. {_ADVICE}") from error
     if not math.isfinite(number):
         raise RewardError(f"{what} is {number}. A reward must be finite: look at what the agent returned.")
     return number
