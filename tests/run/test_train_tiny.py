@@ -425,3 +425,26 @@ def test_tasks_tells_which_teach_and_keeps_them(folder: Path, model: Path) -> No
     kept = [json.loads(line) for line in (folder / "kept.jsonl").read_text().splitlines()]
     assert kept == [row["task"] for row in rows if row["teaches"]]
     assert "of your tasks" in done.stderr
+    assert not list(folder.glob(".kept*"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "told"),
+    [
+        ("tasks.jsonl", "is the file of all tasks"),
+        ("kept.parquet", "ends with .jsonl"),
+        ("tasks.jsonl/kept.jsonl", "can't be written"),
+    ],
+)
+def test_tasks_that_can_not_be_kept_are_not_tried(folder: Path, model: Path, keep: str, told: str) -> None:
+    from click.testing import CliRunner
+
+    from lightning_trainer.cli import cli
+
+    before = (folder / "tasks.jsonl").read_text()
+    asked = ["tasks", "tiny_agent:run", "--data", "tasks.jsonl", "--model", str(model), "--first", "1", "--keep", keep]
+    done = CliRunner().invoke(cli, asked)
+    assert done.exit_code == 2
+    assert told in done.output
+    assert "trying" not in done.output
+    assert (folder / "tasks.jsonl").read_text() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lightning_trainer.cli.options import GroupedCommand, config_options, given,
 from lightning_trainer.config.files import merge
 
 if TYPE_CHECKING:
+    from lightning_trainer.export.files import Draft
     from lightning_trainer.report.forecast import Tried
     from lightning_trainer.run.data import Task
 
@@ -46,7 +48,9 @@ LEFT_OUT = frozenset(
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with these options as keys.")
 @click.option("--samples", default=4, show_default=True, type=click.IntRange(2), help="Rollouts of each task.")
 @click.option("--first", type=click.IntRange(1), help="Try only the first N tasks.")
-@click.option("--keep", type=click.Path(path_type=Path), help="Write the tasks that teach something here, as JSONL.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path), help="Write the tasks that teach something to this .jsonl file."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a task.")
 @config_options(leave_out=LEFT_OUT)
 def command(
@@ -79,16 +83,18 @@ def command(
     if not isinstance(backend, Embedded):
         raise ConfigError(f"tasks are tried with a model in this process, and backend = {config.backend} has none.")
     tasks = load_tasks(config.data)[:first]
-    with Shown(f"trying {len(tasks)} tasks, {samples} times each") as progress:
-        tried = backend.probe(config, tasks, range(len(tasks)), progress, update=False).tried
-    if as_json:
-        for one in tried:
-            print_json(_facts(one, tasks[one.place]))
-    else:
-        _print(tried, tasks)
-    click.echo(verdict(tried), err=as_json)
-    if keep is not None:
-        _keep(keep, tried, tasks)
+    with ExitStack() as stack:  # a trial may take hours: whether its tasks can be kept is known before
+        kept = stack.enter_context(closing(_draft(keep, config.data))) if keep is not None else None
+        with Shown(f"trying {len(tasks)} tasks, {samples} times each") as progress:
+            tried = backend.probe(config, tasks, range(len(tasks)), progress, update=False).tried
+        if as_json:
+            for one in tried:
+                print_json(_facts(one, tasks[one.place]))
+        else:
+            _print(tried, tasks)
+        click.echo(verdict(tried), err=as_json)
+        if kept is not None:
+            _keep(kept, tried, tasks)
 
 
 def _facts(one: Tried, task: Task) -> dict[str, Any]:
@@ -125,14 +131,31 @@ def _print(tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
     screen().print(table)
 
 
-def _keep(path: Path, tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
-    from lightning_spans.errors import ConfigError, NothingToLearnError
+def _draft(path: Path, data: Path) -> Draft:
+    """Begin the file of the tasks that are kept.
+
+    Raises:
+        ConfigError: it can't be written, `train --data` would not read it, or it would replace all tasks by a few.
+    """
+    from lightning_spans.errors import ConfigError
+    from lightning_trainer.export.files import Draft
+
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"{path}: the file holds JSON Lines. Give it a name that ends with .jsonl.")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder. Give the name of a file.")
+    if path.exists() and path.samefile(data):
+        raise ConfigError(f"--keep {path} is the file of all tasks, and would leave only some of them. Name another.")
+    return Draft(path)
+
+
+def _keep(draft: Draft, tried: Sequence[Tried], tasks: Sequence[Task]) -> None:
+    from lightning_spans.errors import NothingToLearnError
 
     kept = [tasks[one.place] for one in sorted(tried, key=lambda one: one.place) if one.contrast]
     if not kept:
-        raise NothingToLearnError(f"no task teaches anything, so {path} is not written.")
-    try:
-        path.write_text("".join(json.dumps(task, ensure_ascii=False) + "\n" for task in kept), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} can't be written: {error.strerror}.") from None
-    click.echo(f"{len(kept)} of {len(tried)} tasks in {path}", err=True)
+        raise NothingToLearnError(f"no task teaches anything, so {draft.path} is not written.")
+    draft.write(kept)
+    draft.end()
+    draft.name()
+    click.echo(f"{len(kept)} of {len(tried)} tasks in {draft.path}", err=True)
