@@ -61,6 +61,14 @@ def test_it_asks_before_it_deletes(path: Path, store: Store) -> None:
     assert len(store.spans()) == 3
 
 
+@pytest.mark.parametrize("named", ["--rollout", "--trace"])
+def test_an_id_that_is_not_there_is_told_by_the_status(path: Path, store: Store, named: str) -> None:
+    done = prune(path, named, "nowhere", "--yes")
+    assert done.exit_code == 2
+    assert "nothing was deleted" in done.output
+    assert prune(path, "--origin", "nobodys", "--yes").exit_code == 0  # nothing is old enough, day by day
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -76,7 +76,12 @@ def command(
             before_ns=None if age_s is None else time.time_ns() - int(age_s * 1e9),
             compact=compact,
         )
-    click.echo(f"deleted: {deleted} rollouts, and spans and calls without one")
+    if not deleted and (rollouts or traces):
+        raise ConfigError(
+            f"prune: nothing was deleted: what was named is not in {store}, waits or runs, or is younger or of another"
+            " origin than what is to go."
+        )
+    click.echo(f"deleted: {deleted} (rollouts, and spans and calls without one)")
 
 
 def _ask(question: str) -> None:
