@@ -49,6 +49,8 @@ def test_a_project_is_made_whole_and_never_over_another(tmp_path: Path) -> None:
     assert again.exit_code == 2
     assert "agent.py" in again.stderr
     assert "lightning_openai.attach()" in (tmp_path / "mine" / "agent.py").read_text()
+    spaced = CliRunner().invoke(cli, ["init", str(tmp_path / "my agent")])
+    assert f"cd '{tmp_path / 'my agent'}'" in spaced.output
 
 
 def test_what_a_project_lacks_here_is_said_with_how_to_install_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -35,7 +36,8 @@ def command(*, folder: Path, framework: str | None) -> None:
             f"\nNot installed here: {', '.join(absent)}. In a clone of Lightning-RL:\n  {install_line(framework)}"
         )
     click.echo(
-        f"\nNow:\n  cd {folder}\n  lightning-rl agents agent:run --reward reward:score --data val.jsonl --model"
-        " smollm2-135m\n  lightning-rl train --config run.toml --dry-run\n"
+        f"\nNow:\n  cd {shlex.quote(str(folder))}\n"
+        "  lightning-rl agents agent:run --reward reward:score --data val.jsonl --model smollm2-135m\n"
+        "  lightning-rl train --config run.toml --dry-run\n"
         "  lightning-rl train --config run.toml --out runs/first"
     )
