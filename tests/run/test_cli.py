@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_spans.testing import ScriptedServer
+from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.backends.torch import backend as torch_backend
 from lightning_trainer.cli import COMMANDS, cli
 
@@ -130,6 +131,30 @@ def test_help_names_every_command_and_imports_nothing_that_costs_time() -> None:
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "tasks"])
+def test_help_shows_no_default_where_there_is_none(command: str) -> None:
+    shown = call(command, "--help").output
+    assert "[default: ()]" not in shown
+    assert "[default: 16]" in shown
+
+
+@pytest.mark.parametrize("json_lines", [(), ("--json",)], ids=["table", "json"])
+def test_a_locale_without_an_agents_letters_shows_them_as_escapes(folder: Path, json_lines: tuple[str, ...]) -> None:
+    store = open_store("lightning.db")
+    store.add_spans([a_span(agent="\u65e5")])
+    store.close()
+    asked = [*LIGHTNING, "agents", *json_lines]
+    done = subprocess.run(
+        asked, capture_output=True, check=False, env={**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode("cp1252")
+    if json_lines:
+        assert json.loads(shown.splitlines()[0])["agent"] == "\u65e5"
+    else:
+        assert r"\u65e5" in shown
 
 
 def test_cuda_without_it_is_told_before_the_agent_is_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,6 +431,17 @@ def test_agents_that_all_fail(folder: Path) -> None:
     assert "cli_plain.py" not in tree.stdout
     rollout = tree.stdout.split()[1].rpartition(".")[0]
     assert "cli_plain.py" in call("traces", "--rollout", rollout).stdout
+
+
+def test_agents_of_two_programs_at_once(folder: Path) -> None:
+    two = call("agents", "cli_plain:run", "--command", "true", "--data", "tasks.jsonl")
+    told(two, "TARGET and --command are two agents")
+    untouched(folder)
+
+
+def test_agents_have_nothing_that_a_judge_could_compare(folder: Path) -> None:
+    told(call("agents", "cli_plain:run", "--reward", "judge", "--data", "tasks.jsonl"), "eval --reward judge")
+    untouched(folder)
 
 
 def test_agents_without_tasks(folder: Path) -> None:

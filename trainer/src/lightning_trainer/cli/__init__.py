@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from importlib import import_module
@@ -153,6 +154,8 @@ def main() -> None:
         from lightning_trainer.cli.processes import hide_key
 
         hide_key(sys.orig_argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: names and texts have any letter
     cli(prog_name="lightning-rl")
 
 

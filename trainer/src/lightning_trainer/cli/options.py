@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -185,7 +186,7 @@ def config_options(kind: type[BaseModel] | None = None, *, leave_out: frozenset[
 def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
     flag = f"--{name.replace('_', '-')}"
     text = " ".join((field.description or "").split()).replace("`", "")
-    if field.default not in (None, "") and not field.is_required() and field.default_factory is None:
+    if field.default not in (None, "", ()) and not field.is_required() and field.default_factory is None:
         shown = str(field.default).lower() if isinstance(field.default, bool) else field.default
         text += f" [default: {shown}]"
     if field.annotation is bool:
@@ -259,4 +260,8 @@ def print_json(value: Any) -> None:
     text = json.dumps(value, ensure_ascii=False, default=str)
     if not text.isprintable():  # JSON lets escapes above the first 32 and direction marks through
         text = "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # a locale without these letters
+        text = json.dumps(value, default=str)
     click.echo(text)

@@ -101,7 +101,7 @@ def command(
     from lightning_trainer.rl.rewards.judge import read_rules
     from lightning_trainer.rl.rewards.shown import with_automatic
     from lightning_trainer.run.data import load_tasks
-    from lightning_trainer.runner.target import Job
+    from lightning_trainer.runner.target import JUDGE, Job
 
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     chosen = tuple(name.strip() for name in names.split(",") if name.strip()) if names else None
@@ -110,6 +110,13 @@ def command(
         asked = with_environment({**asked, "model": model, "endpoint": endpoint, "env_tasks": count})
         target, data = asked["target"], asked["data"]
     if target or program:
+        if target and program:
+            raise LightningError("TARGET and --command are two agents. Give one of them.")
+        if reward == JUDGE:
+            raise LightningError(
+                "--reward judge compares rollouts of one task, and each task runs once here. `lightning-rl eval --reward"
+                " judge` shows what a judge gives; without --reward the agents are seen."
+            )
         if data is None:
             raise LightningError("give the tasks to run: --data FILE.")
         trial = Trial(
