@@ -114,8 +114,8 @@ def command(
             raise LightningError("TARGET and --command are two agents. Give one of them.")
         if reward == JUDGE:
             raise LightningError(
-                "--reward judge compares rollouts of one task, and each task runs once here. `lightning-rl eval --reward"
-                " judge` shows what a judge gives; without --reward the agents are seen."
+                "--reward judge compares rollouts of one task, and each task runs once here. `lightning-rl eval"
+                " --reward judge` shows what a judge gives; without --reward the agents are seen."
             )
         if data is None:
             raise LightningError("give the tasks to run: --data FILE.")
