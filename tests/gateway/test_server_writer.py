@@ -100,6 +100,24 @@ def test_a_call_that_the_store_refuses_fails_alone():
     assert isinstance(second, StoreError)
 
 
+def test_a_store_that_refuses_for_long_is_told_once_and_once_more_when_it_takes_writes(caplog):
+    store = Counting()
+    writer = RecordWriter(store)
+
+    async def main():
+        for _ in range(5):
+            with pytest.raises(StoreError):
+                await writer.call("broken")
+        await writer.call(1)
+
+    asyncio.run(main())
+    writer.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the store refused 1 writes: StoreError: broken",
+        "the store takes writes again; it refused 5",
+    ]
+
+
 def test_spans_that_find_no_room_are_refused_and_calls_are_not():
     held, go_on = threading.Event(), threading.Event()
 

@@ -29,6 +29,7 @@ class RecordWriter:
     def __init__(self, store: Store, *, max_waiting_spans: int = 100_000) -> None:
         self._store = store
         self.last_error: Exception | None = None
+        self._refused = 0  # writes, since all were last taken
         self.expected: Callable[[], int] = lambda: 0  # how many calls are being answered; told by the gateway
         self._commits: GroupCommit[_Records, None] = GroupCommit(
             self._write_all,
@@ -77,6 +78,11 @@ class RecordWriter:
                 errors |= dict.fromkeys(places, error)
             else:  # one bad record must not fail the others' requests
                 errors |= {place: self._write([items[place]]) for place in places}
+        refused = sum(error is not None for error in errors.values())
+        if self._refused and not refused:
+            logger.warning("the store takes writes again; it refused %d", self._refused)
+            self._refused = 0
+        self._refused += refused
         return [errors[place] for place in range(len(items))]
 
     def _write(self, items: Sequence[_Records]) -> Exception | None:
@@ -86,7 +92,8 @@ class RecordWriter:
         try:
             items[0][0]([record for _, records in items for record in records])
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told to each request that waits
-            logger.warning("the store refused %d writes: %s: %s", len(items), type(error).__name__, error)
+            if str(error) != str(self.last_error):  # a full disk refuses hundreds in a minute, which are tried again
+                logger.warning("the store refused %d writes: %s: %s", len(items), type(error).__name__, error)
             self.last_error = error
             return error
         self.last_error = None
