@@ -463,7 +463,7 @@ def test_command_gets_its_task_and_its_last_line_is_the_reward(store: Store, fol
     assert rewards(store) == [("r0", "writer", 1.0, "run"), ("r1", "", 0.5, "run")]
     assert "RewardError: reward is 'working\\nno reward'" in (third.error or "")
     assert "exit status 5" in (fourth.error or "")
-    assert "it went wrong" in (fourth.error or "")
+    assert (fourth.error or "").splitlines() == ["the command ended with exit status 5:", "it went wrong"]
 
 
 def test_command_over_its_time_is_ended(store: Store, folder: Path, command: Job) -> None:

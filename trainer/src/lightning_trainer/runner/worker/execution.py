@@ -92,8 +92,11 @@ def _rewards(
 def describe(error: BaseException) -> str:
     """Return the traceback as text, without the frames of this package at its top; what was noted on it comes first.
 
-    So the last line is the error's own: LangGraph notes on each the node it came from.
+    So the last line is the error's own: LangGraph notes on each the node it came from. An error that this package made,
+    of a command or its folder, is told by its message alone: where we raised it helps nobody.
     """
+    if type(error).__module__.startswith(f"{__package__}."):
+        return str(error)[-ERROR_LIMIT:]
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__ and frames.tb_next:
         frames = frames.tb_next
