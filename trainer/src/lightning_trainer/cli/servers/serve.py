@@ -61,6 +61,7 @@ def command(
     place = Place(host, port, tls_cert, tls_key, plain_http)
     check_place(place)
     folder = models.resolve(checkpoint)
+    click.echo(f"loading {checkpoint} ...", err=True)
     with ExitStack() as stack:
         learner = stack.enter_context(
             closing(open_torch(str(folder), **given({"name": _name(name, folder), **options})))
