@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,20 @@ def test_score_leaves_failures_out_or_counts_them_as_told() -> None:
     assert score(found, -1.0).reward == 0.0
     assert score([outcome(failed=True)], "exclude").reward is None
     assert score([outcome(failed=True)], -1.0).reward is None, "no policy made it fail"
+
+
+def test_a_task_that_a_step_takes_several_times_is_one_task_of_its_score() -> None:
+    """Eight places of two tasks say no more than two tasks do."""
+    rollouts = plan(
+        [{"q": 1, "kind": "a"}, {"kind": "a", "q": 1}, {"q": 2}],
+        name="run:t0", size=1, mode="train", max_attempts=1, timeout_s=None,
+    )  # fmt: skip
+    found = [
+        replace(outcome((None, value)), rollout=each) for value, each in zip((1.0, 0.0, 0.5), rollouts, strict=True)
+    ]
+    told = score(found, "exclude")
+    assert (told.reward, told.tasks) == (0.5, 2)
+    assert (told.low, told.high) == interval([0.5, 0.5])
 
 
 def test_score_by_agent_counts_only_rollouts_in_which_it_got_a_reward() -> None:

@@ -338,7 +338,7 @@ def test_model_folder_without_parts(folder: Path, tmp_path_factory: pytest.TempP
     told(train("cli_plain:run", model=model / "none"), "does not exist")
     (model / "config.json").write_text("{}")
     told(train("cli_plain:run", model=model), "no tokenizer")
-    told(call("serve", model), "no tokenizer")
+    told(call("serve", model), f"loading {model} ...", "no tokenizer")
     untouched(folder)
 
 
@@ -490,7 +490,7 @@ def test_without_held_out_tasks_rewards_say_what_they_are_of(folder: Path, tiny_
     two = call_trained("named:named", tiny_model, "--steps", "2", "--out", "two")
     assert two["by_agent_before"].keys() == two["by_agent_after"].keys() == {"writer"}
     assert two["by_agent_after"]["writer"] == pytest.approx(two["reward_after"])
-    assert two["after"]["of"].startswith("rollouts of step 2, on other training tasks, sampled before")
+    assert two["after"]["of"].startswith("rollouts of step 2, on its training tasks, sampled before")
     one = call_trained("named:named", tiny_model, "--steps", "1", "--out", "one")
     assert one["reward_before"] == pytest.approx(two["reward_before"])
     assert (one["reward_after"], one["after"]["mean"], one["by_agent_after"]) == (None, None, {})

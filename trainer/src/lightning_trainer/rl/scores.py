@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -67,24 +68,27 @@ def score(outcomes: Sequence[Outcome], failed: Failed) -> Score:
         outcomes: of the rollouts.
         failed: the reward of one that failed by the policy's doing. Others that never succeeded are left out.
     """
-    groups: dict[str, list[float]] = defaultdict(list)
+    tasks: dict[str, list[float]] = defaultdict(list)
     by_agent: dict[str, list[float]] = defaultdict(list)
     crashed = reward_of_failures(outcomes, failed)
     for outcome in outcomes:
         counted = outcome.counts(failed)
         if counted is None:
             continue
+        task = json.dumps(
+            outcome.rollout.task, sort_keys=True, default=str
+        )  # a step that goes through all tasks repeats
         if counted is outcome.crash:
-            groups[outcome.rollout.group_id].append(crashed)
+            tasks[task].append(crashed)
             continue
-        groups[outcome.rollout.group_id].append(total(outcome.rewards))
+        tasks[task].append(total(outcome.rewards))
         for name, value in agents_totals(outcome.rewards).items():
             by_agent[name].append(value)
-    values = [value for group in groups.values() for value in group]
-    low, high = interval([sum(group) / len(group) for group in groups.values()]) if values else (None, None)
+    values = [value for rewards in tasks.values() for value in rewards]
+    low, high = interval([sum(rewards) / len(rewards) for rewards in tasks.values()]) if values else (None, None)
     return Score(
         reward=sum(values) / len(values) if values else None,
-        tasks=len(groups),
+        tasks=len(tasks),
         low=low,
         high=high,
         by_agent={name: sum(each) / len(each) for name, each in sorted(by_agent.items())},

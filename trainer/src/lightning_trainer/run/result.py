@@ -68,7 +68,7 @@ class Result:
         if self.before is not None or self.after is not None:
             said = "held-out tasks, before training", "held-out tasks, after training"
         else:
-            last = f"rollouts of step {self.steps}, on other training tasks, sampled before that step was learned from"
+            last = f"rollouts of step {self.steps}, on its training tasks, sampled before that step was learned from"
             none = "nothing: no rollout was sampled after the only step. Give held-out tasks with --val"
             said = "rollouts of the first step, on training tasks", last if self.steps > 1 else none
         before, after = (_told(of, found) for of, found in zip(said, self._sides(), strict=True))
