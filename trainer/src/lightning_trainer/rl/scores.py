@@ -75,9 +75,7 @@ def score(outcomes: Sequence[Outcome], failed: Failed) -> Score:
         counted = outcome.counts(failed)
         if counted is None:
             continue
-        task = json.dumps(
-            outcome.rollout.task, sort_keys=True, default=str
-        )  # a step that goes through all tasks repeats
+        task = json.dumps(outcome.rollout.task, sort_keys=True, default=str)  # a step may take one several times
         if counted is outcome.crash:
             tasks[task].append(crashed)
             continue
