@@ -83,7 +83,12 @@ async def run(task: dict[str, Any]) -> float:
 
 
 async def run_by_agent(task: dict[str, Any]) -> dict[str, float]:
-    """Run the program on a task; the searcher earns the share of the paragraphs needed that it found."""
+    """Run the program on a task; the searcher earns the share of the paragraphs needed that it found.
+
+    Where the corpus has none of them, as with HotpotQA's open questions, there is nothing to reward it for.
+    """
     found, said = await solve(task["question"])
-    support = set(task["support"])
-    return {"searcher": len(support & set(found)) / len(support), "answerer": score(said, task["answers"])}
+    earned, support = {"answerer": score(said, task["answers"])}, set(task["support"])
+    if support:
+        earned["searcher"] = len(support & set(found)) / len(support)
+    return earned

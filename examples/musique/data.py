@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,48 @@ def read(part: str) -> list[dict[str, Any]]:
 
 
 def own(file: Path) -> list[dict[str, Any]]:
-    """Read questions as MuSiQue or HotpotQA writes them: a JSON array, or a row a line."""
-    text = file.read_text().strip()
-    rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.split("\n")]
-    return [row if "paragraphs" in row else from_hotpot(row) for row in rows]
+    """Read questions as MuSiQue or HotpotQA writes them, a JSON array or a row a line, and tell what is left out."""
+    text = file.read_text(encoding="utf-8-sig").strip()
+    lines = [text] if text.startswith("[") else [line for line in text.split("\n") if line.strip()]
+    try:
+        rows = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise SystemExit(f"{file} is neither a JSON array nor a row a line: {error}") from None
+    rows = rows[0] if text.startswith("[") else rows
+    kept, left_out = [], Counter[str]()
+    for row in rows:
+        try:
+            kept.append(whole(row))
+        except (KeyError, TypeError, ValueError) as error:
+            left_out[f"without {error.args[0]}" if isinstance(error, KeyError) else f"({error})"] += 1
+    if left_out:
+        print(f"{file.name}, left out: {', '.join(f'{count} {reason}' for reason, count in left_out.most_common())}")
+    if not kept:
+        raise SystemExit(f"{file} has no question to take.")
+    return kept
+
+
+def whole(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as MuSiQue writes it.
+
+    Raises:
+        KeyError: it has no question, no right answer or no paragraphs: it can't be asked or not be scored.
+    """
+    row = row if "paragraphs" in row else from_hotpot(row)
+    for name in ("question", "answer", "paragraphs"):
+        if row[name] in (None, "", []):
+            raise KeyError(name)
+    for paragraph in row["paragraphs"]:
+        _key(paragraph)
+    return row
 
 
 def from_hotpot(row: dict[str, Any]) -> dict[str, Any]:
     """Write a row of HotpotQA as MuSiQue's."""
-    context, facts = row["context"], row["supporting_facts"]
+    context, facts = row["context"], row.get("supporting_facts") or ()
     if isinstance(context, dict):  # copies of the data set have columns
         context = zip(context["title"], context["sentences"], strict=True)
-        facts = zip(facts["title"], facts["sent_id"], strict=True)
+        facts = zip(facts["title"], facts["sent_id"], strict=True) if facts else ()
     needed = {title for title, _ in facts}
     paragraphs = [
         {"title": title, "paragraph_text": " ".join(map(str.strip, said)), "is_supporting": title in needed}
@@ -123,8 +154,8 @@ def tasks(rows: list[dict[str, Any]], number: Number) -> list[dict[str, Any]]:
     return [
         {
             "question": row["question"],
-            "answers": [row["answer"], *row.get("answer_aliases", ())],
-            "support": sorted({number[_key(p)] for p in row["paragraphs"] if p["is_supporting"]}),
+            "answers": [str(right) for right in (row["answer"], *row.get("answer_aliases", ())) if right is not None],
+            "support": sorted({number[_key(p)] for p in row["paragraphs"] if p.get("is_supporting")}),
         }
         for row in rows
     ]

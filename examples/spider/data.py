@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,27 +26,49 @@ SLICES = {
 TRAIN_TASKS = 1200
 
 
-def questions(file: Path, limits: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """Give the questions of a file that a slice takes, with a right query that gives rows."""
-    text = file.read_text().strip()
-    for row in json.loads(text) if text.startswith("[") else map(json.loads, text.split("\n")):
-        database, query = row["db_id"], row["query"]
-        if not place(database).exists():
-            continue
-        upper = query.upper()
-        several = " JOIN " in upper or upper.count("SELECT") > 1
-        if (
-            len(query) > limits["query"]
-            or (several and not limits["joins"])
-            or len(schema(database)) > limits["schema"]
-        ):
-            continue
-        try:
-            rows = execute(database, query)
-        except QueryError:
-            continue  # the edition's corrections are for another dialect
-        if rows:  # else every query is right that finds nothing
-            yield {"database": database, "question": row["question"], "query": query}
+def questions(file: Path, limits: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the questions of a file that a slice takes, with a right query that gives rows, and tell of the others."""
+    kept, left_out = [], Counter[str]()
+    for row in rows_of(file):
+        if reason := unfit(row, limits):
+            left_out[reason] += 1
+        else:
+            kept.append({"database": row["db_id"], "question": row["question"], "query": row["query"]})
+    if left_out:
+        print(f"{file.name}, left out: {', '.join(f'{count} {reason}' for reason, count in left_out.most_common())}")
+    if not kept:
+        raise SystemExit(f"{file} has no question to take.")
+    return kept
+
+
+def rows_of(file: Path) -> list[Any]:
+    """Read a JSON array, or a row a line."""
+    text = file.read_text(encoding="utf-8-sig").strip()
+    lines = [text] if text.startswith("[") else [line for line in text.split("\n") if line.strip()]
+    try:
+        read = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise SystemExit(f"{file} is neither a JSON array nor a row a line: {error}") from None
+    return read[0] if text.startswith("[") else read
+
+
+def unfit(row: Any, limits: dict[str, Any]) -> str | None:
+    """Say why a slice does not take a question; None where it does."""
+    for name in ("db_id", "question", "query"):
+        if not (isinstance(row, dict) and isinstance(row.get(name), str) and row[name].strip()):
+            return f"without {name}"
+    database, query = row["db_id"], row["query"]
+    if not place(database).exists():
+        return "of a database that is not there"
+    upper = query.upper()
+    several = " JOIN " in upper or upper.count("SELECT") > 1
+    if len(query) > limits["query"] or (several and not limits["joins"]) or len(schema(database)) > limits["schema"]:
+        return "longer, or of more tables, than the slice takes"
+    try:
+        rows = execute(database, query)
+    except QueryError:
+        return "whose query SQLite refuses"  # the edition's corrections are for another dialect
+    return None if rows else "whose query finds nothing"  # any other that finds nothing would be right
 
 
 def chats(rows: list[dict[str, str]], draw: random.Random) -> Iterator[dict[str, Any]]:
@@ -94,11 +117,11 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.questions:
-        write(given.out, val=list(questions(given.questions, SLICES[given.slice])))
+        write(given.out, val=questions(given.questions, SLICES[given.slice]))
         return
     draw = random.Random(0)
-    train = list(questions(folder() / "train.jsonl", SLICES[given.slice]))
-    val = list(questions(folder() / "test.jsonl", SLICES[given.slice]))
+    train = questions(folder() / "train.jsonl", SLICES[given.slice])
+    val = questions(folder() / "test.jsonl", SLICES[given.slice])
     assert not {row["database"] for row in train} & {row["database"] for row in val}
     draw.shuffle(train)
     draw.shuffle(val)

@@ -23,6 +23,10 @@ from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
 from lightning_spans.testing.plugins.server import ScriptedServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+HOTPOT = {
+    "question": "Où?", "answer": "yes", "supporting_facts": [["Ann", 0]],
+    "context": [["Rivers", ["Rivers flow."]], ["Ann", ["Ann sang."]]],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -127,10 +131,12 @@ def _program(folder: str, call: str, script: Any, data: Path) -> Any:
         return json.loads(done.stdout.splitlines()[-1]), server.requests
 
 
-def _make(folder: str, out: Path, *options: str) -> None:
+def _make(folder: str, out: Path, *options: str) -> str:
+    """Run an example's `data.py`, and return what it printed."""
     command = [sys.executable, "data.py", "--out", str(out), *options]
     made = subprocess.run(command, cwd=EXAMPLES / folder, capture_output=True, text=True, timeout=200, check=False)
     assert made.returncode == 0, made.stderr
+    return made.stdout
 
 
 def test_team_that_writes_sql_mends_a_query_that_sqlite_refuses(data: Path) -> None:
@@ -199,11 +205,56 @@ def test_spiders_data_takes_other_questions_and_leaves_out_those_that_find_nothi
     (tmp_path / "spider/database/zoo.sqlite").rename(folder / "den.sqlite")
     asked = [("den", "SELECT count(*) FROM item"), ("den", "SELECT id FROM item WHERE id > 9"), ("none", "SELECT 1")]
     rows = [{"db_id": name, "question": "Which?", "query": query} for name, query in asked]
-    (tmp_path / "dev.json").write_text(json.dumps(rows, indent=1))
-    _make("spider", tmp_path / "other", "--questions", str(tmp_path / "dev.json"))
+    (tmp_path / "dev.json").write_text(json.dumps([*rows, {"db_id": "den", "query": "SELECT 1"}], indent=1))
+    said = _make("spider", tmp_path / "other", "--questions", str(tmp_path / "dev.json"))
+    for reason in ("1 whose query finds nothing", "1 of a database that is not there", "1 without question"):
+        assert reason in said  # else what is measured would not be what was asked
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["val.jsonl"]
     (line,) = (tmp_path / "other/val.jsonl").read_text().splitlines()
     assert json.loads(line) == {"database": "den", "question": "Which?", "query": "SELECT count(*) FROM item"}
+
+
+@pytest.mark.parametrize("folder", ["spider", "musique"])
+def test_questions_may_have_empty_lines_and_a_mark_of_their_encoding(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    for needed in ("langgraph",) if folder == "spider" else ("agents", "bm25s"):
+        pytest.importorskip(needed)
+    monkeypatch.setenv("PYTHONUTF8", "0")
+    monkeypatch.setenv("LC_ALL", "C")
+    row = {"db_id": "zoo", "question": "Où?", "query": "SELECT name FROM item"} if folder == "spider" else HOTPOT
+    lines = "\n\n".join([json.dumps(row, ensure_ascii=False)] * 2)
+    (tmp_path / "questions.json").write_text(f"{lines}\n\n", encoding="utf-8-sig")
+    _make(folder, tmp_path / "other", "--questions", str(tmp_path / "questions.json"))
+    assert [task["question"] for task in _rows(tmp_path / "other/val.jsonl")] == [row["question"]] * 2
+
+
+def test_a_file_without_a_question_to_take_says_so(data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("agents")
+    pytest.importorskip("bm25s")
+    hidden = {
+        name: value for name, value in HOTPOT.items() if name not in {"answer", "supporting_facts"}
+    }  # as in tests
+    (tmp_path / "test.json").write_text(json.dumps([hidden]))
+    command = [sys.executable, "data.py", "--questions", str(tmp_path / "test.json"), "--out", str(tmp_path / "own")]
+    made = subprocess.run(command, cwd=EXAMPLES / "musique", capture_output=True, text=True, timeout=200, check=False)
+    assert (made.returncode, "1 without answer" in made.stdout) == (1, True)
+    assert made.stderr.strip().endswith("has no question to take.")
+
+
+def test_searcher_earns_nothing_of_its_own_where_the_corpus_has_no_paragraph_that_is_needed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("agents")
+    pytest.importorskip("bm25s")
+    monkeypatch.setenv("MUSIQUE_CORPUS", str(tmp_path / "own"))
+    (tmp_path / "open.json").write_text(json.dumps([{**HOTPOT, "context": HOTPOT["context"][:1]}]))
+    _make("musique", tmp_path / "own", "--questions", str(tmp_path / "open.json"))
+    [task] = _rows(tmp_path / "own/val.jsonl")
+    earned, _ = _program(
+        "musique", MUSIQUE.format("run_by_agent", json.dumps(task)), lambda *_: Reply("<answer>yes</answer>"), data
+    )
+    assert earned == {"answerer": 1.0}
 
 
 def test_mathematics_team_computes_with_its_tool(data: Path) -> None:
