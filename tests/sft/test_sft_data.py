@@ -40,8 +40,8 @@ def test_the_usual_shapes_are_one(line: dict[str, Any]) -> None:
     ("line", "told"),
     [
         ({"question": "a", "answer": "b"}, "the fields answer, question. Wanted: messages"),
-        ({"messages": [USER]}, "the assistant says nothing"),
         ({"messages": "hi"}, "Wanted"),
+        ({"prompt": "hi"}, "the fields prompt. Wanted: messages"),
         ({"conversations": [{"from": "moon", "value": "x"}]}, "'moon'"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids, but 1 labels"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, DONE]}, "more than text"),
@@ -51,8 +51,46 @@ def test_what_has_not_the_fields_is_told_with_its_line(tmp_path: Path, line: dic
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": [USER, DONE]}) + "\n" + json.dumps(line) + "\n")
     with pytest.raises(DataError, match="line 2") as error:
-        read_file(path)
+        read_file(path, Counter())
     assert told in str(error.value)
+
+
+SILENT_LINES = [
+    {"messages": [USER]},
+    {"messages": []},
+    {"messages": None},
+    {"messages": [USER, {**DONE, "weight": 0}]},
+    {"conversations": []},
+    {"conversations": [{"from": "human", "value": "hi"}]},
+    {"prompt": "hi", "completion": ""},
+    {"prompt": "hi", "completion": None},
+    {"instruction": "hi", "input": "", "output": ""},
+]
+
+
+@pytest.mark.parametrize("line", SILENT_LINES)
+def test_a_conversation_without_an_answer_is_left_out_and_counted(tmp_path: Path, line: dict[str, Any]) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (line, {"messages": [USER, DONE]}, line)))
+    found = read_file(path, left_out := Counter())
+    assert [example.source for example in found] == [f"{path}, line 2"]
+    assert left_out == {"the assistant says nothing in it": 2}
+
+
+def test_a_file_in_which_the_assistant_says_nothing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in SILENT_LINES))
+    with pytest.raises(DataError, match="line 1: the assistant says nothing in it: the fields messages"):
+        read_file(path, Counter())
+
+
+def test_a_row_of_parquet_without_an_answer_is_left_out_and_counted(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = [{"prompt": "hi", "completion": said} for said in ("hello", None)]
+    parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "data.parquet")
+    assert len(read_file(tmp_path / "data.parquet", left_out := Counter())) == 1
+    assert left_out == {"the assistant says nothing in it": 1}
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "folder", "data.txt", "empty.jsonl", "bad.jsonl", "list.json"])
@@ -61,7 +99,7 @@ def test_files_that_are_none(tmp_path: Path, name: str) -> None:
     for other, text in {"data.txt": "x", "empty.jsonl": "\n", "bad.jsonl": "{", "list.json": "{}"}.items():
         (tmp_path / other).write_text(text)
     with pytest.raises(DataError, match=name.replace(".", r"\.")):
-        read_file(tmp_path / name)
+        read_file(tmp_path / name, Counter())
 
 
 def test_parquet_is_read_without_what_other_lines_fill_in(tmp_path: Path) -> None:
@@ -70,12 +108,12 @@ def test_parquet_is_read_without_what_other_lines_fill_in(tmp_path: Path) -> Non
     calls = [{"function": {"name": "f", "arguments": {name: 1}}} for name in "ab"]
     lines = [{"messages": [USER, {**DONE, "tool_calls": [call]}]} for call in calls]
     parquet.write_table(pyarrow.Table.from_pylist([*lines, {"messages": [USER, DONE]}]), tmp_path / "data.parquet")
-    found = read_file(tmp_path / "data.parquet")
+    found = read_file(tmp_path / "data.parquet", Counter())
     assert found[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"b": 1}
     assert found[2].messages == (USER, DONE)
     (tmp_path / "bad.parquet").write_text("x")
     with pytest.raises(DataError, match=r"no Parquet"):
-        read_file(tmp_path / "bad.parquet")
+        read_file(tmp_path / "bad.parquet", Counter())
 
 
 @pytest.mark.parametrize(
@@ -107,7 +145,7 @@ def test_a_folder_of_a_data_set_names_its_files(tmp_path: Path) -> None:
     (tmp_path / "set" / "data").mkdir(parents=True)
     (tmp_path / "set" / "data" / "train-00000-of-00001.parquet").write_bytes(b"")
     with pytest.raises(DataError, match=r"It holds data/train-00000-of-00001\.parquet"):
-        read_file(tmp_path / "set")
+        read_file(tmp_path / "set", Counter())
 
 
 def test_data_without_agents_is_of_the_one_that_is_named() -> None:

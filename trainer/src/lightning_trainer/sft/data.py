@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -27,6 +28,12 @@ WANTED: Final = (
     "messages (role, content), conversations (from, value), prompt and completion, instruction and output, or input_ids"
     " and labels"
 )
+SILENT: Final = "the assistant says nothing in it"
+_SHAPES: Final = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+
+
+class SilentError(DataError):
+    """A conversation has nothing to learn in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +77,26 @@ def is_store(name: str) -> bool:
     return "://" in name or Path(name).suffix in (".db", ".sqlite", ".sqlite3")
 
 
-def read_file(path: Path) -> list[Example]:
+def read_file(path: Path, left_out: Counter[str]) -> list[Example]:
     """Read a file; its name's ending tells the kind.
 
+    Args:
+        path: of the file.
+        left_out: counts conversations in which the assistant says nothing, such as those that were cut.
+
     Raises:
-        DataError: it is missing, empty, of another kind, or a line of it is none of the shapes that are known.
+        DataError: it is missing, empty, of another kind, a line of it is none of the shapes that are known, or the
+            assistant says nothing in all of it.
     """
-    found = [conversation(line, f"{path}, line {number}") for number, line in read_lines(path)]
+    found, silent = [], None
+    for number, line in read_lines(path):
+        try:
+            found.append(conversation(line, f"{path}, line {number}"))
+        except SilentError as error:
+            silent = silent or error
+            left_out[SILENT] += 1
     if not found:
-        raise DataError(f"data file {path} is empty. It must hold at least one conversation.")
+        raise silent or DataError(f"data file {path} is empty. It must hold at least one conversation.")
     return found
 
 
@@ -152,7 +170,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
             for batch in ParquetFile(file).iter_batches(batch_size=512):
                 for line in batch.to_pylist():
                     number += 1
-                    yield number, {name: value for name, value in line.items() if value is not None}
+                    yield number, line
     except ArrowException as error:
         raise DataError(f"data file {path} is no Parquet: {str(error).splitlines()[0]}") from None
 
@@ -161,6 +179,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
     """Read one line.
 
     Raises:
+        SilentError: the assistant says nothing in it that is to be learned.
         DataError: it has none of the fields that are known, or they hold something else.
     """
     try:
@@ -171,7 +190,7 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
         if answers != sorted(set(answers)):
             raise ValueError(f"answers are {answers}, which are not in order, each once")
         if ids is None and not answers:
-            raise DataError(f"{source}: the assistant says nothing in it: {_fields(line)}. Wanted: {WANTED}.")
+            raise SilentError(f"{source}: {SILENT}: {_fields(line)}. Wanted: {WANTED}.")
         return Example(
             messages=tuple(messages),
             answers=tuple(answers),
@@ -228,6 +247,8 @@ def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
         messages = [*before, *_messages(asked_text, "user"), *_messages(line["output"], "assistant")]
         return messages, [len(messages) - 1]
     if line.get("input_ids") is not None and line.get("labels") is not None:
+        return [], []
+    if any(shape <= line.keys() for shape in _SHAPES):  # and empty
         return [], []
     raise ValueError("nothing here is known")
 

@@ -148,9 +148,9 @@ def read(config: SftConfig) -> Data:
         if is_store(name):
             found += read_lines_of_store(_from_store(name, config, left_out), name)
         else:
-            found += read_file(Path(name))
+            found += read_file(Path(name), left_out)
     if config.val is not None:
-        return Data(training=found, held_out=read_file(config.val), left_out=left_out)
+        return Data(training=found, held_out=read_file(config.val, left_out), left_out=left_out)
     training, looked_at = held_out(found, config.held_out, left_out)
     return Data(training=training or found, held_out=looked_at if training else [], left_out=left_out)
 
