@@ -12,6 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 
@@ -28,7 +29,10 @@ from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
+from lightning_trainer.evaluation.subjects import Endpoint
+from lightning_trainer.prompts.journal import Journal
 from lightning_trainer.prompts.reading import Prompt, read_prompts
+from lightning_trainer.prompts.reflection import Reflection
 from lightning_trainer.prompts.result import diff, write
 from lightning_trainer.prompts.session import Session
 from lightning_trainer.runner.runner import Runner
@@ -246,6 +250,18 @@ def test_a_reflecting_model_that_gives_nothing_ends_the_search(folder, monkeypat
         result = rl(*args, "--resume")
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout.splitlines()[-1])["after"] == 1.0
+
+
+def test_a_proposal_with_half_a_character_is_none(tmp_path, monkeypatch):
+    said = ["Shout.\ud83d", "Shout."]  # the first is half of an emoji, which an agent's request could not hold
+
+    def answer(*_: Any, **__: Any) -> httpx.Response:
+        return httpx.Response(200, content=json.dumps({"choices": [{"message": {"content": said.pop(0)}}]}))
+
+    monkeypatch.setattr("lightning_trainer.prompts.reflection.post_json", answer)
+    reflection = Reflection(Endpoint("http://big/v1", "big", None), Journal(tmp_path / "j.jsonl"), lambda: None)
+    assert reflection("How?") == "Shout."
+    assert not said
 
 
 def test_an_agent_that_seldom_speaks_is_waited_for(folder, monkeypatch):

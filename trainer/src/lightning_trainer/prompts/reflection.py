@@ -95,6 +95,7 @@ class Reflection:
                     tokens += int((found.get("usage") or {}).get("total_tokens") or 0)
                     text = found["choices"][0]["message"]["content"]
                     if isinstance(text, str) and text.strip():
+                        text.encode()  # half of a character could be sent in no prompt: the agent would crash of it
                         return {"text": text, "tokens": tokens}
                     problem = "it answered no text"
                 else:
