@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -49,15 +51,31 @@ def run(server: Served, *options: str) -> None:
     assert [reward.value for reward in server.store.rewards()] == [1.0] * 24
 
 
-def test_workers_reach_one_service_by_its_url(server: Served, tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "service.py", "0"], stdout=subprocess.PIPE, text=True) as service:
-        assert service.stdout is not None
-        os.environ["INDEX_URL"] = service.stdout.readline().strip().partition("=")[2]
+@contextmanager
+def service() -> Iterator[None]:
+    """The service behind a URL that the environment names."""
+    with subprocess.Popen([sys.executable, "service.py", "0"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        os.environ["INDEX_URL"] = process.stdout.readline().strip().partition("=")[2]
         try:
-            run(server, "--workers", "3", "--concurrency", "2")
+            yield
         finally:
             del os.environ["INDEX_URL"]
-            service.terminate()
+            process.terminate()
+
+
+def test_command_of_the_readme_works(server: Served, tmp_path: Path) -> None:
+    [told] = re.findall(r"^\$ INDEX_URL=\S+ lightning-rl (.*)$", (EXAMPLE / "README.md").read_text(), re.MULTILINE)
+    with service():
+        command = [sys.executable, "-m", "lightning_trainer.cli", *told.split(), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["mean"] == 1.0
+
+
+def test_workers_reach_one_service_by_its_url(server: Served, tmp_path: Path) -> None:
+    with service():
+        run(server, "--workers", "3", "--concurrency", "2")
     assert len((tmp_path / "loads").read_text().splitlines()) == 1
 
 
