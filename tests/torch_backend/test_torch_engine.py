@@ -143,6 +143,23 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     assert logprobs == [0.0] * 3
 
 
+@pytest.mark.parametrize("temperature", [1e-38, 1e-300, 5e-324])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_temperature_next_to_0_takes_the_likeliest_and_harms_nobody(temperature: float, top_p: float) -> None:
+    logits = torch.tensor([[1.0, 30.0, 2.0]] * 2)
+    alone = draw(logits[:1], [Draw(1.0, 1.0, 0, 0.5)])
+    both = draw(logits, [Draw(1.0, 1.0, 0, 0.5), Draw(temperature, top_p, 0, 0.999, adjust=lambda logits_V: logits_V)])
+    assert both.tokens == [1, 1]
+    assert both.logprobs == [alone.logprobs[0], 0.0]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_weights_that_have_diverged_are_told_in_words(top_p: float) -> None:
+    logits = torch.full((1, 259), float("nan"))
+    with pytest.raises(FloatingPointError, match="not finite: its weights have diverged"):
+        draw(logits, [Draw(1.0, top_p, 0, 0.5)])
+
+
 # Where an answer ends.
 
 

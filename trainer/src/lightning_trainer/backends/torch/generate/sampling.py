@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 256
+_LEAST_TEMPERATURE = 1e-30  # below it logits / temperature leave float32; there the likeliest token has all weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,24 @@ def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
     Args:
         logits_BV: (B, V) in any floating format; computed in float32.
         draws_B: (B,) how.
+
+    Raises:
+        FloatingPointError: logits are not finite.
     """
     device = logits_BV.device
     scaled_BV = logits_BV.float()
-    temperatures = [draw.temperature or 1.0 for draw in draws_B]
+    temperatures = [max(draw.temperature, _LEAST_TEMPERATURE) if draw.temperature else 1.0 for draw in draws_B]
     if any(temperature != 1.0 for temperature in temperatures):
         scaled_BV = scaled_BV / torch.tensor(temperatures, device=device)[:, None]
     highest_B1, greedy_B1 = scaled_BV.max(-1, keepdim=True)
     weights_BV = _exp_in_blocks(scaled_BV, highest_B1)
     uniform_B = torch.tensor([draw.uniform for draw in draws_B], dtype=torch.float64, device=device)
     drawn_B, totals_B = _invert(weights_BV, uniform_B)
+    if not bool(totals_B.isfinite().all()):
+        raise FloatingPointError(
+            "the model's logits are not finite: its weights have diverged (a smaller --learning-rate), or its numbers"
+            " leave their format (--dtype float32)"
+        )
     steered_B = [False] * len(draws_B)
     for row, how in enumerate(draws_B):
         if how.temperature == 0:
@@ -115,7 +124,7 @@ def _invert(weights_BW: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 def _weights(logits_V: Tensor, how: Draw) -> Tensor:
     """Return the weights of logits of a request's own, the heaviest 1."""
-    scaled_V = logits_V / how.temperature
+    scaled_V = logits_V.float() / max(how.temperature, _LEAST_TEMPERATURE)
     return (scaled_V - scaled_V.max()).exp()
 
 
