@@ -485,6 +485,17 @@ def test_last_line_of_training_is_json(trained: tuple[Path, Result]) -> None:
     assert "step 2/2" in result.stderr
 
 
+def test_held_out_tasks_that_are_trained_on_are_told(folder: Path, tiny_model: Path) -> None:
+    (folder / "val.jsonl").write_text('{"q": "say 1"}\n{"q": "say it otherwise"}\n')
+    small = ("--steps", "1", "--val", "val.jsonl", "--max-tokens", "5")
+    both = train("cli_agent:run", *small, model=tiny_model)
+    assert "WARNING: 1 of 2 held-out tasks are training tasks, too" in both.stderr
+    (folder / "val.jsonl").write_text('{"q": "say it otherwise"}\n')
+    apart = train("cli_agent:run", *small, "--out", "apart", model=tiny_model)
+    assert apart.exit_code == 0
+    assert "held-out tasks are training tasks" not in apart.stderr
+
+
 def test_without_held_out_tasks_rewards_say_what_they_are_of(folder: Path, tiny_model: Path) -> None:
     (folder / "named.py").write_text(f"{AGENT}\ndef named(task):\n    return {{'writer': run(task)}}\n")
     two = call_trained("named:named", tiny_model, "--steps", "2", "--out", "two")
@@ -854,6 +865,10 @@ def test_served_checkpoint_answers_with_its_key_alone(trained: tuple[Path, Resul
         assert answer.json()["usage"]["completion_tokens"] <= 4
         assert httpx.post(url, json=body).status_code == 401
     assert not Path(ready["key_file"]).exists()
+
+
+def test_serve_says_what_it_loads_before_it_does(folder: Path, tiny_model: Path) -> None:
+    told(call("serve", tiny_model, "--dtype", "float16"), f"loading {tiny_model} ...", "dtype")
 
 
 def test_checkpoint_that_is_not_there(folder: Path) -> None:

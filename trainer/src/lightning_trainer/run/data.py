@@ -58,6 +58,12 @@ def digest(tasks: Sequence[Task]) -> str:
     return hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def shared(tasks: Sequence[Task], val: Sequence[Task]) -> int:
+    """Return how many held-out tasks are training tasks, too."""
+    known = {json.dumps(task, sort_keys=True) for task in tasks} if val else set[str]()
+    return sum(json.dumps(task, sort_keys=True) in known for task in val)
+
+
 def batch_at(step: int, task_count: int, batch_size: int, seed: int) -> list[int]:
     """Return the tasks of one step: a pure function of the step, so that a resumed run takes the same next batch.
 

@@ -21,7 +21,7 @@ from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import IMPORTING, Progress, Silent
 from lightning_trainer.rl.algorithms.protocol import credit_of
 from lightning_trainer.rl.rewards import read_rules
-from lightning_trainer.run.data import load_tasks
+from lightning_trainer.run.data import load_tasks, shared
 from lightning_trainer.run.folders import STORE_NAME, held, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import opened
@@ -82,6 +82,11 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
             progress=progress,
             check=check,
         )
+        if both := shared(tasks, val):
+            progress.note(
+                f"WARNING: {both} of {len(val)} held-out tasks are training tasks, too, so that learning these"
+                f" by heart pays. Keep tasks of {config.val} out of {config.data}."
+            )
         try:
             steps = backend.train(run)
         except Interrupted:
