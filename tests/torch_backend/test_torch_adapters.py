@@ -242,6 +242,13 @@ def test_loading_several_is_no_alarm_and_a_lacking_weight_is_one(
         TorchLearner(tmp_path / "step", threads=1, dtype=backend.options.dtype)
 
 
+def test_adapters_named_as_parts_of_the_model_load(tiny_model: Path, tmp_path: Path) -> None:
+    made = make_backend(tiny_model, dtype="float32", adapters=("mlp", "layers"), lora_rank=4)
+    made.save(tmp_path / "step")
+    made.close()
+    TorchLearner(tmp_path / "step", threads=1, dtype="float32").close()
+
+
 def test_fixed_adapter_is_kept_and_served_bit_for_bit(backend: TorchLearner, tmp_path: Path) -> None:
     for seed in range(2):
         backend.update(both(seed))
