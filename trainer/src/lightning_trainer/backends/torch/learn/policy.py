@@ -82,7 +82,7 @@ def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
             found = model.causal.load_adapter(str(folder), adapter_name=folder.name, use_safetensors=True)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise ConfigError(f"the adapter {folder} can't be loaded: {error}") from error
-    lacking = [name for name in found.missing_keys if f".{folder.name}." in name]
+    lacking = [name for name in found.missing_keys if name.endswith(f".{folder.name}.weight")]
     if lacking or found.unexpected_keys:
         raise ConfigError(
             f"the adapter {folder} is not of this model: {len(lacking)} weights are missing in it, and the model has no"
