@@ -242,11 +242,10 @@ def test_loading_several_is_no_alarm_and_a_lacking_weight_is_one(
         TorchLearner(tmp_path / "step", threads=1, dtype=backend.options.dtype)
 
 
-def test_adapters_named_as_parts_of_the_model_load(tiny_model: Path, tmp_path: Path) -> None:
-    made = make_backend(tiny_model, dtype="float32", adapters=("mlp", "layers"), lora_rank=4)
-    made.save(tmp_path / "step")
-    made.close()
-    TorchLearner(tmp_path / "step", threads=1, dtype="float32").close()
+@pytest.mark.parametrize("name", ["mlp", "layers", "0", "weight", "lora_A", "base_layer"])
+def test_an_adapter_named_as_a_part_of_the_model_is_refused_before_it_is_trained(tiny_model: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"can't be named '{name}'.*AGENT=lora:NAME"):
+        make_backend(tiny_model, adapters=("writer", name), lora_rank=4)
 
 
 def test_fixed_adapter_is_kept_and_served_bit_for_bit(backend: TorchLearner, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.models import check_adapter
 
 ADAPTER = "default"
+_TAKEN = {"base_layer", "lora_A", "lora_B"}  # what peft adds to the names of parameters
 
 
 def add_adapters(model: LoadedModel, options: TorchOptions, saved: Path | None = None) -> None:
@@ -97,6 +98,11 @@ def _add(model: LoadedModel, name: str, options: TorchOptions) -> None:
     from peft import LoraConfig
 
     causal = model.causal
+    if name in _TAKEN | {part for parameter, _ in causal.named_parameters() for part in parameter.split(".")}:
+        raise ConfigError(
+            f"an adapter can't be named {name!r}: peft would take it for a part of {model.source}, and save none of its"
+            " weights. Give it another name: AGENT=lora:NAME."
+        )
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha or 2 * options.lora_rank,  # type: ignore[arg-type]  # peft only divides it
