@@ -100,8 +100,8 @@ def _add(model: LoadedModel, name: str, options: TorchOptions) -> None:
     causal = model.causal
     if name in _TAKEN | {part for parameter, _ in causal.named_parameters() for part in parameter.split(".")}:
         raise ConfigError(
-            f"an adapter can't be named {name!r}: peft would take it for a part of {model.source}, and its weights would"
-            " be lost. Give it another name: AGENT=lora:NAME."
+            f"an adapter can't be named {name!r}: that is a part of the model, for which peft would take it, and its"
+            " weights would be lost. Give it another name: AGENT=lora:NAME."
         )
     config = LoraConfig(
         r=options.lora_rank,
