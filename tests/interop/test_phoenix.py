@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -46,15 +47,18 @@ def phoenix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([PYTHON, "-m", "phoenix.server.main", "serve"], env=env, stdout=log, stderr=log)
         try:
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-                wait_for(lambda: answers(client), f"Phoenix does not start: {folder / 'log'}", START_S)
+            # It closes what was idle for five seconds, which a request may meet half-way: none is used twice.
+            once = httpx.Limits(max_keepalive_connections=0)
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, limits=once) as client:
+                wait_for(lambda: answers(client, process, folder / "log"), "Phoenix does not start", START_S)
                 yield client
         finally:
             process.terminate()
             process.wait(30)
 
 
-def answers(client: httpx.Client) -> bool:
+def answers(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> bool:
+    assert process.poll() is None, f"Phoenix ended with {process.returncode}: {log.read_text()[-2000:]}"
     try:
         return client.get("/healthz").status_code == 200
     except httpx.TransportError:
