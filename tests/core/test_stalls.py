@@ -484,6 +484,7 @@ def test_stall_is_named_within_its_bound(
             assert time.monotonic() < until, f"{part} was not named; {stalls.stalls()}"
             time.sleep(0.02)
         assert named[0].seconds >= named[0].bound_s == BOUND_S
+        assert "\n" not in named[0].waits_for, "a message of the log is one line"
         while stalls.stall_counts().get(part, 0) == before:
             assert time.monotonic() < until
             time.sleep(0.02)

@@ -226,9 +226,9 @@ class _Stalls:
         idle = bool(queued) and not any(attempt.status == "running" for attempt in attempts)
         gone = [a for a in attempts if a.status == "lost" and a.rollout.rollout_id in queued]
         last = _last_of_groups(rollouts)
-        self._note("queue", idle and not gone, lambda: f"a runner to claim {len(queued)} rollouts\n{told()}")
+        self._note("queue", idle and not gone, lambda: f"a runner to claim {len(queued)} rollouts; {told()}")
         self._note("lease", idle and bool(gone), lambda: f"another runner to take over {_named(gone)}")
-        self._note("group", bool(last), lambda: f"the last of their groups: {', '.join(last[:4])}\n{told()}")
+        self._note("group", bool(last), lambda: f"the last of their groups: {', '.join(last[:4])}; {told()}")
 
     def _note(self, part: str, stands: bool, what: Callable[[], str]) -> None:
         if not stands:

@@ -170,14 +170,14 @@ class Fleet:
                 self._on_end(record, stopped)
             for running in list(place.running.values()):
                 self._end(place, running, stopped)
-        with stalls.waiting("shutdown", lambda: f"the end of the workers:\n{self.describe()}"):
+        with stalls.waiting("shutdown", lambda: f"the end of the workers: {self.describe()}"):
             await asyncio.gather(*(place.worker.stop() for place in self._places))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def describe(self) -> str:
-        """Say what each worker does, for messages about what stalls."""
+        """Say what each worker does, in the one line that a message about what stalls has."""
         lines = []
         for place in self._places:
             ids = [running.record.rollout.rollout_id for running in place.running.values()]
@@ -185,7 +185,7 @@ class Fleet:
             held = place.worker.blocking
             still = f"; its event loop has stood still for {held.seconds:.0f} s at {held.where}" if held else ""
             lines.append(f"worker {place.worker.name} {doing}{still}; its log: {place.worker.log}")
-        return "\n".join(lines) or "no worker is alive"
+        return "; ".join(lines) or "no worker is alive"
 
     async def _spawn(self) -> None:
         number = self._started
