@@ -80,9 +80,8 @@ def store_down(error: BaseException) -> Refusal:
     """Return a 503: what came can't be kept now, so it is not answered as if it were; a 400 when it never can be."""
     if isinstance(error, RefusedError):
         return bad_request(str(error))
-    message = (
-        f"the store can't keep this now: {error}. Try again; if it goes on, look at /healthz and the server's log."
-    )
+    why = str(error).rstrip(".")
+    message = f"the store can't keep this now: {why}. Try again; if it goes on, look at /healthz and the server's log."
     return Refusal(503, message, "server_error", "store_unavailable", {"retry-after": "1"})
 
 
