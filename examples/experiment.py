@@ -5,7 +5,8 @@ has an `experiment.toml`: options of each stage, `[quick]` ones, `[variables]` o
 `[serve]` a model for its agents that are not trained, or `sft` for the one that SFT makes. Each stage is one command of
 `lightning-rl`, printed before it runs. It is not run again where its result is there, and one that was stopped midway
 goes on where it stopped; of such a stage only the cost of the part that ended it is known, and the table says so. The
-table goes between marks in the folder's README, with the seeds that were measured before with the same options.
+untrained model, which is the same for all seeds, is measured with seed 0 alone. The table goes between marks in the
+folder's README, with the seeds that were measured before with the same options.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ class Experiment:
             if not (self._data / "sft.jsonl").exists():
                 flags = _flags(self._options.get("data", {}))
                 self._call("data", [sys.executable, "data.py", "--out", self._data, *flags])
-            untrained = self._evaluated("untrained", MODEL)
+            untrained = [self._evaluated("untrained", MODEL)] if self._seed == 0 else []
             sft = self._learned("sft", ["sft", self._data / "sft.jsonl", "--model", MODEL])
             with self._others(sft["checkpoint"] if self._serve == AFTER_SFT else None):
-                return [untrained, *self._compared(sft)]
+                return [*untrained, *self._compared(sft)]
 
     def _compared(self, sft: Mapping[str, Any]) -> list[dict[str, Any]]:
         after_sft = self._evaluated("after SFT", sft["checkpoint"], sft)

@@ -59,6 +59,8 @@ def test_a_measurement_that_was_stopped_midway_goes_on(
     assert first[-1 if stage in ("sft", "train") else 2].endswith(stage)
     assert [row["stage"] for row in rows] == ["untrained", "after SFT", "after RL"]
     assert ("over" in experiment.table(rows)) is (stage == "train")
+    another = experiment.Experiment("musique", 1, out, quick=False).run()
+    assert [row["stage"] for row in another] == ["after SFT", "after RL"]  # untrained, it is the same model
 
 
 def test_seeds_measured_before_stay_in_the_table_while_the_options_do(
