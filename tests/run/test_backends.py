@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,20 @@ from fakes import FakeEngine
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.hooks import hookimpl
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.store import Store
 from lightning_trainer import TrainConfig, registry, train
 from lightning_trainer.backends.protocol import Described, OpenRun, Start
 from lightning_trainer.cli import cli
-from lightning_trainer.report.progress import Progress
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.rollouts import plan
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import score
 from lightning_trainer.run.embedded import Embedded
-from lightning_trainer.run.local import routing_of, serving
+from lightning_trainer.run.local import Local, opened, routing_of, serving
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
 
 pytest.importorskip("openai")
 
@@ -185,3 +192,33 @@ def test_the_trainers_own_backends_come_through_the_same_hook() -> None:
     assert {"torch", "verl"} <= registry.registered("backend").keys()
     with pytest.raises(ConfigError, match=r"unknown backend .tourch.\. Use one of: .*torch, verl"):
         registry.by_name("backend", "tourch")
+
+
+def test_two_runs_on_one_store_run_their_own_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one_or_two.py").write_text("def one(task):\n    return 1.0\n\ndef two(task):\n    return 2.0\n")
+    left = Rollout(rollout_id="killed:t0-0-0", group_id="killed:t0-0", task={})
+    with ExitStack() as stack:
+        stores = [stack.enter_context(opened("shared.db")) for _ in range(2)]
+        stores[0].enqueue([left])
+        served = map(_served, stores, ("one_or_two:one", "one_or_two:two"))
+        runs = [stack.enter_context(each) for each in served]
+        given = list(stack.enter_context(ThreadPoolExecutor(2)).map(_rewards, runs, ("a", "b")))
+        assert given == [[1.0] * 8, [2.0] * 8]
+        assert [r.status for r in stores[0].rollouts(rollout_ids=[left.rollout_id])] == ["queued"]
+
+
+@contextmanager
+def _served(store: Store, target: str) -> Iterator[Local]:
+    runner = Runner(Job(target=target), workers=1, concurrency=2, logs=Path("logs") / target)
+    runner.start()
+    try:
+        with serving(store, runner, routing=Routing()) as local:
+            yield local
+    finally:
+        runner.stop()
+
+
+def _rewards(local: Local, name: str) -> list[float]:
+    rollouts = plan([{}] * 4, name=f"{name}:t0", size=2, mode="train", max_attempts=2, timeout_s=60.0)
+    return [reward.value for outcome in local.run(rollouts, Silent(), "rollouts") for reward in outcome.rewards]

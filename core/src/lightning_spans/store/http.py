@@ -115,9 +115,10 @@ class HttpStore(Store):
         check_rollouts(asked)  # here too: JSON has no number that is none, so the server would read no limit
         return self._add("enqueue", asked)
 
-    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
         """Start attempts for up to `limit` rollouts, oldest first, each with the context for its agent's process."""
         body = {"worker": worker, "limit": limit, "lease_s": lease_s}
+        body |= {} if within is None else {"within": list(within)}
         return self._records(AttemptRecord, self._ask("claim", body, list, repeatable=False))
 
     def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:

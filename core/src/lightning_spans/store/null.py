@@ -38,7 +38,7 @@ class NullStore(Store):
         """Refuse rollouts: nobody would run them."""
         raise StoreError(f"this server serves a model and runs no rollouts ({len(rollouts)} were sent)")
 
-    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
         """Return nothing to do."""
         return []
 

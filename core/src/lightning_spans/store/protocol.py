@@ -179,10 +179,12 @@ class Store(Protocol):
         """Queue rollouts; one already there, by rollout_id, is left as it is. Returns the number newly queued."""
         ...
 
-    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
         """Start attempts for up to `limit` rollouts that wait or whose lease ran out, oldest first.
 
         An attempt whose lease ran out becomes ``lost``; its rollout is retried while it has attempts left, else fails.
+        Given `within`, only rollouts are started whose id begins with one of these texts: others in the same store are
+        for other runners.
         """
         ...
 

@@ -14,6 +14,7 @@ from lightning_spans.store import Store, open_store
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.policies import parse
 from lightning_trainer.rl.rollouts import Outcome, outcomes, wait
+from lightning_trainer.run.own_queue import own_queue
 from lightning_trainer.runner.runner import Runner
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ class Local:
     """A running server and the runner at work on it.
 
     Attributes:
-        store: the server's own, to queue and read directly.
+        store: the server's own, to queue and read directly. What is queued in it here is what runners of this server
+            get, whatever else waits in the same database.
         runner: claims and ends rollouts with a key that can do no more.
         url: of the server, without ``/v1``.
     """
@@ -94,6 +96,8 @@ def serving(
 ) -> Iterator[Local]:
     """Serve the store and let a runner that has started claim from it, until the block ends.
 
+    Only what is queued in `Local.store`, or over the server's API, is claimed.
+
     Args:
         store: closed by the caller.
         runner: stopped by the caller, after the block.
@@ -113,7 +117,7 @@ def serving(
     from lightning_trainer.gateway.auth.keys import RUN_S, Keys
     from lightning_trainer.gateway.http.serving import ServerThread
 
-    keys = keys or Keys.fresh()
+    keys, store = keys or Keys.fresh(), own_queue(store)
     app = create_app(store, keys=keys, engine=engine, upstreams=upstreams, routing=routing)
     if extend is not None:
         extend(app)

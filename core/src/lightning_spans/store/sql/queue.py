@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, TypeAlias, TypeVar, get_args
 
-from sqlalchemy import Connection, and_, bindparam, func, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, false, func, insert, or_, select, update
 
 from lightning_spans.errors import LeaseLostError, LightningError, RefusedError
 from lightning_spans.schema.attempts import (
@@ -78,13 +79,21 @@ def enqueue(connection: Connection, new: Sequence[Rollout]) -> int:
     return insert_new(connection, rollouts, rows) if rows else 0
 
 
-def claim(connection: Connection, clock: LeaseClock, worker: str, limit: int, lease_s: float) -> list[AttemptRecord]:
-    """Begin attempts for the rollouts that have waited longest."""
+def claim(
+    connection: Connection,
+    clock: LeaseClock,
+    worker: str,
+    *,
+    limit: int,
+    lease_s: float,
+    within: Collection[str] | None,
+) -> list[AttemptRecord]:
+    """Begin attempts for the rollouts that have waited longest, of those whose id begins so; None: of all."""
     now = clock.tick(connection)
     expire(connection, now)
     waiting = connection.execute(
         select(rollouts.c.rollout_id, rollouts.c.tries)
-        .where(QUEUED)
+        .where(QUEUED, *([] if within is None else [_begins(within)]))
         .order_by(rollouts.c.seq)
         .limit(max(0, limit))
         .with_for_update(skip_locked=True)  # for databases with row locks; SQLite has locked the file
@@ -117,6 +126,15 @@ def claim(connection: Connection, clock: LeaseClock, worker: str, limit: int, le
         )
         for one in claimed
     ]
+
+
+def _begins(beginnings: Collection[str]) -> Any:
+    """Return the condition that a rollout's id begins with one of these. LIKE takes letters of both cases for one."""
+    by_length: dict[int, list[str]] = defaultdict(list)
+    for each in beginnings:
+        by_length[len(each)].append(each)
+    cut = ((func.substr(rollouts.c.rollout_id, 1, length), some) for length, some in by_length.items())
+    return or_(false(), *(start.in_(some) for start, some in cut))
 
 
 def attempt_record(row: Sequence[Any]) -> AttemptRecord:

@@ -114,9 +114,12 @@ class SqlStore(Store):
         asked = list(rollouts)  # read twice, and again where the write is
         return self._writer.do(lambda connection: q.enqueue(connection, asked))
 
-    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
         """Start attempts for up to `limit` rollouts, oldest first."""
-        return self._writer.do(lambda connection: q.claim(connection, self._clock, worker, limit, lease_s))
+        asked = None if within is None else list(within)  # it may be a generator, and the write may be done again
+        return self._writer.do(
+            lambda connection: q.claim(connection, self._clock, worker, limit=limit, lease_s=lease_s, within=asked)
+        )
 
     def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
         """Renew leases; gives the attempt ids whose lease is lost."""

@@ -99,6 +99,24 @@ class QueuePromises:
         assert [attempt.rollout.rollout_id for attempt in taken] == [rollout.rollout_id for rollout in rollouts]
         assert store.claim("worker") == []
 
+    def test_a_claim_within_a_scope_leaves_what_others_queued(self, store: Store) -> None:
+        """If it fails: two runs on one store run each other's rollouts. Begin means begin: no wildcards, same case."""
+        theirs, wanted, more, upper = (a_rollout(rollout_id=f"{an_id()}{end}") for end in ("", "_%:a", "é:b", "_%:A"))
+        store.enqueue([theirs, wanted, more, upper])
+        assert store.claim("worker", limit=9, within=[]) == []
+        assert store.claim("worker", limit=9, within=[wanted.rollout_id[:-1] + "A", "%", "_"]) == []
+        taken = store.claim("worker", limit=9, within=[wanted.rollout_id[:-1], more.rollout_id[:-1]])
+        assert [attempt.rollout.rollout_id for attempt in taken] == [wanted.rollout_id, more.rollout_id]
+        rest = store.claim("worker", limit=9)
+        assert [attempt.rollout.rollout_id for attempt in rest] == [theirs.rollout_id, upper.rollout_id]
+
+    def test_what_a_lost_lease_left_stays_within_its_scope(self, store: Store) -> None:
+        """If it fails: a retry is claimed by whoever comes, whose rollout it is not."""
+        late = _outlived(store, a_rollout(rollout_id=f"{an_id()}:a"))
+        assert store.claim("other", within=[an_id()]) == []
+        (again,) = store.claim("worker", within=[late.rollout.rollout_id])
+        assert again.number == 2
+
     def test_a_claim_tells_what_to_run(self, store: Store) -> None:
         """If it fails: give the rollout with its task, and keep the attempt as given."""
         rollout = a_rollout()

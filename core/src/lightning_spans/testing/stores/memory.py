@@ -110,11 +110,15 @@ class MemoryStore(Store):
         check_rollouts(rollouts)
         return self._add(self._kept.rollouts, ((r.rollout_id, replace(r, status="queued")) for r in rollouts))
 
-    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0) -> list[AttemptRecord]:
+    def claim(self, worker: str, *, limit: int = 1, lease_s: float = 60.0, within: Ids = None) -> list[AttemptRecord]:
         """Start attempts for up to `limit` rollouts, oldest first."""
         with self._open() as kept:
             self._settle()
-            waiting = [rollout for rollout in kept.rollouts.values() if rollout.status == "queued"]
+            waiting = [
+                rollout
+                for rollout in kept.rollouts.values()
+                if rollout.status == "queued" and (within is None or rollout.rollout_id.startswith(tuple(within)))
+            ]
             return [self._begin(rollout, worker, lease_s) for rollout in waiting[: max(0, limit)]]
 
     def heartbeat(self, leases: Sequence[tuple[str, int]], *, lease_s: float = 60.0) -> list[str]:
