@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 from fakes import FakeEngine, served
 
@@ -112,6 +113,20 @@ async def test_tests_that_never_end_earn_nothing(server, attempt, project):
     work = Work(workdir=str(project), reward_command="sleep 60", reward_timeout_s=0.2)
     assert await run(Job(command="true", work=work), attempt) == 0.0
     assert "0.2 s" in spans(server, attempt)["reward"].status_message
+
+
+async def test_a_program_that_a_reward_command_leaves_running_does_not_hold_its_reward_up(server, attempt, project):
+    flag = project.parent / "flag"
+    command = f"sh -c 'sleep 60 & echo $! > {flag}; echo 0.5'"
+    work = Work(workdir=str(project), reward_command=command, reward_timeout_s=30.0)
+    assert await asyncio.wait_for(run(Job(command="sh -c 'sleep 60 & echo done'", work=work), attempt), 30.0) == 0.5
+    assert spans(server, attempt)["reward"].status == "ok"
+    assert not psutil.pid_exists(int(flag.read_text())) or psutil.Process(int(flag.read_text())).status() == "zombie"
+
+
+async def test_a_program_of_its_own_session_does_not_hold_a_command_up(attempt):
+    daemon = "import subprocess; subprocess.Popen(['sleep', '5'], start_new_session=True); print(7)"
+    assert await asyncio.wait_for(run_command([sys.executable, "-c", daemon], {}, attempt), 4.5) == 7
 
 
 async def test_a_reward_command_that_can_not_be_run_is_no_zero(attempt, project):

@@ -18,6 +18,7 @@ from lightning_spans.schema.json import dumps
 OUTPUT_LIMIT = 1 << 20  # bytes kept of each output stream: its end
 ENVIRONMENT_LIMIT = 100_000  # Linux refuses to start a program with a variable above 128 KiB
 KILL_AFTER_S = 2.0
+_LOOK_S: Final = 0.05  # between looks at whether a program has ended
 _FIELD: Final = re.compile(r"(?<!\$)\{(\w+)\}")
 
 
@@ -81,13 +82,17 @@ async def run_to_end(words: Sequence[str], body: bytes, given: Mapping[str, str]
         env={**os.environ, **given, **({} if folder is None else {"PWD": str(folder)})},
         start_new_session=True,  # so that all it starts can be ended with it
     )
+    output, errors = bytearray(), bytearray()
+    work = (_keep_end(process.stdout, output), _keep_end(process.stderr, errors), _feed(process.stdin, body))
+    pipes = [asyncio.ensure_future(each) for each in work]
     try:
-        output, errors, _, status = await asyncio.gather(
-            _tail(process.stdout), _tail(process.stderr), _feed(process.stdin, body), process.wait()
-        )
+        status = await _status(process)
     finally:
-        await _end_all(process)
-    return ProcessEnd(status, output, errors)
+        await _end_all(process)  # what it left running holds its pipes, and lets go of them now
+        await asyncio.wait(pipes, timeout=KILL_AFTER_S)
+        # A program with a session of its own may hold them still, and nothing public lets go of them.
+        process._transport.close()  # type: ignore[attr-defined]
+    return ProcessEnd(status, output.decode(errors="replace"), errors.decode(errors="replace"))
 
 
 def filled(word: str, values: Mapping[str, str]) -> str:
@@ -136,11 +141,21 @@ def _result(output: str) -> Any:
         return text
 
 
-async def _tail(stream: asyncio.StreamReader | None) -> str:
-    kept = b""
+async def _status(process: asyncio.subprocess.Process) -> int:
+    """Wait until the program itself has ended. In some versions of Python `wait` waits for its pipes, too."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait({waiting}, timeout=_LOOK_S)
+        return process.returncode
+    finally:
+        waiting.cancel()
+
+
+async def _keep_end(stream: asyncio.StreamReader | None, kept: bytearray) -> None:
     while stream is not None and (piece := await stream.read(65_536)):
-        kept = (kept + piece)[-OUTPUT_LIMIT:]
-    return kept.decode(errors="replace")
+        kept += piece
+        del kept[:-OUTPUT_LIMIT]
 
 
 async def _feed(stream: asyncio.StreamWriter | None, body: bytes) -> None:
