@@ -133,6 +133,25 @@ def test_files_are_put_back_and_added_ones_go(request, made, kind):
 
 
 @pytest.mark.parametrize("kind", ["repository", "plain"])
+def test_added_files_go_though_the_agent_hides_them(request, made, kind):
+    source = Source(request.getfixturevalue(kind), None)
+    (source.path / "tests" / "there.pyc").write_text("ignored from the start")
+    folder = made(source)
+    (folder.path / ".gitignore").write_text("conftest.py\n*.pyc\n")
+    (folder.path / "tests" / "conftest.py").write_text("forged\n")
+    (folder.path / "tests" / "forged.pyc").write_text("forged\n")
+    (folder.path / "conftest.py").write_text("not asked for\n")
+    (inner := folder.path / "tests" / "inner").mkdir()
+    git(inner, "init", "--quiet")
+    git(inner, "-c", "user.name=n", "-c", "user.email=e@x", "commit", "--quiet", "--allow-empty", "-m", "first")
+    (inner / "test_inner.py").write_text("forged\n")
+    folder.restore(["tests/**"])
+    there = ["there.pyc"] if kind == "plain" else []
+    assert sorted(path.name for path in (folder.path / "tests").iterdir()) == ["test_calc.py", *there]
+    assert (folder.path / "conftest.py").exists()
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
 def test_a_folder_has_a_limit(request, made, kind):
     source = Source(request.getfixturevalue(kind), None)
     folder = made(source, 200_000)

@@ -97,6 +97,7 @@ class WorkFolder:
         self._root = Path(tempfile.mkdtemp(prefix=f"{LEFT_OVER}{os.getpid()}-"))
         self.path = self._root / source.path.name
         self._git_dir = self._root / "changes.git"
+        self._ignored_before: frozenset[str] = frozenset()  # a clone holds what is committed, and no more
         try:
             _git(self._root, "init", "--quiet", "--bare", str(self._git_dir))
             self._base = self._clone(source) if source.repository else self._copy(source)
@@ -137,6 +138,7 @@ class WorkFolder:
             raise WorkFolderError(f"{source.path} takes more than {self._most_bytes} bytes. Raise workdir_size.")
         shutil.copytree(source.path, self.path, symlinks=True)
         self._changes("add", "--all")
+        self._ignored_before = self._ignored()
         return self._changes("write-tree").strip()
 
     def check_size(self) -> None:
@@ -157,7 +159,9 @@ class WorkFolder:
         return text
 
     def restore(self, paths: Sequence[str]) -> None:
-        """Put files back as they were, and take away what was added beside them.
+        """Put files back as they were, and take away what was added beside them, ignored or not.
+
+        Files that were ignored when the folder was copied stay as they are now: nothing is known of what they were.
 
         Args:
             paths: globs of git, relative to the folder.
@@ -169,9 +173,14 @@ class WorkFolder:
             self._changes("add", "--all")
             spec = ("--", f":(glob){path}")
             added = self._changes("diff", "--cached", "--name-only", "-z", "--diff-filter=A", self._base, *spec)
-            for name in filter(None, added.split("\0")):
-                (self.path / name).unlink(missing_ok=True)
+            for name in {*filter(None, added.split("\0")), *self._ignored(*spec)} - self._ignored_before:
+                _take_away(self.path / name)
             self._changes("checkout", "--quiet", self._base, *spec)
+
+    def _ignored(self, *spec: str) -> frozenset[str]:
+        """Name the files that git ignores here, by whatever the agent wrote into a .gitignore, too."""
+        found = self._changes("ls-files", "--others", "--ignored", "--exclude-standard", "-z", *spec)
+        return frozenset(filter(None, found.split("\0")))
 
     def remove(self) -> None:
         """Delete it."""
@@ -190,6 +199,13 @@ class WorkFolder:
     def _changes(self, *words: str) -> str:
         places = {"GIT_DIR": str(self._git_dir), "GIT_WORK_TREE": str(self.path)}
         return _git(self.path, *words, environment=places)
+
+
+def _take_away(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():  # a repository of its own
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_left_over(folder: Path | None = None) -> None:
