@@ -15,6 +15,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Attempt, AttemptRecord, Rollout
 from lightning_spans.store import Store, open_store
 from lightning_spans.testing import ScriptedServer
+from lightning_trainer.runner.fleet import Fleet
 from lightning_trainer.runner.process import WorkerProcess
 from lightning_trainer.runner.protocol import attempt_to_json
 from lightning_trainer.runner.runner import Runner
@@ -367,14 +368,31 @@ def test_drained_runner_lets_attempts_end(store: Store, folder: Path) -> None:
     assert store.attempts(rollout_ids=ids)[0].status == "succeeded"
 
 
-def test_cancelled_rollout_makes_room(store: Store, folder: Path) -> None:
-    ids = enqueue(store, [{"how": "sleep"}])
+@pytest.mark.parametrize("timeout_s", [300.0, None])
+@pytest.mark.parametrize("how", ["sleep", "block"])
+def test_cancelled_rollout_makes_room(store: Store, folder: Path, how: str, timeout_s: float | None) -> None:
+    ids = enqueue(store, [{"how": how}], timeout_s=timeout_s)
     with running(store, Job(target="agents:behave"), folder, concurrency=1, lease_s=1.0):
         until(lambda: store.rollouts(rollout_ids=ids)[0].status == "running")
         store.cancel(ids)
         after = enqueue(store, [{"how": ""}])
         assert results(store, after)[0][0].status == "succeeded"
     assert store.attempts(rollout_ids=ids)[0].status == "cancelled"
+
+
+def test_worker_whose_message_can_not_be_taken_is_replaced(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, first = Fleet._take, iter(["the first message"])
+
+    def take_later(fleet: Fleet, *message: Any) -> None:
+        if next(first, None):
+            raise TypeError("what is this?")
+        take(fleet, *message)
+
+    monkeypatch.setattr(Fleet, "_take", take_later)
+    attempts = run(store, folder, "behave", {"how": ""})
+    assert [attempt.status for attempt in attempts[0]] == ["released", "succeeded"]
 
 
 def test_attempts_outlive_their_first_lease(store: Store, folder: Path) -> None:

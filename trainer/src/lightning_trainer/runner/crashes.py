@@ -8,7 +8,7 @@
 | was ended, for its event loop stood still | it is what held the loop | timeout, or failed within its time | yes |
 | was ended so | another held the loop | released | no |
 | was ended so | nobody knows who held the loop | disturbed; alone, timeout | no; yes |
-| was ended from outside, as with its machine | any | released | no |
+| was ended from outside, as with its machine, or by us, for its message could not be taken | any | released | no |
 """
 
 from __future__ import annotations
@@ -85,5 +85,8 @@ def _stood_still(victim: Victim, blocking: Blocking | None) -> Ended:
 
 
 def too_late(record: AttemptRecord, more: str = "") -> Ended:
-    """Return the end of an attempt whose time was up."""
-    return Ended("timeout", error=f"no result after {record.rollout.timeout_s:g} s, the time limit of an attempt{more}")
+    """Return the end of an attempt whose time was up, or that nobody waits for any more."""
+    limit_s = record.rollout.timeout_s
+    if limit_s is None:
+        return Ended("timeout", error=f"no result after nobody waited for it any more{more}")
+    return Ended("timeout", error=f"no result after {limit_s:g} s, the time limit of an attempt{more}")

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from lightning_spans.errors import LightningError
@@ -53,6 +53,7 @@ class _Place:
     draining: bool = False  # takes no more work: a thread in it hangs, or too many were left behind
     stood_still: bool = False  # was killed because its event loop did not answer
     held_by: Blocking | None = None  # what blocked it then
+    given_up: bool = False  # was killed because what it said could not be taken
 
     @property
     def reserved(self) -> bool:
@@ -212,6 +213,10 @@ class Fleet:
         try:
             while (message := await place.worker.receive()) is not None:
                 self._take(place, message)
+        except Exception:
+            logger.exception("what worker %s says can't be taken: it is ended", place.worker.name)
+            place.given_up = True
+            place.worker.kill()
         finally:
             looking.cancel()
         if not self._stopping:
@@ -323,6 +328,8 @@ class Fleet:
         """Tell of the attempts of a worker that has ended, and start another one."""
         place.draining, drained = True, place.draining  # nothing more is placed there
         death = await place.worker.ended()
+        if place.given_up:
+            death = replace(death, outside=True)
         self._places.remove(place)
         company = len(place.running)
         for running in list(place.running.values()):
