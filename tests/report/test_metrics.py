@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.report.metrics import MetricLog, read, write_atomically
+from lightning_trainer.report.runs import row_of
 
 
 def filled(folder: Path, from_step: int = 0) -> MetricLog:
@@ -95,3 +97,16 @@ def test_alarm_is_a_line_of_its_own_said_once_while_it_stands(tmp_path: Path) ->
     cut = MetricLog(tmp_path, from_step=2)
     assert cut.raised() == []
     cut.close()
+
+
+def test_validations_on_other_tasks_are_not_compared(tmp_path: Path) -> None:
+    for step, held_out, reward in ((0, "a*1", 0.9), (1, "b*1", 0.1), (2, "b*1", 0.2)):
+        log = MetricLog(tmp_path, from_step=step, held_out=held_out)
+        log.add("val", step, {"reward": reward, "rollouts": 4})
+        log.add("train", step, {"reward": 0.5})
+        assert {line["held_out"] for line in log.validations()} == {held_out}
+        log.close()
+    assert log.series("val", "reward") == [(1, 0.1), (2, 0.2)]
+    (tmp_path / CONFIG_NAME).write_text("{}")
+    row = row_of(tmp_path)
+    assert (row.before, row.after) == (None, 0.2)

@@ -168,6 +168,20 @@ def test_run_leaves_everything_it_promises(whole: tuple[Path, Result]) -> None:
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step-000001", "step-000002", "step-000003"]
 
 
+def test_held_out_tasks_that_come_later_are_not_compared_with_those_before(
+    whole: tuple[Path, Result], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "others.jsonl").write_text('{"q": "others"}\n')
+    result = train(config(model, steps=3, val="others.jsonl", val_samples=2, resume="out", out=None))
+    assert result.after is not None
+    assert (result.reward_before, result.scores()[0]["mean"], result.after.rollouts) == (None, None, 2)
+    again = train(config(model, steps=3, val="tasks.jsonl", val_samples=2, resume="out", out=None))
+    assert (again.before, again.after) == (whole[1].before, whole[1].after)
+    assert [line["step"] for line in lines(Path("out"), "val")] == [0, 2, 3, 3]
+
+
 def test_every_call_is_accounted_for_and_joined_to_its_span(whole: tuple[Path, Result]) -> None:
     out = whole[0] / "out"
     for line in lines(out):

@@ -25,6 +25,7 @@ Line: TypeAlias = dict[str, Any]
 
 LOG_NAME: Final = "metrics.jsonl"
 CURVE_NAME: Final = "curve.png"
+HELD_OUT: Final = "held_out"  # in the line of a validation: on which tasks, see `MetricLog`
 _TRIES: Final = 3  # times in a row that a tracker may fail before it is told no more: each try may take minutes
 
 
@@ -36,11 +37,21 @@ class MetricLog:
         from_step: the first step that is still to come. Lines of later steps, which a resumed run takes again, are
             cut off.
         trackers: are told the same; closed with the log. One that keeps failing is told no more.
+        held_out: names the held-out tasks, and how often each is sampled: validations of others are not compared with
+            theirs. None: there are none.
     """
 
-    def __init__(self, folder: Path, *, from_step: int = 0, trackers: Sequence[ExperimentTracker] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        from_step: int = 0,
+        trackers: Sequence[ExperimentTracker] = (),
+        held_out: str | None = None,
+    ) -> None:
         from tensorboardX import SummaryWriter
 
+        self._held_out = held_out
         self._folder = folder
         self._path = folder / LOG_NAME
         self._lines = [line for line in read(self._path) if _stays(line, from_step)]
@@ -62,7 +73,8 @@ class MetricLog:
             step: steps taken before: 0 for the first one and for the validation before training.
             values: numbers by name.
         """
-        self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **values})
+        tasks = {HELD_OUT: self._held_out} if kind == "val" and self._held_out is not None else {}
+        self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **tasks, **values})
         for name, value in values.items():
             self._board.add_scalar(f"{kind}/{name}", value, step)
         for tracker in list(self._trackers):
@@ -85,7 +97,7 @@ class MetricLog:
 
     @property
     def _history(self) -> list[Line]:
-        return [line for line in self._lines if line["kind"] != "alarm"]
+        return [line for line in self._lines if line["kind"] == "train" or self._is_of_now(line)]
 
     def _write(self, line: Line) -> None:
         self._lines.append(line)
@@ -110,9 +122,17 @@ class MetricLog:
         """Return every line of a kind."""
         return [line for line in self._lines if line["kind"] == kind]
 
+    def validations(self) -> list[Line]:
+        """Return the lines of the validations on the held-out tasks as they are now."""
+        return [line for line in self._lines if self._is_of_now(line)]
+
+    def _is_of_now(self, line: Line) -> bool:
+        return line["kind"] == "val" and line.get(HELD_OUT) == self._held_out
+
     def series(self, kind: Kind, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) for every line of a kind that has this number."""
-        return [(line["step"], line[name]) for line in self.lines(kind) if name in line]
+        """Return (step, value) for every line of a kind that has this number; held out, of the tasks of now."""
+        lines = self.validations() if kind == "val" else self.lines(kind)
+        return [(line["step"], line[name]) for line in lines if name in line]
 
     def draw(self) -> Path:
         """Draw the reward curve, if there is anything new; gives the picture's path."""
@@ -171,6 +191,12 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         error.filename = str(path)  # the system names none where the disk is full
         raise
+
+
+def newest_validations(lines: Iterable[Line]) -> list[Line]:
+    """Return the lines of the validations on the tasks of the last one: a run that goes on may have others."""
+    found = [line for line in lines if line["kind"] == "val"]
+    return [line for line in found if line.get(HELD_OUT) == found[-1].get(HELD_OUT)]
 
 
 def _stays(line: Line, from_step: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_trainer.config.files import CONFIG_NAME
-from lightning_trainer.report.metrics import LOG_NAME, read
+from lightning_trainer.report.metrics import LOG_NAME, newest_validations, read
 
 _WHERE: Final = ("out", "resume", "port", "store")  # options that say where, and nothing of what
 
@@ -21,7 +21,7 @@ class RunSummary:
     Attributes:
         folder: of the run.
         steps: taken.
-        before, after: held-out reward of the first and the last validation; None without.
+        before, after: held-out reward before training and of the last validation; None without.
         curve: mean training reward of each step.
         seconds: that its steps took.
         tokens: generated in all steps.
@@ -63,7 +63,7 @@ def row_of(folder: Path) -> RunSummary:
     """Read a run from its own files."""
     lines = read(folder / LOG_NAME)
     steps = [line for line in lines if line["kind"] == "train"]
-    held = [line["reward"] for line in lines if line["kind"] == "val" and "reward" in line]
+    held = [(line["step"], line["reward"]) for line in newest_validations(lines) if "reward" in line]
     try:
         options = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     except ValueError:
@@ -71,8 +71,8 @@ def row_of(folder: Path) -> RunSummary:
     return RunSummary(
         folder=str(folder),
         steps=len(steps),
-        before=held[0] if held else None,
-        after=held[-1] if len(held) > 1 else None,
+        before=held[0][1] if held and held[0][0] == 0 else None,
+        after=held[-1][1] if len(held) > 1 or any(step for step, _ in held) else None,
         curve=tuple(line["reward"] for line in steps if "reward" in line),
         seconds=round(sum(line.get("seconds", 0.0) for line in lines if line["kind"] != "alarm"), 1),
         tokens=round(sum(line.get("tokens_generated", 0.0) for line in steps)),

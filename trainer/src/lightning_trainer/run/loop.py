@@ -123,9 +123,9 @@ class Loop:
             self._validate()
 
     def _validate(self) -> None:
-        """Run the held-out tasks, sampled as in training, unless it was done with these weights."""
+        """Run the held-out tasks, sampled as in training, unless it was done with these weights and tasks."""
         step, config, began = self.state.step, self._run.config, time.monotonic()
-        if not self._run.val or any(at == step for at, _ in self._run.log.series("val", "rollouts")):
+        if not self._run.val or any(line["step"] == step for line in self._run.log.validations()):
             return
         rollouts = plan(
             self._run.val,

@@ -17,7 +17,7 @@ class Result:
     """What a run came to.
 
     Attributes:
-        before: held-out score before training; None without held-out tasks.
+        before: held-out score before training; None without held-out tasks, or where these came later.
         after: held-out score after it.
         curve: mean training reward of each step; None where no rollout counted.
         steps: steps taken.
@@ -42,8 +42,13 @@ class Result:
 
     @property
     def reward_before(self) -> float | None:
-        """Mean held-out reward before training; without held-out tasks, of the first step's rollouts."""
-        return self.before.reward if self.before else self.curve[0] if self.curve else None
+        """Mean held-out reward before training; without held-out tasks, of the first step's rollouts.
+
+        None where the held-out tasks came later, with `resume`.
+        """
+        if self._held_out:
+            return self.before.reward if self.before else None
+        return self.curve[0] if self.curve else None
 
     @property
     def reward_after(self) -> float | None:
@@ -51,7 +56,13 @@ class Result:
 
         None where that is the first step, whose rollouts were sampled before anything was learned.
         """
-        return self.after.reward if self.after else self.curve[-1] if len(self.curve) > 1 else None
+        if self._held_out:
+            return self.after.reward if self.after else None
+        return self.curve[-1] if len(self.curve) > 1 else None
+
+    @property
+    def _held_out(self) -> bool:
+        return self.before is not None or self.after is not None
 
     def by_agent(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the rewards by agent before and after, where rewards were given by agent: of what `scores` says."""
@@ -59,14 +70,15 @@ class Result:
         return dict(before.by_agent) if before else {}, dict(after.by_agent) if after else {}
 
     def _sides(self) -> tuple[Score | None, Score | None]:
-        if self.before is not None or self.after is not None:
+        if self._held_out:
             return self.before, self.after
         return self.first, self.last if self.steps > 1 else None
 
     def scores(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what the rewards before and after are: of what, of how many, and how sure they are."""
-        if self.before is not None or self.after is not None:
-            said = "held-out tasks, before training", "held-out tasks, after training"
+        if self._held_out:
+            came = "nothing: these held-out tasks, or --val-samples, came when training had begun"
+            said = "held-out tasks, before training" if self.before else came, "held-out tasks, after training"
         else:
             last = f"rollouts of step {self.steps}, on its training tasks, sampled before that step was learned from"
             none = "nothing: no rollout was sampled after the only step. Give held-out tasks with --val"
@@ -90,7 +102,7 @@ def result_of(run: OpenRun, steps: int, seconds: float) -> Result:
         steps: how many, in all.
         seconds: that its last part took.
     """
-    scores = {line["step"]: Score.from_metrics(line) for line in run.log.lines("val")}
+    scores = {line["step"]: Score.from_metrics(line) for line in run.log.validations()}
     rewards = dict(run.log.series("train", "reward"))
     steps_scores = {line["step"]: Score.from_metrics(line) for line in run.log.lines("train") if "rollouts" in line}
     newest = run.folder / NEWEST

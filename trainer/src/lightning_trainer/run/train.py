@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import IMPORTING, Progress, Silent
 from lightning_trainer.rl.algorithms.protocol import credit_of
 from lightning_trainer.rl.rewards import read_rules
-from lightning_trainer.run.data import load_tasks, shared
+from lightning_trainer.run.data import Task, digest, load_tasks, shared
 from lightning_trainer.run.folders import STORE_NAME, held, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import opened
@@ -78,7 +78,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
             store=store,
             judge=judge,
             runner=runner,
-            log=stack.enter_context(_log(config, folder, start.step)),
+            log=stack.enter_context(_log(config, folder, start.step, val)),
             progress=progress,
             check=check,
         )
@@ -164,10 +164,11 @@ def _judge(options: JudgeOptions | None, store: Store, folder: Path, seed: int) 
 
 
 @contextmanager
-def _log(config: TrainConfig, folder: Path, step: int) -> Iterator[MetricLog]:
+def _log(config: TrainConfig, folder: Path, step: int, val: Sequence[Task]) -> Iterator[MetricLog]:
+    held_out = f"{digest(val)}*{config.val_samples}" if val else None
     with (
         trackers.opened(config.trackers, folder, without_passwords(config.model_dump(mode="json"))) as told,
-        closing(MetricLog(folder, from_step=step, trackers=told)) as log,
+        closing(MetricLog(folder, from_step=step, trackers=told, held_out=held_out)) as log,
     ):
         yield log
 

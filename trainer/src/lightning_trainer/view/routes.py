@@ -17,6 +17,7 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.http.route import KeyedRoute
+from lightning_trainer.report.metrics import newest_validations
 from lightning_trainer.view.answers.calls import CallPage
 from lightning_trainer.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
 from lightning_trainer.view.answers.learning import AccountPage, CreditPage, RewardsPage
@@ -111,7 +112,7 @@ def run_page(views: _Views, name: _Run) -> RunPage:
             name=run.name,
             options=run.shown_options,
             train=[line for line in lines if line["kind"] == "train"],
-            val=[line for line in lines if line["kind"] == "val"],
+            val=newest_validations(lines),
             alarms=[line for line in lines if line["kind"] == "alarm"],
             steps=overview(reader, run),
             loose=loose,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_trainer.report.metrics import newest_validations
 from lightning_trainer.view.answers.runs import RunRow
 from lightning_trainer.view.runs import Run
 
@@ -12,7 +13,7 @@ def run_row(run: Run) -> RunRow:
     """Return a run as the list of runs shows it."""
     lines, options = run.lines(), run.options
     train = [line for line in lines if line["kind"] == "train"]
-    val = [line for line in lines if line["kind"] == "val"]
+    val = newest_validations(lines)
     curve = [float(line["reward"]) for line in train if line.get("reward") is not None]
     held_out = [float(line["reward"]) for line in val if line.get("reward") is not None]
     times = [float(line["time"]) for line in lines if "time" in line]
