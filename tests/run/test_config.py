@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,28 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     file.write_text('target = "my_app:run"\ndata = "a.jsonl"\nmodel = "m"\nsteps = 3\ngroup_size = 4\n')
     merged = merge(file, {"group_size": 6, "data": None, "epochs": 2.0})
     assert (merged.group_size, merged.data, merged.steps, merged.epochs) == (6, Path("a.jsonl"), None, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("began", "now"),
+    [
+        ({}, {"algorithm": "dr-grpo"}),
+        ({"algorithm": "dr-grpo"}, {"algorithm": "grpo"}),
+        ({"algorithm": "dapo"}, {"algorithm": "gspo", "clip_low": 0.1}),
+        ({}, {"credit": "counterfactual"}),
+        ({"credit": "counterfactual", "group_size": 8}, {"credit": "identical"}),
+    ],
+)
+def test_a_run_that_goes_on_with_another_algorithm_has_its_defaults(began: dict[str, Any], now: dict[str, Any]) -> None:
+    base = json.loads(to_json(config(**began)))
+    again = merge(None, now, base={name: value for name, value in base.items() if value is not None})
+    assert again == config(group_size=8, **now)
+
+
+def test_what_was_given_to_a_run_stays_when_it_goes_on_with_another_algorithm() -> None:
+    base = json.loads(to_json(config(clip_high=0.25, group_size=4)))
+    again = merge(None, {"algorithm": "dr-grpo"}, base={name: v for name, v in base.items() if v is not None})
+    assert (again.clip_high, again.loss_aggregation, again.group_size) == (0.25, "sequence-sum", 4)
 
 
 def test_unknown_key_of_a_file_names_the_file(tmp_path: Path) -> None:

@@ -15,13 +15,35 @@ _OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the defaults that depend on other options, and take lists of names as one text with commas too."""
     filled = with_adapters(values, learning_rate=1e-4)
-    if isinstance(filled.get("algorithm"), str):
-        for name, value in chosen_algorithm(filled["algorithm"]).defaults.items():
-            filled[name] = value if filled.get(name) is None else filled[name]
-    if isinstance(filled.get("credit"), str) and looks_at_forks(filled["credit"]):
-        for name, value in _OF_FORKS.items():
-            filled[name] = value if filled.get(name) is None else filled[name]
+    for name, value in _of_choices(filled).items():
+        filled[name] = value if filled.get(name) is None else filled[name]
     return filled
+
+
+def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what an earlier run had by default of its algorithm and credit, where one of these changes.
+
+    What differs from those defaults was given, and stays; so does the size of groups, without which a run can't go on.
+
+    Args:
+        values: options of the earlier run, all of them.
+        nearer: options that go before these.
+        plain: defaults of options that depend on no other.
+    """
+    now = {**values, **nearer}
+    if not values or all(values.get(name) == now.get(name) for name in ("algorithm", "credit")):
+        return dict(values)
+    before = _of_choices(values)
+    changing = (before.keys() | _of_choices(now).keys()) - {"group_size"}
+    by_default = {name for name in changing if values.get(name) == before.get(name, plain.get(name))}
+    return {name: value for name, value in values.items() if name not in by_default}
+
+
+def _of_choices(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the algorithm and of the credit that are chosen; the algorithm's go before."""
+    algorithm, credit = values.get("algorithm"), values.get("credit")
+    of_credit = _OF_FORKS if isinstance(credit, str) and looks_at_forks(credit) else {}
+    return {**of_credit, **(chosen_algorithm(algorithm).defaults if isinstance(algorithm, str) else {})}
 
 
 def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config.defaults import without_defaults
 from lightning_trainer.config.mistakes import refuse_unknown
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
@@ -44,7 +45,9 @@ def merge(file: Path | None, flags: Mapping[str, Any], base: Mapping[str, Any] |
     own = read_toml(file) if file is not None else {}
     given = {name: value for name, value in flags.items() if value is not None}
     began = environment.of_a_run(base or {}, {**own, **given})
+    plain = {name: field.default for name, field in TrainConfig.model_fields.items()}
     try:
+        began = without_defaults(began, {**own, **given}, plain)
         return TrainConfig(**_over(_over(began, own), given))
     except ConfigError as error:
         told = [name for name in own if name not in given and f"{error}".startswith(f"{name} = ")]
