@@ -15,11 +15,12 @@ pytestmark = pytest.mark.torch
 
 from test_train_tiny import AGENT
 
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.store import open_store
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer import TrainConfig, train
+from lightning_trainer.run.train import describe
 
 
 def letters(body: dict[str, Any], seen: int) -> Reply:
@@ -52,3 +53,23 @@ def test_a_run_learns_from_a_judge_alone(tmp_path: Path, tiny_model: Path, monke
     assert len(rewards) == 16
     assert result.curve[0] == pytest.approx(sum(r.value for r in rewards[:8]) / 8)
     assert (tmp_path / "run/judge.jsonl").exists()
+
+
+def test_a_dry_run_asks_the_judge(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "judged_try.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"q": q}) + "\n" for q in "ab"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given: dict[str, Any] = {
+        "target": "judged_try:run", "data": tmp_path / "tasks.jsonl", "model": str(tiny_model), "steps": 2,
+        "workers": 1, "batch_size": 2, "group_size": 4, "dtype": "float32", "reward": "judge",
+    }  # fmt: skip
+    with ScriptedServer(letters) as server:
+        facts = describe(TrainConfig(**given, judge={"endpoint": server.url, "model": "j"})).facts
+        asked = len(server.requests)
+    assert asked == 2
+    assert (facts["samples"], facts["signal"] > 0) == (4, True)
+    assert facts["reward"] is not None
+    dead = {"endpoint": "http://127.0.0.1:9/v1", "model": "j", "retries": 0}
+    with pytest.raises(LightningError, match="the judge gave no verdict"):
+        describe(TrainConfig(**given, judge=dead))

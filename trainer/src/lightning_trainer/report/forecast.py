@@ -71,7 +71,7 @@ class Probe:
     Attributes:
         tried: the tasks.
         rollouts: how many ran.
-        rollout_seconds: that they took.
+        rollout_seconds: that they took, and the judge, where there is one.
         update_seconds: of one update on the rows of groups with a signal; 0 where none has one.
         tokens_prompt, tokens_generated: of all rollouts.
         tokens_in_rows: of the training rows, shared beginnings counted once.

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from lightning_spans.errors import AgentFailedError
 from lightning_spans.schema.agents import label, selects
 from lightning_spans.store.traces import traces_of
+from lightning_trainer.judging.judge import GroupJudge
+from lightning_trainer.judging.options import read_judge
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.forecast import Probe, Tried
@@ -31,7 +33,6 @@ from lightning_trainer.runner.target import Job
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
-    from lightning_spans.store import Store
     from lightning_trainer.backends.protocol import Learner
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.rows import Row
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ran:
-    """Rollouts that were run, with the seconds they took, and what they come to."""
+    """Rollouts that were run, with the seconds that they and the judge took, and what they come to."""
 
     outcomes: Sequence[Outcome]
     traces: Sequence[Trace]
@@ -70,9 +71,10 @@ def probe(
 
     Raises:
         AgentFailedError: no rollout succeeded, or no model call was seen.
-        LightningError: see `train`.
+        LightningError: see `train`; or the judge gave no verdict.
     """
     began = time.monotonic()
+    judging = read_judge(config.reward, config.judge)
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder("lightning-try-"))
         job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
@@ -83,17 +85,20 @@ def probe(
         rules = read_rules(config.rewards, credit=config.credit, gamma=config.gamma)
         stack.enter_context(installed(rules))
         store = stack.enter_context(opened(str(folder / STORE_NAME)))
+        judge = stack.enter_context(closing(GroupJudge(judging, store, seed=config.seed))) if judging else None
         progress.phase(f"loading {config.model}")
         learner = stack.enter_context(closing(make(config)))
         routing = routing_of(config, learner.engine.model)
         local = stack.enter_context(serving(store, runner, routing=routing, engine=learner.engines))
         loaded = time.monotonic() - began
-        ran = _run(config, [tasks[place] for place in places], store, local, progress)
+        ran = _run(config, [tasks[place] for place in places], local, judge, progress)
         learned = _learn(learner, ran.rows, progress) if update else 0.0
         return _found(config, places, ran, load_seconds=loaded, update_seconds=learned)
 
 
-def _run(config: TrainConfig, tasks: Sequence[Task], store: Store, local: Local, progress: Progress) -> _Ran:
+def _run(
+    config: TrainConfig, tasks: Sequence[Task], local: Local, judge: GroupJudge | None, progress: Progress
+) -> _Ran:
     rollouts = plan(
         tasks,
         name=f"try-{uuid.uuid4().hex[:8]}:a",
@@ -102,13 +107,18 @@ def _run(config: TrainConfig, tasks: Sequence[Task], store: Store, local: Local,
         max_attempts=config.max_attempts,
         timeout_s=config.timeout_s,
     )
-    began = time.monotonic()
+    store, began = local.store, time.monotonic()
     outcomes = local.run(rollouts, progress, "rollouts")
     seconds = time.monotonic() - began
     _refuse(outcomes, local.runner)
     traces = traces_of(store, rollout_ids=[rollout.rollout_id for rollout in rollouts])
     if not any(trace.chats for trace in traces):
         raise AgentFailedError(nothing_captured(len(outcomes), local.runner.attached))
+    if judge is not None:
+        progress.phase("judging rollouts")
+        began = time.monotonic()
+        outcomes = judge.judge(outcomes)
+        seconds += time.monotonic() - began
     tried = config.model_copy(update={"credit": "identical", "algorithm": "grpo"}) if config.forked else config
     batch = algorithm_by_name(tried.algorithm).batch(  # nothing is forked here: all calls learn instead
         tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids), (), penalty=None
@@ -166,7 +176,7 @@ def _tried(outcomes: Sequence[Outcome], places: Sequence[int], config: TrainConf
         rewards = [
             crashed if attempt is outcome.crash else total(outcome.rewards)
             for outcome, attempt in counted
-            if attempt is not None
+            if attempt is not None and (attempt is outcome.crash or outcome.rewards)
         ]
         found.append(Tried(place=place, rewards=tuple(rewards), failed=sum(o.attempt is None for o in own)))
     return found
