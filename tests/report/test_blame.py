@@ -117,6 +117,21 @@ def test_a_run_is_read_from_its_folder(run: Path) -> None:
     assert last["account"]["given"] == {"run": {"worker": 2.0, "rider": 0.0}}
 
 
+def test_only_what_the_run_learned_from_counts(run: Path, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "shared.db"))
+    for start in ("run-0000aaaa", "run-0000bbbb", "run-2-0000cccc"):
+        ids = [f"{start}:t0-0-{number}" for number in (0, 1)]
+        store.enqueue([Rollout(rollout_id=each, group_id=f"{start}:t0-0", task={}, mode="train") for each in ids])
+        for attempt in store.claim("w", limit=2):
+            reward = Reward(value=1.0, rollout_id=attempt.rollout.rollout_id, attempt_id=attempt.attempt_id)
+            store.finish(attempt.attempt_id, attempt.fence, status="succeeded", rewards=[reward])
+    store.close()
+    [last] = lines(str(run), "--store", str(tmp_path / "shared.db"))
+    assert (last["account"]["rollouts"], last["account"]["rewards"]) == (2, 2.0)
+    refused = CliRunner().invoke(cli, ["blame", str(run), "--store", str(tmp_path / "shared.db"), "--step", "1"])
+    assert "their ids begin with run-" in refused.output
+
+
 def test_another_credit_a_step_and_automatic_rewards_can_be_asked_for(run: Path) -> None:
     found = lines(str(run), "--credit", "last", "--step", "1", "--rewards", "tool_status=0.1")
     assert found[-1]["account"]["credit"] == "last"

@@ -11,9 +11,9 @@ from typing import Any
 from lightning_spans.schema.attempts import Rollout
 from lightning_trainer.report.learned_tokens import SeenTokens, read
 from lightning_trainer.rl.rows import Row
+from lightning_trainer.run.group_ids import step_of
 from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.reading.learning import batch_of
-from lightning_trainer.view.reading.steps import step_of
 from lightning_trainer.view.runs import STORE_NAME, Run
 
 Lines = list[dict[str, Any]]

@@ -286,6 +286,14 @@ def make_run(
     return folder
 
 
+def cut_short(store_url: str, name: str, *, seed: int) -> None:
+    """Write the rollouts of a step whose run was stopped before it learned from them."""
+    numbers = random.Random(seed)
+    store = open_store(store_url)
+    _play(World(store, Words(), numbers, calculates), name, "train", _tasks(numbers, 2), 4, step=1, skill=0.1)
+    store.close()
+
+
 @dataclass
 class World:
     """Where runs are played, and with what."""

@@ -17,12 +17,13 @@ import httpx
 import pytest
 from click.testing import CliRunner
 from conftest import Asked
-from made import FIRST_NS, NASTY, Scene, asks, assistant, make_run, user
+from made import FIRST_NS, NASTY, Scene, asks, assistant, cut_short, make_run, user
 from starlette.testclient import TestClient
 
 from lightning_spans.errors import ConfigError, StoreError
 from lightning_spans.schema.attempts import End, Rollout
 from lightning_spans.schema.calls import Call, Choice
+from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
@@ -82,6 +83,57 @@ def test_the_overview_counts_every_rollout_of_the_store(ask: Asked, run: Path) -
     steps = ask("run")["steps"]
     assert sum(row["rollouts"] for row in steps) == len(every)
     assert {(row["mode"], row["step"]) for row in steps} == {("val", 0), ("train", 0), ("train", 1)}
+
+
+@pytest.fixture
+def sharing(tmp_path: Path) -> Path:
+    """The folder of a run that was cut in step 1 and went on, forked a rollout, and shares its store with another."""
+    url = f"sqlite:///{tmp_path / 'shared.db'}"
+    cut_short(url, "x-0000aaaa:t1", seed=5)
+    run = make_run(tmp_path / "x", steps=2, groups=2, size=4, store_url=url)
+    make_run(tmp_path / "x-2", steps=2, groups=1, size=2, store_url=url, seed=1)
+    store = open_store(url)
+    [first] = store.attempts(rollout_ids=["x-0a1b2c3d:t1-0-0"])
+    fork = Rollout(
+        rollout_id="x-0a1b2c3d:t1-0-0-1-0", group_id="x-0a1b2c3d:t1-0", task=first.rollout.task, mode="fork",
+        replay=Replay(attempt_id=first.attempt_id, call=1),
+    )  # fmt: skip
+    store.enqueue([fork])
+    [attempt] = store.claim("runner/one")
+    reward = Reward(value=-9.0, rollout_id=fork.rollout_id, attempt_id=attempt.attempt_id, source="run")
+    store.finish(attempt.attempt_id, attempt.fence, status="succeeded", rewards=[reward])
+    store.close()
+    return run
+
+
+def test_only_rollouts_that_a_step_was_made_of_count(sharing: Path) -> None:
+    ask = Asked(sharing)
+    overview = {(row["mode"], row["step"]): row for row in ask("run")["steps"]}
+    lines = [line for line in read(sharing / "metrics.jsonl") if line["kind"] in ("train", "val")]
+    assert {(line["kind"], line["step"]) for line in lines} == overview.keys()
+    for line in lines:
+        where = {"mode": line["kind"], "step": line["step"]}
+        row, page = overview[line["kind"], line["step"]], ask("step", **where)
+        rollouts = [each for group in page["groups"] for each in group["rollouts"]]
+        rewards = [each["reward"] for each in rollouts if each["reward"] is not None]
+        good = [each["reward"] for each in rollouts if each["status"] == "succeeded"]
+        assert row["rollouts"] == len(rollouts) == line["rollouts"]
+        assert row["groups"] == page["total"] == len(page["groups"])
+        assert sum(rewards) / len(rewards) == pytest.approx(line["reward"])
+        assert (row["reward"], row["low"]) == (pytest.approx(sum(good) / len(good)), min(good))
+        assert ask("rewards", **where)["total"] == len(good)
+    account, told = ask("account", step=1), next(each for each in lines if (each["kind"], each["step"]) == ("train", 1))
+    assert account["seen"] == told["calls_seen"]
+    assert account["same_as_run"]
+
+
+def test_a_group_is_compared_without_its_forks(sharing: Path) -> None:
+    ask = Asked(sharing)
+    page = ask("group", group="x-0a1b2c3d:t1-0")
+    rows = [member["row"] for member in page["members"]]
+    assert page["total"] == len(rows) == 4
+    assert page["mean"] == pytest.approx(sum(row["reward"] for row in rows) / 4)
+    assert "x-0a1b2c3d:t1-0-0-1-0" in ask("rollout", rollout=rows[0]["rollout_id"])["members"]  # to be looked at
 
 
 def test_a_call_shows_the_tokens_that_were_recorded_and_the_row_that_it_shares(ask: Asked, run: Path) -> None:

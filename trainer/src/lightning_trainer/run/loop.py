@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +35,7 @@ from lightning_trainer.rl.scores import Score, by_source, reward_of_failures, sc
 from lightning_trainer.run.capture import FirstTask
 from lightning_trainer.run.data import batch_at
 from lightning_trainer.run.forking import forked, planned, refuse_ended, told
+from lightning_trainer.run.group_ids import name_start
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.local import Local
 from lightning_trainer.run.state import State, save
@@ -62,7 +62,7 @@ class Loop:
         self._learner = learner
         self._tutor = tutor
         self._algorithm = algorithm_by_name(run.config.algorithm)
-        self._name = f"{run.folder.name}-{uuid.uuid4().hex[:8]}"  # unique in the store
+        self._name = name_start(run.folder)
         self.state = state
         self._saved = state.step if state.step else None
         self._saved_at = time.monotonic()

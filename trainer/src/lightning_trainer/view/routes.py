@@ -18,6 +18,7 @@ from lightning_spans.store.traces import each_trace
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.http.route import KeyedRoute
 from lightning_trainer.report.metrics import newest_validations
+from lightning_trainer.run.group_ids import Step
 from lightning_trainer.view.answers.calls import CallPage
 from lightning_trainer.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
 from lightning_trainer.view.answers.learning import AccountPage, CreditPage, RewardsPage
@@ -31,7 +32,7 @@ from lightning_trainer.view.reading.calls import call_page
 from lightning_trainer.view.reading.learning import account_of, credit_of
 from lightning_trainer.view.reading.rollouts import as_it_went, loose_trace, page_of, side_by_side, trace_of
 from lightning_trainer.view.reading.search import search as search_page
-from lightning_trainer.view.reading.steps import Step, group_ids, groups_page, has_loose, overview
+from lightning_trainer.view.reading.steps import group_ids, groups_page, has_loose, overview, rollouts_in
 from lightning_trainer.view.reading.summaries import run_row
 from lightning_trainer.view.reading.transcripts import facts_of
 from lightning_trainer.view.reading.tries import tries_of, tries_page
@@ -225,7 +226,7 @@ def tools(views: _Views, name: _Run, step: int = 0, mode: str = "train") -> Tool
     """Return what the tools of a step did."""
     with views.opened(name) as (run, reader):
         counted = others.Tools(chosen_by(run))
-        rollouts = reader.rollouts(group_ids=group_ids(reader, run, Step(mode, step)))
+        rollouts = rollouts_in(reader, group_ids(reader, run, Step(mode, step)))
         ids = [each.rollout_id for each in rollouts]
         for at in range(0, len(ids), _FACTS):
             for trace in each_trace(reader, rollout_ids=ids[at : at + _FACTS]):

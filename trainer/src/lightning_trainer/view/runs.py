@@ -15,6 +15,7 @@ from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import LOG_NAME, Line, read
 from lightning_trainer.run.folders import HOLDER, is_held
+from lightning_trainer.run.group_ids import prefix_of
 from lightning_trainer.view.reader import StoreReader
 
 STORE_NAME: Final = "lightning.db"
@@ -63,9 +64,14 @@ class Run:
         return frozenset(self.options.get("rewards") or {})
 
     @property
+    def shared(self) -> bool:
+        """Whether other runs may be in its store: it is not in its folder."""
+        return self.folder is not None and bool(self.options.get("store"))
+
+    @property
     def prefix(self) -> str:
         """What the ids of its rollouts begin with, where other runs may share its store."""
-        return f"{self.folder.name}-" if self.folder is not None and self.options.get("store") else ""
+        return prefix_of(self.folder) if self.folder is not None and self.shared else ""
 
     def lines(self) -> list[Line]:
         """Read the numbers of its steps, of its validations, and its alarms."""

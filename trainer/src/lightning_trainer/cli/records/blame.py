@@ -53,8 +53,10 @@ def command(
     from lightning_trainer.report.recomputed import judged
 
     config = _config(run, credit, gamma, given({"rewards": automatic}).get("rewards", {}))
-    with reading(store or config.store or str(run / "lightning.db"), key_file) as source:
-        batch, outcomes = judged(config, source, _chosen(source.rollouts(), steps, held_out=held_out))
+    elsewhere = store or config.store
+    with reading(elsewhere or str(run / "lightning.db"), key_file) as source:
+        chosen = _chosen(run, source.rollouts(), steps, held_out=held_out, shared=elsewhere is not None)
+        batch, outcomes = judged(config, source, chosen)
         rewards = [reward for outcome in outcomes for reward in outcome.rewards]
     report = credit_report(batch, outcomes, [*rewards, *batch.automatic], config.credit)
     calls = [call for call in batch.calls if call.transition.rollout_id in rollouts]
@@ -94,17 +96,19 @@ def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[st
     return TrainConfig(**{name: value for name, value in values.items() if value is not None})
 
 
-def _chosen(rollouts: Iterable[Rollout], steps: Sequence[int], *, held_out: bool) -> list[Rollout]:
-    """Keep the rollouts that have ended, of these steps; their ids say which: ``RUN:tSTEP-PLACE-MEMBER``."""
-    over = [r for r in rollouts if r.status in ("succeeded", "failed")]
-    ended = [r for r in over if r.mode == ("val" if held_out else "train")]
-    groups = {rollout.group_id for rollout in ended}
-    ended += [r for r in over if r.replay is not None and r.group_id in groups]  # forks that the run made
-    if steps:
-        names = tuple(f"t{step}{mark}" for step in steps for mark in ("-", "r"))
-        ended = [rollout for rollout in ended if rollout.rollout_id.rpartition(":")[2].startswith(names)]
+def _chosen(
+    run: Path, rollouts: Sequence[Rollout], steps: Sequence[int], *, held_out: bool, shared: bool
+) -> list[Rollout]:
+    """Keep the rollouts of a run that have ended, of these steps; with the forks that it made of them."""
+    from lightning_trainer.run.group_ids import groups_of, prefix_of
+
+    mode = "val" if held_out else "train"
+    found = groups_of((rollout.group_id for rollout in rollouts), run, shared=shared)
+    groups = {group for group, step in found.items() if step.mode == mode and (not steps or step.number in steps)}
+    ended = [each for each in rollouts if each.group_id in groups and each.status in ("succeeded", "failed")]
     if not ended:
-        raise ConfigError("no rollout of that kind has ended in this run. Look with lightning-rl traces.")
+        where = f": their ids begin with {prefix_of(run)}, as its folder is called" if shared else ""
+        raise ConfigError(f"no rollout of that kind has ended in this run{where}. Look with lightning-rl traces.")
     return ended
 
 

@@ -23,12 +23,12 @@ from lightning_trainer.rl import account as reasons
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rows import Row, why_untrainable
+from lightning_trainer.run.group_ids import step_of
 from lightning_trainer.view.answers.calls import CallChoice, CallPage, RowPlace, Token
 from lightning_trainer.view.names import chosen_by, names_in
 from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.reading.learning import batch_of, row_of, step_trains
 from lightning_trainer.view.reading.pieces import Pieces, pieces_of
-from lightning_trainer.view.reading.steps import step_of
 from lightning_trainer.view.reading.texts import WHOLE, conversation, legible, messages, request_of, said
 from lightning_trainer.view.reading.transcripts import known, reward_row, rewards_by_node
 from lightning_trainer.view.runs import Run

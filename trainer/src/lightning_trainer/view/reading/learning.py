@@ -23,10 +23,11 @@ from lightning_trainer.rl.resampling import with_contrast
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of
 from lightning_trainer.rl.rows import Row, why_untrainable
+from lightning_trainer.run.group_ids import Step, step_of
 from lightning_trainer.view.answers.calls import CallLink, RowPlace
 from lightning_trainer.view.answers.learning import AccountPage, CreditPage, Loss, TurnCell
 from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.steps import OPEN, Step, group_ids, step_of
+from lightning_trainer.view.reading.steps import OPEN, group_ids
 from lightning_trainer.view.reading.texts import said
 from lightning_trainer.view.reading.transcripts import known
 from lightning_trainer.view.runs import Run

@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 
 from lightning_spans.adapter.nodes import Node
 from lightning_spans.adapter.trace import Trace
-from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.json import loads
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, TOOL_ARGUMENTS
@@ -22,6 +22,7 @@ from lightning_spans.store.sql.read import among
 from lightning_trainer.judging.spans import EVALUATE, EXPLANATION, NAME
 from lightning_trainer.report.step_metrics import tool_name
 from lightning_trainer.rl.scores import total
+from lightning_trainer.run.group_ids import Step
 from lightning_trainer.view.answers.calls import CallLink
 from lightning_trainer.view.answers.learning import Judgement, RewardsPage, SourceRow
 from lightning_trainer.view.answers.store import (
@@ -35,7 +36,7 @@ from lightning_trainer.view.answers.store import (
 )
 from lightning_trainer.view.names import names_in
 from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.steps import Step, group_ids
+from lightning_trainer.view.reading.steps import group_ids, rollouts_in
 from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Run
 
@@ -46,7 +47,7 @@ _NEWEST: Final = 20_000  # spans that one page of loose traces looks through
 
 def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
     """Return the rewards of a step by source, and of each attempt."""
-    rollouts = whole_list(reader, Rollout, Where(group_ids=group_ids(reader, run, step)))
+    rollouts = rollouts_in(reader, group_ids(reader, run, step))
     rewards = whole_list(reader, Reward, Where(rollout_ids=[each.rollout_id for each in rollouts]))
     by_source: defaultdict[str, list[float]] = defaultdict(list)
     by_attempt: defaultdict[str, list[Reward]] = defaultdict(list)

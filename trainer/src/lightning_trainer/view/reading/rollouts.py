@@ -15,6 +15,7 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.judging.spans import EVALUATE
 from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.run.group_ids import step_of
 from lightning_trainer.view.answers.groups import GroupPage, Member, RolloutRow
 from lightning_trainer.view.answers.rollouts import AttemptRow, Event, RolloutPage
 from lightning_trainer.view.names import chosen_by, names_of
@@ -27,8 +28,8 @@ from lightning_trainer.view.reading.steps import (
     group_rows,
     outcomes_of,
     rollout_row,
+    rollouts_in,
     seconds_of,
-    step_of,
     task_text,
 )
 from lightning_trainer.view.reading.transcripts import alike, events_of, reward_row
@@ -44,7 +45,7 @@ def side_by_side(reader: StoreReader, run: Run, group: str, *, after: int) -> Gr
     Raises:
         RefusedError: there is no such group.
     """
-    rollouts = reader.rollouts(group_ids=[group])
+    rollouts = rollouts_in(reader, [group])
     if not rollouts:
         raise RefusedError(f"there is no group {group!r} in this run")
     row = group_rows(reader, run, step_of(group), rollouts)[0]

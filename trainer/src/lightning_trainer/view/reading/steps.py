@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select, true
 
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.json import dumps
@@ -19,45 +19,45 @@ from lightning_spans.store.sql.read import among
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
 from lightning_trainer.rl.scores import agents_totals, total
+from lightning_trainer.run.group_ids import Step, groups_of, step_of
 from lightning_trainer.view.answers.groups import GroupRow, RolloutRow, StepPage
 from lightning_trainer.view.answers.runs import StepRow
 from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Run
 
-_TRAIN: Final = re.compile(r"(?P<run>.*):t(?P<step>\d+)(r\d+)?-\d+", re.DOTALL)
-_VAL: Final = re.compile(r"(?P<run>.*)\.(?P<step>\d+):v-\d+", re.DOTALL)
 OPEN: Final = ("queued", "running")
 _TASK: Final = 300  # characters of a task in a list
 _ERROR: Final = 600  # characters of an error, from its end
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Step:
-    """A step of a run, or the validation before it; ``other`` for what no run of ours has named."""
+def steps_by_group(connection: Connection, run: Run) -> dict[str, Step]:
+    """Return the groups of a run with their steps; see `run.group_ids.groups_of`."""
+    rollouts = schema.rollouts.c
+    query = select(rollouts.group_id).group_by(rollouts.group_id).order_by(func.max(rollouts.seq))
+    return groups_of(connection.scalars(query.where(within(run))), run.folder, shared=run.shared)
 
-    mode: str
-    number: int
 
-
-def step_of(group_id: str) -> Step:
-    """Read a group's step from its id; see `rl.rollouts.plan`."""
-    if found := _TRAIN.fullmatch(group_id):
-        return Step("train", int(found["step"]))
-    if found := _VAL.fullmatch(group_id):
-        return Step("val", int(found["step"]))
-    return Step("other", 0)
+def within(run: Run) -> ColumnElement[bool]:
+    """Return the condition that leaves out, in the database, most of what other runs have in the same store."""
+    return schema.rollouts.c.group_id.startswith(run.prefix, autoescape=True) if run.prefix else true()
 
 
 def group_ids(reader: StoreReader, run: Run, step: Step | None = None) -> list[str]:
     """Return the groups of a run, or of one step of it, in the order of their ids' numbers."""
-    query = select(schema.rollouts.c.group_id).distinct()
-    if run.prefix:
-        query = query.where(schema.rollouts.c.group_id.startswith(run.prefix, autoescape=True))
     with reader.reading() as connection:
-        found = [str(each) for each in connection.scalars(query)]
-    chosen = found if step is None else [each for each in found if step_of(each) == step]
-    return sorted(chosen, key=_natural)
+        found = steps_by_group(connection, run)
+    return sorted((each for each, its in found.items() if step in (None, its)), key=_natural)
+
+
+def rollouts_in(reader: StoreReader, groups: Sequence[str]) -> list[Rollout]:
+    """Return the rollouts of groups, without the forks that a run made of them: these are no rollouts of its steps."""
+    found = whole_list(reader, Rollout, Where(group_ids=list(groups)))
+    return [each for each in found if _counts(step_of(each.group_id), each.replay is not None)]
+
+
+def _counts(step: Step, is_fork: bool) -> bool:
+    return not is_fork or step.mode == "other"
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
@@ -82,12 +82,13 @@ def overview(reader: StoreReader, run: Run) -> list[StepRow]:
     """Count rollouts and rewards of every step, in the database: nothing is read but numbers."""
     steps: defaultdict[Step, _Sums] = defaultdict(_Sums)
     with reader.reading() as connection:
-        for group_id, status, number in connection.execute(_standing(run)):
-            sums = steps[step_of(group_id)]
+        groups = steps_by_group(connection, run)
+        for group_id, status, number in _counted(connection.execute(_standing(run)), groups):
+            sums = steps[groups[group_id]]
             sums.groups.add(group_id)
             sums.status[status] += number
-        for group_id, number, reward, low, high in connection.execute(_rewarded(run)):
-            sums = steps[step_of(group_id)]
+        for group_id, number, reward, low, high in _counted(connection.execute(_rewarded(run)), groups):
+            sums = steps[groups[group_id]]
             sums.count += number
             sums.reward += reward
             sums.lows.append(low)
@@ -112,14 +113,21 @@ def _row(step: Step, sums: _Sums) -> StepRow:
     )
 
 
+def _counted(rows: Iterable[Sequence[Any]], groups: Mapping[str, Step]) -> Iterator[Sequence[Any]]:
+    """Keep the rows of these groups that are not of forks, without their second column, which says what is of forks."""
+    for group_id, is_fork, *values in rows:
+        if group_id in groups and _counts(groups[group_id], bool(is_fork)):
+            yield group_id, *values
+
+
 def _standing(run: Run) -> Select[Any]:
     rollouts = schema.rollouts.c
-    query = select(rollouts.group_id, rollouts.status, func.count()).group_by(rollouts.group_id, rollouts.status)
-    return query.where(rollouts.group_id.startswith(run.prefix, autoescape=True)) if run.prefix else query
+    by = (rollouts.group_id, rollouts.replay.is_not(None), rollouts.status)
+    return select(*by, func.count()).where(within(run)).group_by(*by)
 
 
 def _rewarded(run: Run, groups: ColumnElement[bool] | None = None) -> Select[Any]:
-    """By group: number, sum, lowest and highest of its successful attempts' rewards; see `rl.scores.total`."""
+    """By group, forks apart: number, sum, lowest and highest of successful attempts' rewards; see `rl.scores.total`."""
     rewards, attempts, rollouts = schema.rewards.c, schema.attempts.c, schema.rollouts.c
     named = rewards.agent.is_not(None)
     shared = func.sum(case((named, 0.0), else_=rewards.value))
@@ -135,17 +143,19 @@ def _rewarded(run: Run, groups: ColumnElement[bool] | None = None) -> Select[Any
     each = by_attempt.subquery()
     on: ColumnElement[bool] = and_(attempts.attempt_id == each.c.attempt_id, attempts.status == "succeeded")
     value = each.c.total
-    query = (
-        select(rollouts.group_id, func.count(), func.sum(value), func.min(value), func.max(value))
+    by = (rollouts.group_id, rollouts.replay.is_not(None))
+    return (
+        select(*by, func.count(), func.sum(value), func.min(value), func.max(value))
         .select_from(each.join(schema.attempts, on).join(schema.rollouts, rollouts.rollout_id == attempts.rollout_id))
-        .group_by(rollouts.group_id)
+        .where(within(run))
+        .group_by(*by)
     )
-    return query.where(rollouts.group_id.startswith(run.prefix, autoescape=True)) if run.prefix else query
 
 
-def rewards_by_group(connection: Connection, run: Run) -> dict[str, tuple[int, float]]:
+def rewards_by_group(connection: Connection, run: Run, groups: Mapping[str, Step]) -> dict[str, tuple[int, float]]:
     """Return of each group how many rollouts succeeded and were rewarded, and the sum of what they got."""
-    return {group: (int(number), float(total)) for group, number, total, _, _ in connection.execute(_rewarded(run))}
+    rows = _counted(connection.execute(_rewarded(run)), groups)
+    return {group: (int(number), float(total)) for group, number, total, _, _ in rows}
 
 
 def has_loose(connection: Connection) -> bool:
@@ -159,8 +169,7 @@ def groups_page(reader: StoreReader, run: Run, step: Step, *, after: int, limit:
     """Return some groups of a step with their rollouts and rewards."""
     ids = group_ids(reader, run, step)
     chosen = ids[after : after + limit]
-    rollouts = whole_list(reader, Rollout, Where(group_ids=chosen))
-    found = group_rows(reader, run, step, rollouts)
+    found = group_rows(reader, run, step, rollouts_in(reader, chosen))
     order = {group_id: place for place, group_id in enumerate(chosen)}
     rows = sorted(found, key=lambda row: order[row.group_id])
     following = after + limit
@@ -188,11 +197,11 @@ def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[O
     ids = group_ids(reader, run, step)
     with reader.reading() as connection:
         rows = connection.execute(_rewarded(run, among(connection, schema.rollouts.c.group_id, ids))).all()
-    return min([0.0, *(float(low) for _, _, _, low, _ in rows)])
+    return min([0.0, *(float(low) for _, _, _, low, _ in _counted(rows, dict.fromkeys(ids, step)))])
 
 
 def group_rows(reader: StoreReader, run: Run, step: Step, rollouts: Sequence[Rollout]) -> list[GroupRow]:
-    """Put rollouts of a step together by group."""
+    """Put rollouts of a step together by group; see `rollouts_in`."""
     found = outcomes_of(reader, run, rollouts)
     crashed = crash_reward(reader, run, step, found.values())
     groups: defaultdict[str, list[Rollout]] = defaultdict(list)

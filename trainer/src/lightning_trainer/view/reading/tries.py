@@ -15,9 +15,10 @@ from lightning_spans.errors import RefusedError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.json import loads
 from lightning_spans.store.sql import schema
+from lightning_trainer.run.group_ids import step_of
 from lightning_trainer.view.answers.groups import TriedGroup, TriedTask, TriesPage
 from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.steps import rewards_by_group, step_of, task_text
+from lightning_trainer.view.reading.steps import rewards_by_group, steps_by_group, task_text, within
 from lightning_trainer.view.runs import Run
 
 _ENDED: Final = ("succeeded", "failed")  # what was cut short, or is under way, says nothing of how a model does
@@ -57,9 +58,7 @@ def _tasks(reader: StoreReader, run: Run, only: bytes | None = None) -> list[Tri
     first = select(func.min(rollouts.seq).label("seq"), func.count().label("rollouts")).group_by(rollouts.group_id)
     first = first.where(rollouts.replay.is_(None))  # a fork is no try of its own: most of it is its record's
     first = first.where(rollouts.status.in_(_ENDED))
-    if run.prefix:
-        first = first.where(rollouts.group_id.startswith(run.prefix, autoescape=True))
-    newest = first.order_by(func.min(rollouts.seq).desc()).limit(_MOST).subquery()
+    newest = first.where(within(run)).order_by(func.min(rollouts.seq).desc()).limit(_MOST).subquery()
     query = (
         select(rollouts.group_id, rollouts.task, newest.c.rollouts)
         .join(newest, rollouts.seq == newest.c.seq)
@@ -68,14 +67,15 @@ def _tasks(reader: StoreReader, run: Run, only: bytes | None = None) -> list[Tri
     found: defaultdict[bytes, list[tuple[str, int]]] = defaultdict(list)
     texts: dict[bytes, str] = {}
     with reader.reading() as connection:
+        groups = steps_by_group(connection, run)
         for group_id, text, number in connection.execute(query):
             task = loads(text)
             name = _name(task)
-            if only in (None, name):
+            if group_id in groups and only in (None, name):
                 found[name].append((group_id, number))
                 texts.setdefault(name, task_text(Rollout(rollout_id="", group_id=group_id, task=task), _TASK))
         several = [name for name, its in found.items() if only is not None or _times(its) > 1]
-        means = rewards_by_group(connection, run) if several else {}
+        means = rewards_by_group(connection, run, groups) if several else {}
     return [
         TriedTask(task=texts[name], groups=[_group(group, number, means) for group, number in found[name]])
         for name in several

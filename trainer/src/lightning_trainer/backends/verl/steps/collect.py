@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import threading
-import uuid
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -41,6 +40,7 @@ from lightning_trainer.rl.rewards.judge import PLUGIN, Judge, read_rules
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import Score, reward_of_failures, score, total
+from lightning_trainer.run.group_ids import name_start
 
 PARTITION: Final = "train"
 
@@ -70,7 +70,8 @@ class RolloutCollector:
             judging=self._judge if self._options else None,
             at_once=self._options.concurrency if self._options else 1,
         )
-        self._name = uuid.uuid4().hex[:8]  # of this start: rollouts of a run that was killed are not taken again
+        # Of this start: rollouts of a run that was killed are not taken again.
+        self._name = name_start(Path(lightning.config).parent)
         self._gathered = Gathered(self._run.failed)
         self._agents: set[str] = set()
         self._times: Counter[int] = Counter()
