@@ -133,3 +133,64 @@ def test_a_folder_of_several_splits_or_of_nothing_says_so(tmp_path: Path) -> Non
         load_tasks(tmp_path)
     (tmp_path / "train" / "part.jsonl").write_text('{"q": 1}\n')
     assert load_tasks(tmp_path / "train") == [{"q": 1}]
+
+
+def split(folder: Path, name: str, *, tasks: int = 1) -> Path:
+    """Write a Parquet file whose tasks name it."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table({"q": [name] * tasks}), path)
+    return path
+
+
+TRAIN = ("data/train-00000-of-00002-5f1c.parquet", "data/train-00001-of-00002-07ab.parquet")
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ("data/test-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"),
+        ("hard/train-00000-of-00001.parquet", "hard/train-00000-of-00001.parquet"),
+    ],
+)
+def test_splits_and_configurations_in_one_folder_are_not_read_as_one(tmp_path: Path, other: str, named: str) -> None:
+    for name in TRAIN:
+        split(tmp_path, name)
+    assert [task["q"] for task in load_tasks(tmp_path)] == list(TRAIN)
+    split(tmp_path, other)
+    pattern = f"{tmp_path}/data/train-*-of-*.parquet"
+    with pytest.raises(DataError, match="holds several splits") as refused:
+        load_tasks(tmp_path)
+    assert f"'{pattern}'" in str(refused.value)
+    assert str(tmp_path / named) in str(refused.value)
+    assert [task["q"] for task in load_tasks(Path(pattern))] == list(TRAIN)
+    assert [task["q"] for task in load_tasks(tmp_path / other)] == [other]
+
+
+def test_json_lines_of_several_splits_are_not_read_as_one(tmp_path: Path) -> None:
+    file(tmp_path, "tasks-1.jsonl", '{"q": 1}\n')
+    file(tmp_path, "tasks-2.jsonl", '{"q": 2}\n')
+    assert load_tasks(tmp_path) == [{"q": 1}, {"q": 2}]
+    file(tmp_path, "test.jsonl", '{"q": 3}\n')
+    with pytest.raises(DataError, match=r"Name one of them: '.*tasks-\[0-9\]\*\.jsonl', .*test\.jsonl"):
+        load_tasks(tmp_path)
+    assert load_tasks(tmp_path / "tasks-[0-9]*.jsonl") == [{"q": 1}, {"q": 2}]
+    with pytest.raises(DataError, match="does not exist"):
+        load_tasks(tmp_path / "none-*.jsonl")
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_caches_beside_a_saved_data_set_are_no_tasks(tmp_path: Path, has_state: bool) -> None:
+    pa = pytest.importorskip("pyarrow")
+    tables = {"data-00000-of-00001": {"q": ["a", "b"]}, "cache-1f2e3d": {"indices": [1, 0]}}
+    for name, columns in tables.items():
+        table = pa.table(columns)
+        with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+    if has_state:
+        file(tmp_path, "state.json", '{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    assert load_tasks(tmp_path) == [{"q": "a"}, {"q": "b"}]
+    file(tmp_path, "state.json", "{}")
+    with pytest.raises(DataError, match="names no _data_files"):
+        load_tasks(tmp_path)

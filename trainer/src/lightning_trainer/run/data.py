@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import glob
 import hashlib
 import io
 import json
 import random
+import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import orjson
 
@@ -17,9 +20,14 @@ from lightning_spans.errors import DataError
 
 Task: TypeAlias = dict[str, Any]
 
+_STATE: Final = "state.json"  # of `save_to_disk`
+_CACHE: Final = re.compile(r"cache-.*\.arrow")
+_SHARD: Final = re.compile(r"-\d+-of-\d+.*")
+_NUMBER: Final = re.compile(r"\d+")
+
 
 def load_tasks(path: Path) -> list[Task]:
-    """Read all tasks of a file; its name's ending tells the kind.
+    """Read all tasks of a file, or of all files that a pattern names; the name's ending tells the kind.
 
     Args:
         path: ``.jsonl`` or ``.ndjson`` (an object a line), ``.json`` (a list of objects), ``.csv`` (a header, then
@@ -29,7 +37,16 @@ def load_tasks(path: Path) -> list[Task]:
 
     Raises:
         DataError: the file is missing, empty, of another kind, or malformed; the message has the line number.
+            Or a folder holds several splits.
     """
+    found = [] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  # it may be absolute
+    tasks = [task for name in found or [str(path)] for task in _tasks(Path(name))]
+    if not tasks:
+        raise DataError(f"data file {path} is empty. It must hold at least one task.")
+    return tasks
+
+
+def _tasks(path: Path) -> Iterator[Task]:
     readers: dict[str, Callable[[Path, str], Iterator[Task]]] = {
         ".jsonl": _json_lines,
         ".ndjson": _json_lines,
@@ -37,20 +54,16 @@ def load_tasks(path: Path) -> list[Task]:
         ".csv": _csv,
     }
     if path.is_dir():
-        tasks = list(_folder(path))
-    elif path.suffix.lower() == ".parquet" and path.is_file():
-        tasks = list(_arrow(path))
-    else:
-        reader = readers.get(path.suffix.lower())
-        if reader is None and path.suffix.lower() != ".parquet":
-            raise DataError(
-                f"data file {path}: unknown kind {path.suffix!r}. Give a .jsonl, .json, .csv or .parquet file, or a"
-                " folder of a Hugging Face data set."
-            )
-        tasks = list((reader or _json_lines)(path, _text(path)))
-    if not tasks:
-        raise DataError(f"data file {path} is empty. It must hold at least one task.")
-    return tasks
+        return _folder(path)
+    if path.suffix.lower() == ".parquet" and path.is_file():
+        return _arrow(path)
+    reader = readers.get(path.suffix.lower())
+    if reader is None and path.suffix.lower() != ".parquet":
+        raise DataError(
+            f"data file {path}: unknown kind {path.suffix!r}. Give a .jsonl, .json, .csv or .parquet file, or a"
+            " folder of a Hugging Face data set."
+        )
+    return (reader or _json_lines)(path, _text(path))
 
 
 def digest(tasks: Sequence[Task]) -> str:
@@ -118,14 +131,47 @@ def _json_list(path: Path, text: str) -> Iterator[Task]:
 def _folder(path: Path) -> Iterator[Task]:
     """Read a data set's folder: the Arrow files of `save_to_disk`, else what files of tasks it holds, by name."""
     if (path / "dataset_dict.json").is_file():
-        splits = ", ".join(str(path / one.name) for one in sorted(path.iterdir()) if one.is_dir())
-        raise DataError(f"data folder {path} holds several splits. Name one of them: {splits}.")
+        raise _several(path, [str(path / one.name) for one in sorted(path.iterdir()) if one.is_dir()])
+    if (path / _STATE).is_file():
+        for file in _saved(path):
+            yield from _arrow(file)
+        return
     for kind in ("*.arrow", "**/*.parquet", "*.jsonl"):
-        if files := sorted(path.glob(kind)):
+        if files := sorted(file for file in path.glob(kind) if not _CACHE.fullmatch(file.name)):
+            _check_one_split(path, files)
             for file in files:
                 yield from _json_lines(file, _text(file)) if kind == "*.jsonl" else _arrow(file)
             return
     raise DataError(f"data folder {path} holds no data set: no .arrow, .parquet or .jsonl file is in it.")
+
+
+def _saved(path: Path) -> list[Path]:
+    """Name the files that `save_to_disk` wrote: `map` and `shuffle` leave caches of theirs beside them."""
+    state = _parse(path / _STATE, _text(path / _STATE), 1)
+    try:
+        return [path / file["filename"] for file in state["_data_files"]]
+    except (KeyError, TypeError):
+        raise DataError(
+            f"data folder {path}: {_STATE} names no _data_files. Save it again with save_to_disk."
+        ) from None
+
+
+def _check_one_split(path: Path, files: Sequence[Path]) -> None:
+    """Refuse files of several splits or configurations: those of one are in one folder and differ in a number."""
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        name = _NUMBER.sub("[0-9]*", _SHARD.sub("-*-of-*", glob.escape(file.stem)))
+        splits.setdefault(f"{glob.escape(str(file.parent))}/{name}{file.suffix}", []).append(file)
+    if len(splits) > 1:
+        raise _several(path, [str(its[0]) if len(its) == 1 else pattern for pattern, its in splits.items()])
+
+
+def _several(path: Path, splits: Sequence[str]) -> DataError:
+    names = ", ".join(map(shlex.quote, splits))
+    return DataError(
+        f"data folder {path} holds several splits. Name one of them: {names}. A folder, a file or a pattern of files in"
+        " quotes will do."
+    )
 
 
 def _arrow(path: Path) -> Iterator[Task]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, or a data set's folder.",
+    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a pattern of such, or a data set's folder.",
 )
 @environment_options(tasks=False)
 @click.option("--tasks", "count", default=4, show_default=True, type=click.IntRange(1), help="Run the first N of them.")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, or a data set's folder.",
+    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a pattern of such, or a data set's folder.",
 )
 @environment_options()
 @click.option("--tasks", type=click.IntRange(1), help="Only the first N of them.")

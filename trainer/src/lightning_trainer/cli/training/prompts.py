@@ -19,7 +19,7 @@ from lightning_trainer.report.terminal import decimal, printable
     "--data",
     required=True,
     type=click.Path(path_type=Path),
-    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, or a data set's folder.",
+    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a pattern of such, or a data set's folder.",
 )
 @click.option(
     "--val", type=click.Path(path_type=Path), help="Tasks to choose by; every other one of --data by default."
