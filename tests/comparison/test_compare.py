@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,12 @@ from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
 from lightning_trainer.comparison import compare as room
 from lightning_trainer.comparison import methods
+from lightning_trainer.comparison.config import CompareConfig
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.evaluation.subjects import Endpoint
+from lightning_trainer.report.progress import Silent
 from lightning_trainer.sft.rounds.loop import RoundLoop
+from lightning_trainer.work import Work
 
 AGENT = """
 import os
@@ -143,6 +150,88 @@ def test_each_way_spends_its_budget_and_all_are_measured_alike(
     assert "3 held-out tasks, 2 samples of each" in again.stdout
     for word in ("as it is", "rl", "sft", "writer", "checker"):
         assert word in again.stdout
+
+
+CLERK = """
+import json, os, sys, urllib.request
+
+body = {"model": "own", "max_tokens": 5, "messages": [{"role": "user", "content": json.load(sys.stdin)["q"]}]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode())
+request.add_header("content-type", "application/json")
+request.add_header("authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+with urllib.request.urlopen(request) as answer:
+    said = json.load(answer)["choices"][0]["message"]["content"]
+with open("answer.txt", "w") as file:
+    file.write(said)
+print(-1)
+"""
+COUNT = "print((1 + sum(letter.isascii() and letter.isalpha() for letter in open('answer.txt').read())) / 6)"
+
+
+def test_a_command_works_in_its_own_folder_on_every_side_and_its_reward_is_counted(folder: Path, model: Path) -> None:
+    project = folder / "project"
+    project.mkdir()
+    (project / "answer.txt").write_text("as it was")
+    (folder / "clerk.py").write_text(CLERK)
+    small = ["--batch-size", "2", "--group-size", "4", "--workers", "1", "--device", "cpu", "--samples", "2"]
+    where = ["--workdir", str(project), "--reward-command", f'{sys.executable} -c "{COUNT}"']
+    learning = ["--budget", "8", "--rounds", "1", "--sft", "learning_rate=0.003", "--backend-options", "threads=1"]
+    program = ["--command", f"{sys.executable} {folder / 'clerk.py'}", "--name-by", "clerk=model:own"]
+    tasks = ["--data", "tasks.jsonl", "--val", "val.jsonl", "--model", str(model), "--out", "cmp", "--json"]
+    result = CliRunner().invoke(cli, ["compare", *program, *tasks, *small, *where, *learning])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    for side in (told["base"], *told["methods"].values()):
+        assert side["by_agent"].keys() == {"clerk"}
+        assert 0 < side["mean"] <= 1
+    assert (project / "answer.txt").read_text() == "as it was"
+    assert not (folder / "answer.txt").exists()
+
+
+def test_each_option_of_the_program_reaches_all_that_run_it(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lightning_trainer.prompts.optimise as prompts
+    import lightning_trainer.sft.rounds.rejection as rounds
+
+    class Asked(Exception):
+        """What was asked for."""
+
+    def ask(config: Any, *_: Any, **__: Any) -> Any:
+        raise Asked(config)
+
+    monkeypatch.setattr(room, "evaluate", ask)
+    monkeypatch.setattr(rounds, "rejection_sampling", ask)
+    monkeypatch.setattr(prompts, "optimise", ask)
+    work = Work(
+        workdir="project", workdir_size="1MiB", restore=("tests/**",), reward_command="make test", reward_timeout_s=7.0
+    )  # fmt: skip
+    assert all(getattr(work, each.name) != each.default for each in fields(Work))
+    own: dict[str, Any] = {"failed": "exclude", "name_by": ("clerk=model:own",), "tool_format": "hermes"}
+    train = TrainConfig(
+        command="agent",
+        data=Path("tasks.jsonl"),
+        val=Path("val.jsonl"),
+        model=str(model),
+        max_model_len=99,
+        **own,
+        **asdict(work),
+    )
+    config = CompareConfig(train=train, budget=64, reflect=Endpoint("http://127.0.0.1:9/v1", "big"))
+    asked = []
+    for run in (
+        lambda: room._measured(config, folder / "base", str(model), None, Silent()),
+        lambda: methods._sft(config, folder / "sft", ["clerk"], Silent()),
+        lambda: methods._prompts(config, folder / "prompts", ["clerk"], Silent()),
+    ):
+        with pytest.raises(Asked) as found:
+            run()
+        asked.append(found.value.args[0])
+    measured, sampled, searched = asked
+    assert all((each.work, each.name_by) == (work, own["name_by"]) for each in asked)
+    assert measured.counting.failed == sampled.failed == "exclude"
+    loaded = {"max_model_len": 99, "tool_format": "hermes"}
+    assert measured.load == sampled.backend_options == searched.load == loaded
 
 
 class Killed(BaseException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.replaying.running import Program, from_run
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run.local import serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.work import Work
 
 # It knows nothing of us: two model calls over HTTP, and a tool of its own between them.
 PROGRAM = """
@@ -39,6 +42,22 @@ print(len(ask("judge " + draft)) / 99)
 """
 
 
+def record(store: str, job: Job, folder: Path) -> None:
+    """Run the command once."""
+    kept = open_store(store)
+    runner = Runner(job, workers=1, concurrency=1, logs=folder)
+    runner.start()
+    try:
+        engine = FakeEngine(lambda prompt: f"drawn {len(prompt)}")
+        with serving(kept, runner, routing=Routing(agents=("*",), seed=1, unnamed="agent"), engine=engine) as local:
+            made = Rollout(rollout_id="r", group_id="r", task={"q": "a poem"}, timeout_s=600.0)
+            (outcome,) = local.run([made], Silent(), "recording")
+            assert outcome.error is None
+    finally:
+        runner.stop()
+        kept.close()
+
+
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the command once; return how it is told to the command line."""
@@ -47,18 +66,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     program = f"{sys.executable} agent.py"
-    store = open_store(str(tmp_path / "store.db"))
-    runner = Runner(Job(command=program), workers=1, concurrency=1, logs=tmp_path)
-    runner.start()
-    try:
-        engine = FakeEngine(lambda prompt: f"drawn {len(prompt)}")
-        with serving(store, runner, routing=Routing(agents=("*",), seed=1, unnamed="agent"), engine=engine) as local:
-            made = Rollout(rollout_id="r", group_id="r", task={"q": "a poem"}, timeout_s=600.0)
-            (outcome,) = local.run([made], Silent(), "recording")
-            assert outcome.error is None
-    finally:
-        runner.stop()
-        store.close()
+    record(str(tmp_path / "store.db"), Job(command=program), tmp_path)
     return ["--command", program, "--store", str(tmp_path / "store.db"), "--rollout", "r", "--workers", "1", "--json"]
 
 
@@ -92,3 +100,28 @@ def test_a_command_replays_and_forks_where_its_tools_may_run(words: list[str]) -
     Path("agent.py").write_text(PROGRAM.replace('"judge "', '"judge strictly "'))
     told = run("fork", *words, "--tools", "run", "--dry-run", status=2)
     assert "message 1 (user) differs" in told["ended"][0]["reason"]
+
+
+def test_the_command_of_a_run_works_again_in_a_folder_of_its_own(words: list[str], tmp_path: Path) -> None:
+    project, run_folder = tmp_path / "project", tmp_path / "run"
+    project.mkdir()
+    run_folder.mkdir()
+    (project / "notes.txt").write_text("first\n")
+    count = f"""{sys.executable} -c "print(sum(1 for line in open('notes.txt')))" """
+    work = Work(workdir=str(project), reward_command=count)
+    program = f"{sys.executable} {tmp_path / 'agent.py'}"
+    store = str(run_folder / "lightning.db")
+    record(store, Job(command=program, work=work), tmp_path)
+    options = {"command": program, **asdict(work), "name_by": ["clerk=model:own"]}
+    (run_folder / "config.json").write_text(json.dumps(options))
+    same = ["--store", store, "--rollout", "r", "--workers", "1", "--json"]
+    told = run("fork", *same, "--tools", "run", "--dry-run")
+    assert (told["recorded"], told["replays"], told["ended"]) == (2.0, True, [])
+    for more in ([], ["--command", program]):  # also where the command is named anew
+        (replayed,) = run("replay", *same, "--run-tools", "*", *more)["replays"]
+        assert (replayed["reward"], replayed["succeeds"], replayed["parted"]) == (2.0, True, None)
+    assert (project / "notes.txt").read_text() == "first\n"
+    assert notes() == 1
+    filled = from_run(Program(), store)
+    assert (filled.work.workdir, filled.name_by) == (str(project), ("clerk=model:own",))
+    assert from_run(Program(reward="mine:score"), store).work == Work(workdir=str(project))

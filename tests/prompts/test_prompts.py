@@ -36,6 +36,7 @@ from lightning_trainer.prompts.reflection import Reflection
 from lightning_trainer.prompts.result import diff, write
 from lightning_trainer.prompts.session import Session
 from lightning_trainer.runner.runner import Runner
+from lightning_trainer.work import Work
 
 PROGRAM = """
 import os
@@ -113,6 +114,24 @@ def test_prompts_are_found_written_resumed_and_applied(folder, monkeypatch):
         monkeypatch.setenv("PROMPTS", "best.json")
         result = CliRunner().invoke(cli, ["eval", "team:run", "--data", "tasks.jsonl", "--json", "--out", "e"])
         assert json.loads(result.stdout.splitlines()[-1])["mean"] == 1.0
+
+
+def test_a_command_works_where_it_is_told_to_while_prompts_are_looked_for(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    asked = []
+
+    def started(job, subject, routing, **_):
+        asked.append((job, routing))
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr("lightning_trainer.prompts.optimise.session", started)
+    args = ["--agents", "writer", "--reflect", "big=http://127.0.0.1:9/v1", "--budget", "30", "--out", "best.json"]
+    args += ["--workdir", "project", "--reward-command", "make test", "--name-by", "writer=model:m"]
+    told = CliRunner().invoke(cli, ["prompts", "--command", "true", "--data", "tasks.jsonl", *args])
+    assert "that is enough" in told.output
+    ((job, routing),) = asked
+    assert job.work == Work(workdir="project", reward_command="make test")
+    assert [rule.name for rule in routing.name_by] == ["writer"]
 
 
 @pytest.mark.torch

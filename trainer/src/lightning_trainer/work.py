@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from lightning_spans.errors import ConfigError
 
@@ -25,6 +26,11 @@ class Work:
     restore: Sequence[str] = ()
     reward_command: str | None = None
     reward_timeout_s: float = 120.0
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Work:
+        """Return those that stand among a run's options."""
+        return cls(**{each.name: options[each.name] for each in fields(cls) if options.get(each.name) is not None})
 
     def check(self, *, command: str | None, reward: str | None) -> None:
         """See that these options belong together.

@@ -22,7 +22,7 @@ from lightning_trainer.evaluation import folder as files
 from lightning_trainer.evaluation.config import EvalConfig
 from lightning_trainer.evaluation.evaluate import evaluate, resumed
 from lightning_trainer.evaluation.statistics import Estimate
-from lightning_trainer.evaluation.summary import Summary, difference
+from lightning_trainer.evaluation.summary import Counting, Summary, difference
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import digest, load_tasks
@@ -188,6 +188,7 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
         prompts=prompts,
         agents=config.answered,
         samples=config.samples,
+        counting=Counting(failed=train.failed),
         temperature=train.temperature,
         max_tokens=train.max_tokens,
         sampling=train.sampling,
@@ -198,6 +199,8 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
         concurrency=train.concurrency,
         out=place,
         load=config.load,
+        name_by=train.name_by,
+        work=train.work,
     )
     return evaluate(asked, progress).summary
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from lightning_trainer.run.data import Task, batch_at, load_tasks
 from lightning_trainer.run.folders import STORE_NAME, read_config
 from lightning_trainer.run.local import opened
 from lightning_trainer.run.state import NEWEST
+from lightning_trainer.work import Work
 
 _AT_ONCE: Final = 64  # traces in memory
 _STEP: Final = re.compile(r"(.*):t(\d+)")
@@ -120,12 +121,20 @@ def _shared(train: TrainConfig) -> dict[str, Any]:
     """Return the options that rounds take from a run: who runs, what is trained, how it samples."""
     same = (
         "target", "command", "reward", "judge", "agents", "policies", "model", "backend_options", "chat_template",
-        "dtype", "device", "seed", "workers", "concurrency", "timeout_s", "max_attempts", "temperature",
+        "dtype", "device", "seed", "workers", "concurrency", "timeout_s", "max_attempts", "temperature", "name_by",
+        "failed", *(each.name for each in fields(Work)),
     )  # fmt: skip
     lora = ("lora_rank", "lora_alpha") if train.lora_rank else ()
     found = {name: getattr(train, name) for name in (*same, *lora)}
     found |= {"samples": train.group_size, "answer_tokens": train.max_tokens}
+    found["backend_options"] = {**_loaded(train), **train.backend_options}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _loaded(train: TrainConfig) -> dict[str, Any]:
+    """Return the options of loading that rounds know as the backend's alone."""
+    names = ("max_model_len", "tool_format")
+    return {name: value for name in names if (value := getattr(train, name)) is not None}
 
 
 def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:
@@ -160,6 +169,8 @@ def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress
                 max_tokens=train.max_tokens,
                 sampling=train.sampling,
                 load=config.load,
+                name_by=train.name_by,
+                work=train.work,
                 seed=train.seed,
                 concurrency=train.concurrency,
                 timeout_s=train.timeout_s,

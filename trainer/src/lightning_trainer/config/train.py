@@ -6,7 +6,6 @@ the same names as keys. Paths are relative to the current folder, in a file too.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -325,7 +324,7 @@ class TrainConfig(BaseModel):
     @property
     def work(self) -> Work:
         """Where a command works, and what gives its reward."""
-        return Work(**{each.name: getattr(self, each.name) for each in dataclasses.fields(Work)})
+        return Work.of(dict(self))
 
     def worker_count(self) -> int:
         """Worker processes to start: as asked, else one a core, and no more than a batch fills."""

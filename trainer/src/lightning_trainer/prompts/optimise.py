@@ -17,6 +17,7 @@ from lightning_spans.schema.agents import check_spelling, labels, selects
 from lightning_trainer.evaluation.subjects import AsItIs, Endpoint, Subject
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging import JUDGE
+from lightning_trainer.naming import parse_rules
 from lightning_trainer.prompts import journal, result
 from lightning_trainer.prompts.adapter import SpansAdapter
 from lightning_trainer.prompts.reading import Prompt, read_prompts
@@ -28,6 +29,7 @@ from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import unnamed
 from lightning_trainer.runner.target import Job
+from lightning_trainer.work import Work
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -65,6 +67,8 @@ class PromptsConfig:
         seed: of GEPA's choices, and of answers that are drawn here: each batch draws with the same numbers.
         concurrency: rollouts at once in each worker.
         timeout_s: of an attempt.
+        name_by: rules that name the agents of calls; see `naming`.
+        work: of a command: where it works, and what gives its reward.
     """
 
     data: Path
@@ -88,6 +92,8 @@ class PromptsConfig:
     seed: int = 0
     concurrency: int = 16
     timeout_s: float = 300.0
+    name_by: tuple[str, ...] = ()
+    work: Work = field(default_factory=Work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +149,7 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
     train, val = _tasks(config)
     folder = config.out.with_name(f"{config.out.name}.search")
     state = _begin(folder, train, val, config, resume=resume)
-    job = Job(target=config.target, command=config.command, reward=config.reward)
+    job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
     try:
         with ExitStack() as stack:
             opened = stack.enter_context(
@@ -182,7 +188,8 @@ def _routing(config: PromptsConfig) -> Routing:
         temperature=config.temperature,
         plain=config.sampling == "plain",
         max_tokens=config.max_tokens,
-        unnamed=unnamed(config.command, config.agents),
+        unnamed=unnamed(config.command, config.agents, config.name_by),
+        name_by=parse_rules(config.name_by),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,11 +16,13 @@ from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.evaluation.subjects import Answering, LocalModel, Subject, answering, read_subject
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.naming import parse_rules
 from lightning_trainer.policies import parse
 from lightning_trainer.run.local import Local, serving, unnamed
 from lightning_trainer.runner.logs import temporary_folder
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.work import Work
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store
@@ -48,6 +50,8 @@ class Program:
         concurrency: attempts at once in each.
         timeout_s: time limit of an attempt; None: that of its record.
         load: further options of the backend that loads weights.
+        name_by: rules that name the agents of calls; see `naming`.
+        work: of a command: where it works, and what gives its reward.
     """
 
     target: str | None = None
@@ -63,10 +67,14 @@ class Program:
     concurrency: int = 16
     timeout_s: float | None = None
     load: dict[str, Any] = field(default_factory=dict)
+    name_by: tuple[str, ...] = ()
+    work: Work = field(default_factory=Work)
 
 
 def from_run(program: Program, store: str) -> Program:
     """Fill in what is not given from the run that the store is of: what ran, who is trained, the newest checkpoint.
+
+    A command works where that of the run did, also another one.
 
     Raises:
         ConfigError: nobody says what to run.
@@ -79,6 +87,9 @@ def from_run(program: Program, store: str) -> Program:
         if program.target is None and program.command is None:
             program = replace(program, target=values.get("target"), command=values.get("command"))
             program = replace(program, reward=program.reward or values.get("reward"))
+        if program.command is not None and program.work == Work():
+            program = replace(program, work=_work(values, program.reward))
+        program = replace(program, name_by=program.name_by or tuple(values.get("name_by") or ()))
         if program.agents is None and values.get("agents"):
             program = replace(program, agents=tuple(values["agents"]))
         if program.subject is None and (run / "checkpoint").exists():
@@ -92,6 +103,12 @@ def from_run(program: Program, store: str) -> Program:
     if (program.target is None) == (program.command is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and one of them.")
     return program
+
+
+def _work(values: Mapping[str, Any], reward: str | None) -> Work:
+    """Return where a run's command works, and what gives its reward, unless something else does."""
+    own = {"reward_command": None, "restore": None} if reward is not None else {}
+    return Work.of({**values, **own})
 
 
 def refuse_unseen(program: Program, record: Record, *, allowed: bool) -> None:
@@ -140,7 +157,10 @@ def running(
         ConfigError: a run is at work on the store.
     """
     _refuse_busy(store)
-    job = Job(target=program.target, command=program.command, reward=program.reward, needs_reward=needs_reward)
+    job = Job(
+        target=program.target, command=program.command, reward=program.reward, needs_reward=needs_reward,
+        work=program.work,
+    )  # fmt: skip
     workers = worker_count(program.workers, work, program.concurrency)
     apps: list[App] = []
     with ExitStack() as stack:
@@ -182,8 +202,9 @@ def _refuse_busy(store: Store) -> None:
 
 
 def _routing(program: Program, main: Answering, agents: Sequence[str]) -> Routing:
+    who, rules = unnamed(program.command, program.agents, program.name_by), parse_rules(program.name_by)
     if main.model is None:
-        return Routing(seed=program.seed, unnamed=unnamed(program.command, program.agents))
+        return Routing(seed=program.seed, unnamed=who, name_by=rules)
     return Routing(
         agents=tuple(main.policies.by_agent) or program.agents or tuple(agents),
         model=main.model,
@@ -192,5 +213,6 @@ def _routing(program: Program, main: Answering, agents: Sequence[str]) -> Routin
         temperature=program.temperature,
         plain=program.plain,
         max_tokens=program.max_tokens,
-        unnamed=unnamed(program.command, program.agents),
+        unnamed=who,
+        name_by=rules,
     )

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, Va
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.defaults import with_adapters
 from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
+from lightning_trainer.naming import parse_rules
+from lightning_trainer.work import Work
 
 OF_FILES: Final = frozenset({"data", "eval_every", "held_out", "loss", "origin", "patience"})  # and not of rounds
 
@@ -180,6 +182,21 @@ class RoundsConfig(SftConfig):
     """Time limit of one attempt, in seconds (rounds)."""
     max_attempts: int = Field(default=2, ge=1)
     """Tries before an execution counts as failed (rounds)."""
+    failed: Literal["exclude", "lowest"] | float = "lowest"
+    """Reward of an execution whose program failed after a model had answered, as in train: 0, or the lowest of the
+    round where that is less (lowest), this reward, or nothing (exclude) (rounds)."""
+    name_by: tuple[str, ...] = ()
+    """Rule that names the agents of calls which no header names, as in train: [NAME=]WHERE[:REGEX] (rounds)."""
+    workdir: str | None = None
+    """Folder of which each attempt of a command works in a copy of its own, as in train (rounds)."""
+    workdir_size: str = "2GiB"
+    """Most that an attempt's copy of workdir may take (rounds)."""
+    restore: tuple[str, ...] = ()
+    """Globs of files in workdir that are put back as they were before reward_command (rounds)."""
+    reward_command: str | None = None
+    """Command that gives the reward, run where the agent worked once it has ended, as in train (rounds)."""
+    reward_timeout_s: float = Field(default=120.0, gt=0)
+    """Time limit of reward_command, in seconds; beyond it the reward is 0 (rounds)."""
 
     @model_validator(mode="after")
     def _whole(self) -> RoundsConfig:
@@ -193,7 +210,14 @@ class RoundsConfig(SftConfig):
                 "target and command are two agents. Give one of them.": None not in (self.target, self.command),
             }
         )
+        parse_rules(self.name_by)  # or refuse
+        self.work.check(command=self.command, reward=self.reward)
         return self
+
+    @property
+    def work(self) -> Work:
+        """Where a command works, and what gives its reward."""
+        return Work.of(dict(self))
 
     @property
     def kept(self) -> int:

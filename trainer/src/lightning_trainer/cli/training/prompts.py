@@ -9,7 +9,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.cli.options import given, print_json, read_key
+from lightning_trainer.cli.options import given, name_by_option, print_json, read_key, take_work, work_options
 from lightning_trainer.report.terminal import decimal, printable
 
 
@@ -41,6 +41,8 @@ from lightning_trainer.report.terminal import decimal, printable
 @click.option("--seed", type=click.IntRange(0), help="Of the search.")
 @click.option("--concurrency", type=click.IntRange(1), help="Rollouts at once in each worker. [default: 16]")
 @click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt. [default: 300]")
+@name_by_option
+@work_options
 @click.option("--resume", is_flag=True, help="Go on with the search beside --out; give the same options.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -83,6 +85,7 @@ def command(
         agents=names,
         reflect=read_reflection(reflect, reflect_key),
         subject=subject,
+        work=take_work(flags),
         **given(flags),
     )
     with Shown(f"prompts of {', '.join(names)} in {target or program}") as progress:

@@ -110,7 +110,7 @@ class RoundLoop:
     def _round(self, number: int) -> Round:
         name, size = f"{self.name}:t{number}", self.config.samples
         outcomes = self._sample(self.tasks, name, size, f"samples of round {number}")
-        found = score(outcomes, "lowest")
+        found = score(outcomes, self.config.failed)
         self.log.add("train", self.steps, {**found.metrics(), "round": float(number)})
         self.progress.note(f"round {number}: {_told(found)}")
         rows, left_out = self._best(outcomes)
@@ -144,7 +144,7 @@ class RoundLoop:
             return None
         name = f"{self.name}.{number}:v"  # seeds follow from what stands after the colon
         outcomes = self._sample(self.val, name, self.config.val_samples, "held-out tasks", "val")
-        found = score(outcomes, "lowest")
+        found = score(outcomes, self.config.failed)
         self.log.add("val", self.steps, found.metrics())
         self.progress.note(f"held out after {number} rounds: {_told(found)}")
         return found.reward
@@ -164,7 +164,7 @@ class RoundLoop:
             left_out += Counter({NOT_BETTER: len(lines) - len(better)})
             lines = better
         if not lines:
-            raise NothingToLearnError(_nothing(score(outcomes, "lowest"), left_out))
+            raise NothingToLearnError(_nothing(score(outcomes, config.failed), left_out))
         try:
             made = make_rows(
                 read_lines_of_store(lines, "the round's samples"),

@@ -21,6 +21,7 @@ from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import read_judge
 from lightning_trainer.models import look
+from lightning_trainer.naming import parse_rules
 from lightning_trainer.policies import parse
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import IMPORTING, Progress, Silent
@@ -134,7 +135,7 @@ def _again(folder: Path, data: str) -> Iterator[RoundsState]:
 @contextmanager
 def _started(config: RoundsConfig, folder: Path, tasks: int, progress: Progress) -> Iterator[Runner]:
     progress.phase(IMPORTING)
-    job = Job(target=config.target, command=config.command, reward=config.reward)
+    job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
     workers = worker_count(config.workers, tasks * config.samples, config.concurrency)
     runner = Runner(job, workers=workers, concurrency=config.concurrency, logs=folder / "logs")
     runner.start()
@@ -160,5 +161,6 @@ def _routing(config: RoundsConfig, model: str) -> Routing:
         temperature=config.temperature,
         plain=True,
         max_tokens=config.answer_tokens,
-        unnamed=unnamed(config.command, config.agents),
+        unnamed=unnamed(config.command, config.agents, config.name_by),
+        name_by=parse_rules(config.name_by),
     )
