@@ -15,7 +15,7 @@ import pytest
 from lightning_spans.errors import DataError
 from lightning_trainer.export.wanted import SEEN_IN_TRAINING
 from lightning_trainer.sft.batches import batches, held_out, named
-from lightning_trainer.sft.data import conversation, preferred, read_file
+from lightning_trainer.sft.data import conversation, preferred, read_file, read_pairs
 
 USER, DONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
@@ -114,6 +114,36 @@ def test_parquet_is_read_without_what_other_lines_fill_in(tmp_path: Path) -> Non
     (tmp_path / "bad.parquet").write_text("x")
     with pytest.raises(DataError, match=r"no Parquet"):
         read_file(tmp_path / "bad.parquet", Counter())
+
+
+@pytest.mark.parametrize("shape", ["messages", "conversations", "completion", "pair"])
+def test_what_is_null_in_arguments_and_tools_stays_so(tmp_path: Path, shape: str) -> None:
+    given = {"city": "Paris", "unit": None}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": given}}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
+    line = {
+        "messages": {"messages": [USER, said]},
+        "conversations": {"conversations": [USER, said]},
+        "completion": {"prompt": [USER], "completion": [said]},
+        "pair": {"prompt": [USER], "chosen": [said], "rejected": [DONE]},
+    }[shape]
+    (tmp_path / "data.jsonl").write_text(json.dumps({**line, "tools": tools}))
+    path = tmp_path / "data.jsonl"
+    found = read_pairs(path)[0].chosen if shape == "pair" else read_file(path, Counter())[0]
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == given
+    assert found.tools == tuple(tools)
+
+
+def test_what_is_null_in_json_of_a_parquet_file_stays_so(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
+    call = {"function": {"name": "f", "arguments": '{"unit": null}'}}
+    line = {"messages": [USER, {**DONE, "tool_calls": [call]}], "tools": json.dumps(tools)}
+    parquet.write_table(pyarrow.Table.from_pylist([line]), tmp_path / "data.parquet")
+    (found,) = read_file(tmp_path / "data.parquet", Counter())
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"unit": None}
+    assert found.tools == tuple(tools)
 
 
 @pytest.mark.parametrize(

@@ -170,9 +170,16 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
             for batch in ParquetFile(file).iter_batches(batch_size=512):
                 for line in batch.to_pylist():
                     number += 1
-                    yield number, line
+                    yield number, {name: _known(value) for name, value in line.items()}
     except ArrowException as error:
         raise DataError(f"data file {path} is no Parquet: {str(error).splitlines()[0]}") from None
+
+
+def _known(value: Any) -> Any:
+    """Leave out what Parquet fills in: arguments that another line's tool has are None in this one's."""
+    if isinstance(value, Mapping):
+        return {name: _known(each) for name, each in value.items() if each is not None}
+    return [_known(each) for each in value] if isinstance(value, list) else value
 
 
 def conversation(line: Mapping[str, Any], source: str) -> Example:
@@ -231,7 +238,7 @@ def _said(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
 
 def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
     if line.get("messages"):
-        messages = [plain(_known(message)) for message in line["messages"]]
+        messages = [plain(message) for message in line["messages"]]
         given = line.get("answers")
         return messages, _weighed(line["messages"]) if given is None else [int(place) for place in given]
     if line.get("conversations"):
@@ -262,17 +269,10 @@ def _exchange(asked: str, answered: str) -> list[Message]:
     return [*_messages(asked, "user"), *_messages(answered, "assistant")]
 
 
-def _known(message: Any) -> Any:
-    """Leave out what Parquet fills in: arguments that another line's tool has are None in this one's."""
-    if isinstance(message, Mapping):
-        return {name: _known(value) for name, value in message.items() if value is not None}
-    return [_known(value) for value in message] if isinstance(message, list) else message
-
-
 def _turn(turn: Mapping[str, Any]) -> Message:
     """Return a turn of ShareGPT's shape; one of the other shape is taken, too."""
     if "role" in turn:
-        return dict(_known(turn))
+        return dict(turn)
     role = _ROLES.get(str(turn["from"]).lower())
     if role is None:
         raise ValueError(f"a turn is from {turn['from']!r}, which is nobody known")
@@ -284,7 +284,7 @@ def _messages(value: Any, role: str) -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"{repr(value)[:40]} is neither a text nor messages")
-    return [plain(_known(message)) for message in value]
+    return [plain(message) for message in value]
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:
@@ -295,7 +295,7 @@ def _tools(value: Any) -> tuple[Any, ...]:
     tools = json.loads(value) if isinstance(value, str) and value else value
     if tools and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError("tools is no list of objects")
-    return tuple(_known(list(tools))) if tools else ()
+    return tuple(tools) if tools else ()
 
 
 def _tokens(line: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
