@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,16 @@ pytestmark = pytest.mark.torch
 from test_train_tiny import AGENT
 
 from lightning_spans.errors import AgentFailedError, ConfigError, NothingToLearnError
+from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.sft.config import RoundsConfig
 from lightning_trainer.sft.fit import Fitted
+from lightning_trainer.sft.rounds.loop import _is_better
 from lightning_trainer.sft.rounds.rejection import _again, rejection_sampling
 from lightning_trainer.sft.rounds.state import Round, RoundsState
 
@@ -110,6 +115,34 @@ def test_a_round_of_equal_rewards_is_refused_and_leaves_no_folder(folder: Path, 
     assert not (folder / "out").exists()
     with pytest.raises(ConfigError, match="held_out: of files and stores"):
         RoundsConfig(**options, held_out=0.1)
+
+
+def drawn(number: int, *values: float, crashed: bool = False) -> Outcome:
+    """One sample of a task; one that crashed may have succeeded when it was tried again."""
+    rollout = Rollout(rollout_id=f"r:{number}", group_id="g", task={"q": "a"})
+    attempt: Any = SimpleNamespace(attempt_id=f"{number}", error=None)
+    rewards = tuple(Reward(rollout_id=rollout.rollout_id, attempt_id=f"{number}", value=value) for value in values)
+    return Outcome(
+        rollout=rollout, attempt=attempt if values else None, attempts=(attempt,), rewards=rewards,
+        crash=SimpleNamespace(attempt_id="crash") if crashed else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("others", "failed", "better"),
+    [
+        ([drawn(1, crashed=True)], "lowest", True),
+        ([drawn(1, 1.0, crashed=True)], "lowest", True),
+        ([drawn(1, crashed=True)], 2.0, False),
+        ([drawn(1, crashed=True)], "exclude", False),
+        ([drawn(1)], "lowest", False),  # such as a lost worker: nobody's doing
+        ([drawn(1, 0.5)], "lowest", True),
+    ],
+)
+def test_a_failure_by_the_policys_doing_may_be_the_worst_of_the_round(
+    others: list[Outcome], failed: Any, better: bool
+) -> None:
+    assert _is_better({"agent": "writer", "reward": 1.0}, [drawn(0, 1.0), *others], failed) is better
 
 
 def test_an_agent_with_nothing_better_leaves_the_round_to_the_others(folder: Path, model: Path) -> None:

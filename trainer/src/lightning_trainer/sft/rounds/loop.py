@@ -26,9 +26,9 @@ from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.metrics import MetricLog, write_atomically
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
-from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.rl.rollouts import Failed, Outcome, plan
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.rl.scores import Score, score
+from lightning_trainer.rl.scores import Score, reward_of_failures, score
 from lightning_trainer.run.data import Task
 from lightning_trainer.run.local import Local
 from lightning_trainer.sft.batches import make_rows
@@ -160,7 +160,7 @@ class RoundLoop:
         if not lines and not left_out:
             raise AgentFailedError(nothing_captured(len(outcomes), self.local.runner.attached))
         if config.min_reward is None:
-            better = [line for line in lines if _is_better(line, outcomes)]
+            better = [line for line in lines if _is_better(line, outcomes, config.failed)]
             left_out += Counter({NOT_BETTER: len(lines) - len(better)})
             lines = better
         if not lines:
@@ -223,12 +223,15 @@ def _path_of(line: Line) -> str:
     return path
 
 
-def _is_better(line: Line, outcomes: Sequence[Outcome]) -> bool:
-    """Whether an agent earned more in an attempt than in the worst of the round."""
+def _is_better(line: Line, outcomes: Sequence[Outcome], failed: Failed) -> bool:
+    """Whether an agent earned more in an attempt than in the worst of the round, which may be a failure."""
+    crashed = reward_of_failures(outcomes, failed)
     earned = [
-        sum(reward.value for reward in outcome.rewards if earns(reward.agent, _path_of(line)))
+        crashed
+        if counted is outcome.crash
+        else sum(reward.value for reward in outcome.rewards if earns(reward.agent, _path_of(line)))
         for outcome in outcomes
-        if outcome.attempt is not None and outcome.unjudged is None
+        if (counted := outcome.counts(failed)) is not None
     ]
     return line["reward"] is not None and line["reward"] > min(earned)
 
