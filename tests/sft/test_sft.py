@@ -17,6 +17,7 @@ from stores import Said, make_store
 from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
 from lightning_trainer.cli import cli
 from lightning_trainer.models import resolve
+from lightning_trainer.report.progress import Silent
 from lightning_trainer.sft import sft as module
 from lightning_trainer.sft.config import SftConfig
 from lightning_trainer.sft.fit import mean_loss
@@ -186,6 +187,47 @@ def test_the_best_of_each_group_of_an_evaluation_are_learned(tmp_path: Path, tin
     store = str(tmp_path / "lightning.db")
     done = sft(config(tmp_path, tiny_model, data=(store,), best=1, min_reward=1.0, steps=1, held_out=0.0))
     assert (done.rows, done.left_out) == (3, {"reward below --min-reward": 9})
+
+
+class Told(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.mark.parametrize("loss", ["likelihood", "dpo"])
+def test_a_part_need_not_have_every_agent(tmp_path: Path, tiny_model: Path, loss: str) -> None:
+    def part(name: str, *agents: str) -> Path:
+        data = write(tmp_path / name, 4 * len(agents), agent=lambda n: agents[n % len(agents)])
+        made = [json.loads(line) for line in data.read_text().splitlines()]
+        pairs = [{**m, "prompt": m["messages"][:1], "chosen": "good", "rejected": "bad"} for m in made]
+        data.write_text("".join(json.dumps(each) + "\n" for each in pairs))
+        return data
+
+    both, writer, checker = part("b.jsonl", "writer", "checker"), part("w.jsonl", "writer"), part("c.jsonl", "checker")
+    options: dict[str, Any] = {"agents": "writer,checker", "steps": 1, "loss": loss}
+    done = sft(config(tmp_path, tiny_model, data=(str(both),), val=writer, out=tmp_path / "a", **options))
+    assert (done.rows, done.held_out) == (8, 4)
+    told = Told()
+    sft(config(tmp_path, tiny_model, data=(str(writer),), val=checker, out=tmp_path / "b", **options), told)
+    assert "nothing is learned of checker: all that it said is held out or left out" in told.notes
+    with pytest.raises(UnknownAgentError, match=r"agent 'checker' was never seen\. Agents seen: writer"):
+        sft(config(tmp_path, tiny_model, data=(str(writer),), val=writer, out=tmp_path / "c", **options))
+    options |= {"agents": "writer"}
+    with pytest.raises(DataError, match="all 4 conversations are left out"):
+        sft(config(tmp_path, tiny_model, data=(str(writer),), val=checker, out=tmp_path / "d", **options))
+
+
+def test_a_share_that_is_held_out_and_lacks_an_agent_is_looked_at(tmp_path: Path, tiny_model: Path) -> None:
+    data = write(tmp_path / "d.jsonl", 60, agent=lambda n: "checker" if n == 7 else "writer", task_id=lambda n: f"t{n}")
+    wanted = config(tmp_path, tiny_model, data=(str(data),), agents="writer,checker", steps=1)
+    read = module.read(wanted)
+    assert {said.agent for said in read.held_out} == {"writer"}
+    assert sft(wanted).held_out == len(read.held_out)
+    alone = sft(config(tmp_path, tiny_model, data=(str(data),), agents="checker", out=tmp_path / "alone", steps=1))
+    assert (alone.rows, alone.held_out) == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,21 @@ class RowsToLearn:
     recorded: int
 
 
+def check_agents(data: Sequence[Example], agents: tuple[str, ...] | None) -> None:
+    """Refuse a name or glob of an agent that no conversation is of, where they name any.
+
+    Args:
+        data: all that was read: a part of it need not have every agent.
+        agents: names and globs; None: all.
+
+    Raises:
+        UnknownAgentError: an agent is named here that the data does not have.
+    """
+    seen = {said.path for said in data if said.path is not None}
+    if seen:
+        check_known(agents or (), seen)
+
+
 def named(data: Sequence[Example], agents: tuple[str, ...] | None) -> Callable[[Example], str | None]:
     """Return what says whose words a conversation holds.
 
@@ -47,12 +62,8 @@ def named(data: Sequence[Example], agents: tuple[str, ...] | None) -> Callable[[
 
     Raises:
         DataError: it names none, and several are named here.
-        UnknownAgentError: an agent is named here that the data does not have.
     """
-    seen = {said.path for said in data if said.path is not None}
-    if seen or agents is None:
-        if agents is not None:
-            check_known(agents, seen)
+    if agents is None or any(said.path is not None for said in data):
         return lambda said: None if said.path is None else label(said.path, agents)
     if len(agents) > 1:
         raise DataError(
@@ -83,7 +94,6 @@ def make_rows(
 
     Raises:
         DataError: nothing is left to learn from; the message has the reasons.
-        UnknownAgentError: an agent was named that the data does not have.
     """
     agent_of = named(data, agents)
     left_out: Counter[str] = Counter()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError, DataError
+from lightning_spans.schema.agents import unheard
 from lightning_spans.store import open_store
 from lightning_trainer import registry
 from lightning_trainer.backends.protocol import Backend, Learner
@@ -26,7 +27,7 @@ from lightning_trainer.rl.algorithms.likelihood import LIKELIHOOD
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.folders import new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
-from lightning_trainer.sft.batches import RowsToLearn, held_out, make_rows
+from lightning_trainer.sft.batches import RowsToLearn, check_agents, held_out, make_rows
 from lightning_trainer.sft.config import SftConfig
 from lightning_trainer.sft.data import (
     Example,
@@ -90,7 +91,7 @@ def sft(config: SftConfig, progress: Progress | None = None) -> Learned:
         learner.schedule(*schedule(steps))
         log = stack.enter_context(closing(MetricLog(folder)))
         write_atomically(folder / CONFIG_NAME, to_json(config).encode())
-        _tell(progress, task)
+        _tell(progress, task, config.agents)
         fit = Fit(
             learner=learner, rows=task.rows, held_out=task.held_out, folder=folder, log=log, progress=progress,
             check=check, batch_size=config.batch_size, group_by_prefix=config.group_by_prefix, steps=steps,
@@ -149,8 +150,10 @@ def read(config: SftConfig) -> Data:
             found += read_lines_of_store(_from_store(name, config, left_out), name)
         else:
             found += read_file(Path(name), left_out)
+    looked_at = read_file(config.val, left_out) if config.val is not None else []
+    check_agents([*found, *looked_at], config.agents)
     if config.val is not None:
-        return Data(training=found, held_out=read_file(config.val, left_out), left_out=left_out)
+        return Data(training=found, held_out=looked_at, left_out=left_out)
     training, looked_at = held_out(found, config.held_out, left_out)
     return Data(training=training or found, held_out=looked_at if training else [], left_out=left_out)
 
@@ -163,9 +166,11 @@ def _read_pairs(config: SftConfig, left_out: Counter[str]) -> Data:
             found += [preferred(line, f"{name}, pair {number}") for number, line in enumerate(lines, 1)]
         else:
             found += read_pairs(Path(name))
+    of_file = read_pairs(config.val) if config.val is not None else []
+    check_agents([pair.chosen for pair in (*found, *of_file)], config.agents)
     found = _different(found, left_out, ", ".join(config.data))
     if config.val is not None:
-        training, looked_at = found, _different(read_pairs(config.val), left_out, f"--val {config.val}")
+        training, looked_at = found, _different(of_file, left_out, f"--val {config.val}")
     else:
         worse = {id(pair.chosen): pair for pair in found}
         parts = held_out([pair.chosen for pair in found], config.held_out, left_out)
@@ -288,7 +293,7 @@ def _renamed(row: Row) -> Row:
     return replace(row, attempt_id=f"held out {row.attempt_id}")
 
 
-def _tell(progress: Progress, task: _Task) -> None:
+def _tell(progress: Progress, task: _Task, agents: tuple[str, ...] | None) -> None:
     tokens = sum(int(row.mask.sum()) for row in task.rows)
     progress.note(
         f"{len(task.rows)} rows to learn from ({tokens} tokens of answers), {len(task.held_out)} held out; "
@@ -296,3 +301,5 @@ def _tell(progress: Progress, task: _Task) -> None:
     )
     for reason, count in task.left_out.most_common():
         progress.note(f"{count} left out: {reason}")
+    for name in unheard(agents or (), {row.agent for row in task.rows}):
+        progress.note(f"nothing is learned of {name}: all that it said is held out or left out")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_spans.errors import AgentFailedError, DataError, NothingToLearnError, UnknownAgentError
-from lightning_spans.schema.agents import earns, unheard
+from lightning_spans.schema.agents import earns
 from lightning_spans.store import Store
 from lightning_trainer.backends.protocol import Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
@@ -169,7 +169,7 @@ class RoundLoop:
             made = make_rows(
                 read_lines_of_store(lines, "the round's samples"),
                 Renderer(self.learner.engine.tokenizer, self.learner.end_tokens),
-                agents=_with_lines(config.agents, lines),
+                agents=config.agents,
                 policies=parse(config.policies),
                 max_tokens=min(
                     config.max_tokens or self.learner.engine.max_model_len, self.learner.engine.max_model_len
@@ -208,14 +208,6 @@ class RoundLoop:
             check=self.check, batch_size=config.batch_size, group_by_prefix=config.group_by_prefix,
             steps=steps_of(config, rows), seed=config.seed, from_step=self.steps,
         ).run()  # fmt: skip
-
-
-def _with_lines(agents: tuple[str, ...] | None, lines: Sequence[Line]) -> tuple[str, ...] | None:
-    """Return the names and globs of agents that have something to learn: a round may have nothing for one of them."""
-    if agents is None:
-        return None
-    silent = unheard(agents, {_path_of(line) for line in lines})
-    return tuple(name for name in agents if name not in silent)
 
 
 def _path_of(line: Line) -> str:
