@@ -184,7 +184,8 @@ def test_a_teacher_behind_a_server_says_what_the_folder_says(folder: Path, tiny_
     [
         ({"tokens": None}, "does not say how it writes text"),
         ({"tokens": [1, 2], "max_model_len": 512}, "another vocabulary"),
-        ({"max_model_len": 16}, "Set --max-model-len 16"),
+        ({"max_model_len": 16}, "Set --max-model-len 15"),
+        ({"max_model_len": 512}, "Set --max-model-len 511, or start the teacher with --max-model-len 513"),
     ],
 )
 def test_a_server_that_can_be_no_teacher_is_refused_before_the_first_rollout(
@@ -199,6 +200,21 @@ def test_a_server_that_can_be_no_teacher_is_refused_before_the_first_rollout(
 
     monkeypatch.setattr(EndpointTeacher, "_post", told)
     with closing(EndpointTeacher("big=http://127.0.0.1:9/v1")) as server, pytest.raises(ConfigError, match=says):
+        server.check(tokenizer, 512)
+
+
+def test_a_server_that_reads_the_longest_row_and_writes_one_token_is_a_teacher(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+    def told(_: EndpointTeacher, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        return {"tokens": tokenizer.encode(body["prompt"], add_special_tokens=False), "max_model_len": 513}
+
+    monkeypatch.setattr(EndpointTeacher, "_post", told)
+    with closing(EndpointTeacher("big=http://127.0.0.1:9/v1")) as server:
         server.check(tokenizer, 512)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 KEY: Final = "LIGHTNING_TEACHER_KEY"
 _AT_ONCE: Final = 16
 _TRIES: Final = 3
+_ANSWERED: Final = 1  # tokens that vLLM writes at least; they count in its max_model_len
 _PAUSE_S: Final = 0.5
 _SILENCE_S: Final = 600.0
 _ROUNDING: Final = 1e-3  # so far above 0 a log-probability may be
@@ -87,10 +88,11 @@ class EndpointTeacher:
                 f" tokens that are {len(own)} of the student's, or others. A teacher reads the student's tokens: give"
                 " one of the same family, or learn from its answers with lightning-rl sft."
             )
-        if isinstance(most, int) and most < longest:
+        if isinstance(most, int) and most < longest + _ANSWERED:
             raise ConfigError(
-                f"the teacher {self._model} at {self._url} reads {most} tokens, and the student writes up to {longest}."
-                f" Set --max-model-len {most}."
+                f"the teacher {self._model} at {self._url} reads {most - _ANSWERED} tokens, for it writes {_ANSWERED}"
+                f" more, and the student writes up to {longest}. Set --max-model-len {most - _ANSWERED}, or start the"
+                f" teacher with --max-model-len {longest + _ANSWERED}."
             )
 
     def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
@@ -103,7 +105,7 @@ class EndpointTeacher:
 
     def _row(self, row: Row) -> NDArray[np.float64]:
         ids = row.tokens.tolist()
-        body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {"model": self._model, "prompt": ids, "max_tokens": _ANSWERED, "temperature": 1.0, "prompt_logprobs": 0}
         answer = self._post(f"{self._url}/completions", body)
         try:
             told = answer["choices"][0]["prompt_logprobs"]
