@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +235,28 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     assert measured.load == sampled.backend_options == searched.load == loaded
 
 
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [({}, 8), ({"credit": "counterfactual"}, 2), ({"resample": 3}, 2), ({"credit": "counterfactual", "forks": 8}, 4)],
+)
+def test_forks_and_groups_that_are_drawn_anew_count_in_the_budget(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], steps: int
+) -> None:
+    import lightning_trainer.run.train as runs
+
+    asked: list[TrainConfig] = []
+
+    def train(config: TrainConfig, *_: Any) -> Any:
+        asked.append(config)
+        return SimpleNamespace(seconds=1.0)
+
+    monkeypatch.setattr(runs, "train", train)
+    own: dict[str, Any] = {"data": Path("tasks.jsonl"), "val": Path("val.jsonl"), "model": str(model)}
+    config = CompareConfig(train=TrainConfig(target="pair:run", batch_size=2, group_size=4, **own, **more), budget=64)
+    methods._rl(config, folder / "rl", [], Silent())
+    assert [each.steps for each in asked] == [steps]
+
+
 class Killed(BaseException):
     """Nobody hears of it, as of a SIGKILL."""
 
@@ -343,6 +366,14 @@ def test_a_way_that_fails_leaves_what_was_measured(folder: Path, model: Path, mo
     ("more", "said"),
     [
         (["--budget", "3"], "less than the rollouts of one training step, 8"),
+        (
+            ["--budget", "31", "--credit", "counterfactual"],
+            "training step, 32 (--batch-size 2 times --group-size 4, and",
+        ),
+        (
+            ["--budget", "31", "--resample", "3"],
+            "step, 32 (--batch-size 2 times --group-size 4, and as many in up to 3",
+        ),
         (["--budget", "16", "--methods", "rl,magic"], "unknown method 'magic'"),
         (["--budget", "16", "--methods", ","], "no method is named"),
         (["--budget", "16", "--methods", "prompts"], "--reflect"),

@@ -49,8 +49,16 @@ class CompareConfig:
 
     @property
     def step(self) -> int:
-        """Rollouts of a training step."""
-        return self.train.batch_size * self.train.group_size
+        """Most rollouts of a training step, with those of forks and of groups that are drawn anew."""
+        train = self.train
+        return train.batch_size * train.group_size * (1 + train.resample) + train.fork_count
+
+    @property
+    def _told_step(self) -> str:
+        train, forks = self.train, self.train.fork_count
+        again = f", and as many in up to {train.resample} rounds of --resample" if train.resample else ""
+        more = f", and up to {forks} forks" if forks else ""
+        return f"--batch-size {train.batch_size} times --group-size {train.group_size}{again}{more}"
 
     @property
     def answered(self) -> tuple[str, ...] | None:
@@ -73,8 +81,8 @@ class CompareConfig:
             raise ConfigError(f"a comparison trains and samples in this process, and {self.train.backend} does not.")
         if "rl" in self.methods and self.budget < self.step:
             raise ConfigError(
-                f"--budget {self.budget} is less than the rollouts of one training step, {self.step} (--batch-size"
-                f" {self.train.batch_size} times --group-size {self.train.group_size}). Give more, or make it smaller."
+                f"--budget {self.budget} is less than the rollouts of one training step, {self.step}"
+                f" ({self._told_step}). Give more, or make it smaller."
             )
         if "sft" in self.methods and self.budget < self.rounds * self.train.group_size:
             raise ConfigError(
