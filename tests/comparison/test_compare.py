@@ -389,6 +389,17 @@ def test_mistakes_are_told(folder: Path, model: Path, more: list[str], said: str
     assert not (folder / "cmp").exists()
 
 
+@pytest.mark.parametrize("reward", [[], ["--reward", "judge"]])
+def test_sides_that_no_judge_sees_together_are_not_measured_by_one(
+    folder: Path, model: Path, reward: list[str]
+) -> None:
+    judge = ["--judge", "endpoint=http://127.0.0.1:9/v1", "--judge", "model=j"]
+    result = rl("pair:run", model, "--out", "cmp", "--budget", "16", *reward, *judge)
+    assert result.exit_code == 2, result.output
+    assert "can't be measured by a judge" in result.stderr
+    assert not (folder / "cmp").exists()
+
+
 def test_best_is_only_what_is_surely_better() -> None:
     from lightning_trainer.comparison.methods import Made
     from lightning_trainer.evaluation.samples import Sample

@@ -265,3 +265,10 @@ def test_a_judge_gives_the_rewards_of_an_evaluation(folder, monkeypatch):
     lines = [json.loads(line) for line in (folder / "e/samples.jsonl").read_text().splitlines()]
     assert [s["status"] for s in lines if s["task"] == 1] == ["failed", "failed"]
     assert "the judge gave no verdict" in lines[2]["error"]
+
+    for more in ([], judged):
+        refused = rl("app:run", "--data", "tasks.jsonl", "--against", "e", "--out", "f", *more)
+        assert refused.exit_code == 2
+        assert "against each other" in refused.output
+        assert "--reward module:function" in refused.output
+        assert not (folder / "f").exists()

@@ -75,6 +75,12 @@ class CompareConfig:
         if unknown or not self.methods:
             named = f"unknown method {unknown[0]!r}" if unknown else "no method is named"
             raise ConfigError(f"{named}. Use one or more of: {', '.join(METHODS)}.")
+        if self.train.judge or self.train.reward == JUDGE:
+            raise ConfigError(
+                "a comparison can't be measured by a judge: it ranks rollouts of a task against each other, and never"
+                " sees those of two sides at once. Give a reward that says how good one rollout is, --reward"
+                " module:function, and leave --judge out."
+            )
         if self.train.val is None:
             raise ConfigError("a comparison is measured on held-out tasks: give them with --val FILE.")
         if self.train.backend != "torch":
@@ -90,11 +96,6 @@ class CompareConfig:
                 " a task (--group-size). Give more, or fewer --rounds."
             )
         if "prompts" in self.methods:
-            if self.train.judge or self.train.reward == JUDGE:
-                raise ConfigError(
-                    "prompts can't be chosen by a judge: it ranks rollouts of a task against each other, and a search"
-                    " rates each prompt by itself. Leave it out: --methods rl,sft."
-                )
             if self.reflect is None:
                 raise ConfigError("prompts needs a model that proposes them: --reflect [MODEL=]URL.")
             if find_spec("gepa") is None:

@@ -17,6 +17,7 @@ from lightning_trainer.evaluation.config import BearerKeys, EvalConfig
 from lightning_trainer.evaluation.measurement import Measurement
 from lightning_trainer.evaluation.subjects import LocalModel, Subject, chosen_agents, read_subject
 from lightning_trainer.evaluation.summary import Summary, difference, summarise
+from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge
 from lightning_trainer.report.progress import Progress, Silent
@@ -80,8 +81,8 @@ def evaluate(
     """
     began, progress, keys = time.monotonic(), progress or Silent(), keys or BearerKeys()
     tasks = load_tasks(config.data)[: config.tasks]
+    judging = _judging(config)
     subject, other = config.subject(keys.endpoint), _other(config, tasks, keys)
-    judging = read_judge(config.reward, config.judge)
     config.read_prompts()  # or refuse
     if config.agents is None:
         sides = (side for side in (subject, other) if isinstance(side, LocalModel))
@@ -186,6 +187,22 @@ def _asked(config: EvalConfig, tasks: Sequence[Task], folder: Path, resume: Path
     return asked
 
 
+def _judging(config: EvalConfig) -> JudgeOptions | None:
+    """Read what judges; None where nothing does.
+
+    Raises:
+        ConfigError: an option is wrong, or the rewards of two sides would be compared, of which it sees one at a time.
+    """
+    judging = read_judge(config.reward, config.judge)
+    if judging is not None and config.against is not None:
+        raise ConfigError(
+            "a judge ranks the samples of a task against each other, and never sees those of two sides at once: their"
+            " difference would say nothing. Leave --against out; or give a reward that says how good one sample is,"
+            " --reward module:function, and leave --judge out."
+        )
+    return judging
+
+
 def _other(config: EvalConfig, tasks: Sequence[Task], keys: BearerKeys) -> Subject | Path | None:
     """Return what it is compared with: an evaluation that is there, or another subject."""
     if config.against is None:
@@ -193,7 +210,13 @@ def _other(config: EvalConfig, tasks: Sequence[Task], keys: BearerKeys) -> Subje
     folder = Path(config.against).expanduser()
     if not files.is_evaluation(folder):
         return read_subject(config.against, key=keys.against)
-    if files.read_asked(folder)["tasks"] != digest(tasks):
+    asked = files.read_asked(folder)
+    if asked["tasks"] != digest(tasks):
         raise ConfigError(f"the evaluation {folder} is of other tasks than {config.data}. Evaluate both on the same.")
+    if asked["config"]["judge"] or asked["config"]["reward"] == JUDGE:
+        raise ConfigError(
+            f"a judge gave the rewards of the evaluation {folder}: it ranked its samples against each other, and saw no"
+            " others. Evaluate both with a reward that says how good one sample is: --reward module:function."
+        )
     files.read_samples(folder)
     return folder
