@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fakes import FakeEngine
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.replays import Replay
+from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.traces import traces_of
 from lightning_spans.testing.plugins.script import Reply
@@ -75,6 +76,10 @@ async def notes(task):
     draft = await say("writer", "write " + task["q"])
     kept = note(draft)
     return len(await say("judge", f"judge {draft} of {kept['letters']}" + os.environ.get("CHANGED", ""))) / 99
+
+
+async def silent(task):
+    await notes(task)
 
 
 def without_an_answer(error):
@@ -181,14 +186,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], An
     numbers = itertools.count()
 
     @contextlib.contextmanager
-    def opened(function: str) -> Iterator[World]:
+    def opened(function: str, **job: Any) -> Iterator[World]:
         own = ScriptedServer(
             lambda body, _: Reply("too long", status=400) if "refuse" in str(body) else Reply(f"own {next(numbers)}")
         )
         monkeypatch.setenv("OWN_URL", own.url)
         engine = FakeEngine(lambda prompt: f"drawn {next(numbers)} " + hashlib.md5(prompt.encode()).hexdigest())
         store = open_store(str(tmp_path / "store.db"))
-        runner = Runner(Job(target=f"program:{function}"), workers=1, concurrency=4, logs=tmp_path)
+        runner = Runner(Job(target=f"program:{function}", **job), workers=1, concurrency=4, logs=tmp_path)
         runner.start()
         try:
             routing = Routing(agents=("writer", "reader", "judge"), seed=1)
@@ -335,6 +340,30 @@ def test_the_command_forks_and_replays(world: Any, monkeypatch: pytest.MonkeyPat
         assert len(own.requests) == 1
         for least, status in (("0", 0), ("0.5", 1)):
             assert _run("replay", *whole, "--success", "1", "--fail-under", least, status=status)["succeed"] == 0
+
+
+def test_what_a_judge_gave_is_not_set_beside_what_nobody_judged(world: Any, tmp_path: Path) -> None:
+    with world("silent", needs_reward=False) as here:
+        first = here.rollout("r")
+        assert first.attempt is not None
+        of = {"rollout_id": "r", "attempt_id": first.attempt.attempt_id}
+        here.store.add_rewards([Reward(**of, value=0.9, source="judge")])
+        source = recorded(here.store, rollout_id="r")
+        assert [reward.value for reward in source.rewards] == [0.9]
+        assert replace(source, rewards=(*source.rewards, Reward(**of, value=0.5, source="run"))).reward == 0.5
+        found = here.fork("fork", "r", call=1)
+        assert (found.recorded, [each.reward for each in found.continuations]) == (None, [None])
+
+    words = ["--store", str(tmp_path / "store.db"), "--rollout", "r", "--workers", "1", "--json"]
+    (replayed,) = _run("replay", "program:silent", *words, "--success", "0.5")["replays"]
+    assert (replayed["recorded"], replayed["reward"], replayed["succeeds"]) == (None, None, False)
+    assert "it got no reward" in replayed["reason"]
+    (tmp_path / "config.json").write_text(json.dumps({"target": "program:silent", "reward": "judge"}))
+    for refused in (["fork", *words, "--call", "1", "--say", "fine"], ["replay", *words]):
+        said = CliRunner().invoke(cli, refused)
+        assert said.exit_code == 2
+        assert "no judge is asked about forks and replays" in said.output
+    assert _run("fork", *words, "--dry-run")["replays"] is True
 
 
 def test_a_store_at_which_others_work_is_not_forked(world: Any, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from lightning_spans.schema.spans import Json
 from lightning_spans.store import Store
 from lightning_trainer.gateway.replay.record import Record, RecordedCall, read_record, unanswerable
 from lightning_trainer.gateway.replay.session import side_effects_after
+from lightning_trainer.judging import JUDGE
+from lightning_trainer.rl.scores import total
 
 MODE = "fork"  # of the rollouts
 
@@ -40,6 +42,12 @@ class Recorded:
     def attempt_id(self) -> str:
         """Its id."""
         return self.record.attempt_id
+
+    @property
+    def reward(self) -> float | None:
+        """What it earned, as far as a fork can earn it again: without what a judge gave. None where that is nothing."""
+        own = [reward for reward in self.rewards if reward.source != JUDGE]
+        return total(own) if own else None
 
 
 def recorded(store: Store, *, rollout_id: str | None = None, attempt_id: str | None = None) -> Recorded:

@@ -26,7 +26,7 @@ class Continuation:
 
     Attributes:
         attempt_id: its attempt.
-        reward: what it earned; None where the program failed.
+        reward: what it earned; None where the program failed, or nobody gave it a reward.
         answer: what the forked call said; None where it failed, or is not on record.
         error: why the program failed; None where it did not.
     """
@@ -55,7 +55,7 @@ class ForkResult:
     """What a fork came to.
 
     Attributes:
-        recorded: the reward of the recorded attempt; None where it has none.
+        recorded: the reward of the recorded attempt, without what a judge gave; None where it has none.
         continuations: that went on, in the order of their numbers.
         ended: that did not come to the forked call, or were not as recorded.
     """
@@ -103,11 +103,10 @@ def result(store: Store, recorded: Recorded, outcomes: Sequence[Outcome]) -> For
         elif (reason := reasons[last.attempt_id]) is not None:
             ended.append(EndedFork(last.attempt_id, reason))
         else:
-            reward = total(outcome.rewards) if outcome.attempt is not None else None
+            reward = total(outcome.rewards) if outcome.attempt is not None and outcome.rewards else None
             error = None if outcome.attempt is not None else last.error or last.status
             went_on.append(Continuation(last.attempt_id, reward, answers[last.attempt_id], error))
-    reward = total(recorded.rewards) if recorded.rewards else None
-    return ForkResult(reward, tuple(went_on), tuple(ended))
+    return ForkResult(recorded.reward, tuple(went_on), tuple(ended))
 
 
 def _own_answer(store: Store, recorded: Recorded, attempt: AttemptRecord, calls: Sequence[Call]) -> Message | None:

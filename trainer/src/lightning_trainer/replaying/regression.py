@@ -16,7 +16,7 @@ from lightning_spans.schema.spans import Json
 from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.replaying.forking import policy_agents
-from lightning_trainer.replaying.running import Program, from_run, refuse_unseen, running
+from lightning_trainer.replaying.running import Program, from_run, refuse_judge, refuse_unseen, running
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.scores import total
 from lightning_trainer.run.interrupts import deferred
@@ -58,7 +58,7 @@ class Replayed:
     Attributes:
         name: the id that was given.
         attempt_id: the replay; None where it could not begin.
-        recorded: the reward then.
+        recorded: the reward then, without what a judge gave; None where there was none.
         reward: the reward now; None where there is none.
         succeeds: whether it is a success.
         parted: the first request or tool that was not as recorded; None where all were.
@@ -124,6 +124,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
     progress = progress or Silent()
     tried = config.program.subject is not None
     program = from_run(config.program, config.store)
+    refuse_judge(program)
     program = program if tried else replace(program, subject=None)  # the run's model is not what is tried
     with opened(config.store) as store, deferred() as check:
         sources: dict[str, Recorded | str] = {name: _source(store, name, task) for name, task in _wanted(config, store)}
@@ -148,7 +149,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
                 sources[name] = str(error)
         found: dict[str, Replayed] = {}
         if made:
-            needs = any(source.rewards for source in good.values())
+            needs = any(source.reward is not None for source in good.values())
             with running(program, store, agents=agents, work=len(made), needs_reward=needs) as (local, app, _):
                 outcomes = local.run(list(made.values()), progress, "replays", check=check)
                 parted = {a.attempt_id: app.state.replays.parted(a.attempt_id) for o in outcomes for a in o.attempts}
@@ -170,7 +171,7 @@ def _replayed(
     parted: Mapping[str, str | None],
     success: float | None,
 ) -> Replayed:
-    then = total(source.rewards) if source.rewards else None
+    then = source.reward
     last = outcome.attempts[-1] if outcome.attempts else None
     if last is None:
         return Replayed(name, recorded=then, reason=outcome.error)
@@ -179,6 +180,8 @@ def _replayed(
         reason = (last.error or last.status).rpartition("\n")[2]
     now = total(outcome.rewards) if outcome.rewards else None
     least = then if success is None else success
+    if reason is None and least is not None and now is None:
+        reason = f"it got no reward, and {least:g} or more is a success: give --reward module:function"
     good = outcome.attempt is not None and reason is None and (least is None or (now is not None and now >= least))
     return Replayed(name, last.attempt_id, then, now, good, parted.get(last.attempt_id), reason)
 

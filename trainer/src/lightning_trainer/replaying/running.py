@@ -16,6 +16,7 @@ from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.evaluation.subjects import Answering, LocalModel, Subject, answering, read_subject
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.judging import JUDGE
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.policies import parse
 from lightning_trainer.run.local import Local, serving, unnamed
@@ -127,6 +128,19 @@ def refuse_unseen(program: Program, record: Record, *, allowed: bool) -> None:
         raise ConfigError(
             f"the command recorded nothing itself in attempt {record.attempt_id}: its model calls can be given again,"
             " but its own tools would run again, if it has any. Allow that with --run-tools '*', or let it attach."
+        )
+
+
+def refuse_judge(program: Program) -> None:
+    """Refuse a judge, who ranks the rollouts of a group against each other.
+
+    Raises:
+        ConfigError: the run's rewards, or those asked for, are a judge's.
+    """
+    if program.reward == JUDGE:
+        raise ConfigError(
+            "no judge is asked about forks and replays: it ranks the rollouts of a group against each other. Give a"
+            " reward that says how good one rollout is: --reward module:function."
         )
 
 
