@@ -53,6 +53,14 @@ def held(task):
         time.sleep(0.05)
     return run(task)
 
+def nested(task):
+    with agent("billing"):
+        text = say("extract", task["q"])
+    if text == "crash":
+        raise ValueError("the oven is cold")
+    say("extract", "good")
+    return {"extract": 0.25, "writer": float(say("writer", "good") == "good"), "nobody": 1.0}
+
 def nameless(task):
     client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "hi"}])
     return 1.0
@@ -182,6 +190,24 @@ def ended(path: Path, count: int, process: subprocess.Popen[bytes]) -> bool:
                 store.close()
         time.sleep(0.1)
     return False
+
+
+@pytest.mark.parametrize(
+    ("agents", "earned"),
+    [
+        # "extract" stands in two places: the reward reaches both, and a crash counts for whoever spoke in it
+        ("*", {"extract": 0.25 * 2 / 3, "writer": 1.0, "nobody": 1.0}),
+        ("billing/*,writer", {"billing/extract": 0.25 * 2 / 3, "extract": 0.25, "writer": 1.0, "nobody": 1.0}),
+    ],
+)
+def test_an_agent_that_is_selected_by_its_path_earns_what_its_name_was_given(folder, monkeypatch, agents, earned):
+    with ScriptedServer(reply_to) as server:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)  # of whoever is not selected
+        args = ["app:nested", "--data", "tasks.jsonl", "--workers", "1", "--endpoint", server.url]
+        found = last(rl(*args, "--agents", agents, "--json", "--out", "a"))
+    by_agent = {name: agent["mean"] for name, agent in found["by_agent"].items()}
+    assert by_agent == {name: pytest.approx(mean) for name, mean in earned.items()}
+    assert sum(found["by_agent"][name]["calls"] for name in ("billing/extract", "extract") if name in by_agent) == 5
 
 
 @pytest.mark.parametrize(

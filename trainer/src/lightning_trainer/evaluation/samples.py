@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from lightning_spans.schema.agents import label
+from lightning_spans.schema.agents import earns, label
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.rl.rollouts import Outcome
-from lightning_trainer.rl.scores import agents_totals, total
+from lightning_trainer.rl.scores import total
 from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
     from lightning_spans.schema.attempts import AttemptRecord
+    from lightning_spans.schema.rewards import Reward
     from lightning_spans.store import Store
 
 Status: TypeAlias = Literal["succeeded", "crashed", "failed"]
@@ -63,7 +64,8 @@ class Sample:
         status: ``succeeded``; ``crashed``: failed after a model had answered, by what it said; ``failed``: anything
             else, such as a time-out or a model server that does not answer.
         reward: of the whole attempt; None unless it succeeded.
-        rewards: by agent, where rewards were given by agent.
+        rewards: by agent, called as in `usage`, where rewards were given by agent; those that reach nobody by the name
+            that was given.
         usage: by agent; the key "" holds calls and tools that nothing names.
         seconds: of the attempt.
         error: why it failed; None where it succeeded at once.
@@ -105,8 +107,8 @@ def read_samples(
         outcomes: of the rollouts.
         agents: names and globs that are selected: agents selected by their path are called by it.
     """
-    usage = dict(_usages(store, [a.attempt_id for a in map(_counted, outcomes) if a is not None], agents))
-    return [_sample(outcome, places[outcome.rollout.rollout_id], usage) for outcome in outcomes]
+    heard = dict(_heard(store, [a.attempt_id for a in map(_counted, outcomes) if a is not None], agents))
+    return [_sample(outcome, places[outcome.rollout.rollout_id], heard) for outcome in outcomes]
 
 
 def _counted(outcome: Outcome) -> AttemptRecord | None:
@@ -114,8 +116,17 @@ def _counted(outcome: Outcome) -> AttemptRecord | None:
     return outcome.crash or outcome.attempt or (outcome.attempts[-1] if outcome.attempts else None)
 
 
-def _sample(outcome: Outcome, place: tuple[int, int], usage: Mapping[str, Mapping[str, Usage]]) -> Sample:
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """Who worked in an attempt: what each did, and what each is called by its path."""
+
+    usage: Mapping[str, Usage] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _Heard]) -> Sample:
     attempt = _counted(outcome)
+    heard = _Heard() if attempt is None else by_attempt.get(attempt.attempt_id, _Heard())
     good = outcome.attempt is not None and outcome.crash is None and outcome.unjudged is None
     status: Status = "crashed" if outcome.crash is not None else "succeeded" if good else "failed"
     ended_ns = None if attempt is None else attempt.ended_ns
@@ -126,20 +137,30 @@ def _sample(outcome: Outcome, place: tuple[int, int], usage: Mapping[str, Mappin
         attempt_id=None if attempt is None else attempt.attempt_id,
         status=status,
         reward=total(outcome.rewards) if good else None,
-        rewards=agents_totals(outcome.rewards) if good else {},
-        usage={} if attempt is None else usage.get(attempt.attempt_id, {}),
+        rewards=_by_label(outcome.rewards, heard.labels) if good else {},
+        usage=heard.usage,
         seconds=round((ended_ns - attempt.started_ns) / _NS, 3) if attempt and ended_ns else 0.0,
         error=outcome.error,
     )
 
 
-def _usages(
-    store: Store, attempt_ids: Sequence[str], agents: Sequence[str] | None
-) -> Iterator[tuple[str, dict[str, Usage]]]:
+def _by_label(rewards: Sequence[Reward], labels: Mapping[str, str]) -> dict[str, float]:
+    """Add up the rewards of each agent, as it is called; those that reach nobody keep the name that was given."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for reward in rewards:
+        if reward.agent is not None:
+            reached = {name for path, name in labels.items() if earns(reward.agent, path)}
+            for name in reached or {reward.agent}:
+                totals[name] += reward.value
+    return dict(totals)
+
+
+def _heard(store: Store, attempt_ids: Sequence[str], agents: Sequence[str] | None) -> Iterator[tuple[str, _Heard]]:
     for first in range(0, len(attempt_ids), _AT_ONCE):
         for trace in traces_of(store, attempt_ids=attempt_ids[first : first + _AT_ONCE]):
             if trace.attempt_id is not None:
-                yield trace.attempt_id, usage_of(trace, agents)
+                paths = {node.path for node in (*trace.chats, *trace.tools) if node.path}
+                yield trace.attempt_id, _Heard(usage_of(trace, agents), {path: label(path, agents) for path in paths})
 
 
 def usage_of(trace: Trace, agents: Sequence[str] | None = None) -> dict[str, Usage]:
