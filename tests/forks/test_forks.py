@@ -366,6 +366,28 @@ def test_what_a_judge_gave_is_not_set_beside_what_nobody_judged(world: Any, tmp_
     assert _run("fork", *words, "--dry-run")["replays"] is True
 
 
+def test_the_key_of_one_server_is_not_sent_to_another(
+    world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world("notes") as here:
+        here.rollout("r")
+    monkeypatch.setenv("LIGHTNING_UPSTREAM_KEY", "secret-of-the-first")
+    (tmp_path / "key").write_text("secret-of-the-second\n")
+    with ScriptedServer(lambda *_: Reply("quite good")) as first, ScriptedServer(lambda *_: Reply("fine")) as second:
+        words = ["program:notes", "--store", str(tmp_path / "store.db"), "--rollout", "r", "--workers", "1", "--json"]
+        words += ["--call", "1", "--model", "m", "--endpoint", first.url]
+        for more in ([], ["--with-key", str(tmp_path / "key")]):
+            told = _run("fork", *words, "--with", f"m2={second.url}", *more)
+            assert [each["answer"] for each in told["continuations"]] == ["fine"]
+        keys = [request.headers.get("authorization") for request in second.requests]
+        assert keys == [None, "Bearer secret-of-the-second"]
+        _run("fork", *words, "--with", f"m2={first.url}")
+        assert [request.headers.get("authorization") for request in first.requests] == ["Bearer secret-of-the-first"]
+    refused = CliRunner().invoke(cli, ["fork", *words, "--with-key", str(tmp_path / "key")])
+    assert refused.exit_code == 2
+    assert "--with-key is the key of a server" in refused.output
+
+
 def test_a_store_at_which_others_work_is_not_forked(world: Any, tmp_path: Path) -> None:
     with world("notes") as here:
         here.rollout("r")

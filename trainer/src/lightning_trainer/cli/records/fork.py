@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
 
-from lightning_trainer.cli.options import print_json, screen, store_option
+from lightning_spans.errors import ConfigError
+from lightning_trainer.cli.options import print_json, read_key, screen, store_option
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
@@ -27,6 +30,9 @@ _SHORT = 80  # characters of an answer that a line shows
 @click.option("--call", type=int, metavar="N", help="The call that is made anew, from 0, as `traces` lists them.")
 @click.option("--times", default=1, show_default=True, type=click.IntRange(1), help="Number of continuations.")
 @click.option("--with", "instead", metavar="MODEL", help="Another model answers that call: as --model, URL, MODEL=URL.")
+@click.option(
+    "--with-key", type=click.Path(path_type=Path), help="File with its key, where it is another server than --endpoint."
+)
 @click.option("--say", metavar="TEXT", help="This text stands in the place of its answer.")
 @click.option("--model", help="What answers after it: a run, checkpoint, model folder or name. [default: the run's]")
 @click.option("--endpoint", metavar="URL", help="Or an OpenAI-compatible server; --model then names what it is asked.")
@@ -61,6 +67,7 @@ def command(
     model: str | None,
     endpoint: str | None,
     instead: str | None,
+    with_key: Path | None,
     uncoupled: bool,
     agents: str | None,
     run_tools: str,
@@ -75,25 +82,27 @@ def command(
     recorded one. In a run's folder, the program, its agents and its newest checkpoint are known. A program that does
     not go as recorded up to the call ends with the first difference.
     """
-    from lightning_trainer.evaluation.subjects import read_subject
+    from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.replaying import ForkConfig, Program, fork
     from lightning_trainer.report.progress import Shown
 
     load = {name: flags.pop(name) for name in ("chat_template", "device", "max_model_len")}
     key = os.environ.get("LIGHTNING_UPSTREAM_KEY")
+    remember(key)
+    subject = subject_of(model, endpoint, key)
     sampling = {name: flags.pop(name) for name in ("temperature", "max_tokens", "seed", "timeout_s", "workers")}
     program = Program(
         target=flags.pop("target"),
         command=flags.pop("program"),
         reward=flags.pop("reward"),
         agents=names(agents) or None if agents is not None else None,
-        subject=subject_of(model, endpoint, key),
+        subject=subject,
         load={name: value for name, value in load.items() if value is not None},
         **sampling,
     )
     config = ForkConfig(
         program=program,
-        instead=None if instead is None else read_subject(instead, key=key),
+        instead=_instead(instead, with_key, subject, key),
         coupled=not uncoupled,
         run_tools=names(run_tools),
         refuse_tools=names(refuse_tools),
@@ -123,6 +132,28 @@ def subject_of(model: str | None, endpoint: str | None, key: str | None) -> Subj
     if endpoint is not None:
         return subjects.endpoint(endpoint, model=model, key=key)
     return None if model is None else subjects.read_subject(model, key=key)
+
+
+def _instead(text: str | None, file: Path | None, subject: Subject | None, key: str | None) -> Subject | None:
+    """Return what answers the forked call alone, with the key in the file; that of another server is not sent to it.
+
+    Raises:
+        ConfigError: there is no such model, or a key that is no server's.
+    """
+    from lightning_trainer.evaluation.subjects import Endpoint, read_subject
+    from lightning_trainer.gateway.http.masking import remember
+
+    found = None if text is None else read_subject(text)
+    if not isinstance(found, Endpoint):
+        if file is not None:
+            raise ConfigError("--with-key is the key of a server: name it by --with URL or MODEL=URL.")
+        return found
+    if file is not None:
+        key = read_key(file)
+        remember(key)
+    elif isinstance(subject, Endpoint) and urlsplit(subject.url).netloc != urlsplit(found.url).netloc:
+        key = None
+    return replace(found, key=key)
 
 
 def _show_replay(found: ForkedAttempt) -> None:
