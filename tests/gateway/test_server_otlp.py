@@ -279,6 +279,51 @@ def test_a_chat_span_of_otel_genai_becomes_ours():
     assert span.attributes[names.INPUT_TOKENS] == 3
 
 
+def test_what_is_said_beside_a_tools_result_is_kept(server):
+    result = {"type": "tool_call_response", "id": "c", "response": "Closed."}
+    asked = [
+        {
+            "role": "user",
+            "parts": [
+                {"type": "text", "content": "Here it is:"},
+                result,
+                {**result, "id": "d"},
+                {"type": "reasoning", "content": "Well"},
+                {"type": "text", "content": "And on Sundays?"},
+                {"type": "text", "content": "Be short."},
+            ],
+        },
+        {"role": "tool", "parts": [result, {"type": "text", "content": "Go on."}]},
+        {"role": "assistant", "parts": [{"type": "tool_call", "id": "e", "name": "f", "arguments": "{}"}, result]},
+    ]
+    attributes = {"gen_ai.input.messages": json.dumps(asked)}
+    assert _send(server, [_span("beside", 1, operation="chat", attributes=attributes)], key=server.key("beside"))
+    (span,) = server.store.spans(attempt_ids=["beside"])
+    tool = {"role": "tool", "content": "Closed."}
+    call = {"id": "e", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert json.loads(span.attributes[names.REQUEST])["messages"] == [
+        {"role": "user", "content": "Here it is:"},
+        {**tool, "tool_call_id": "c"},
+        {**tool, "tool_call_id": "d"},
+        {"role": "user", "content": "And on Sundays?\nBe short."},
+        {**tool, "tool_call_id": "c"},
+        {"role": "user", "content": "Go on."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {**tool, "tool_call_id": "c"},
+    ]
+
+
+def test_an_answer_with_a_result_of_the_providers_own_tool_keeps_its_text():
+    parts = [
+        {"type": "tool_call_response", "id": "c", "response": "12 pages"},
+        {"type": "text", "content": "I found 12."},
+    ]
+    given = {"gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": parts, "finish_reason": "stop"}])}
+    span = adopted(_span("a", 1, operation="chat", attributes=given))
+    (choice,) = json.loads(span.attributes[names.RESPONSE])["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "I found 12."}
+
+
 def test_our_own_spans_pass_unchanged():
     ours = _span("a", 1, operation="chat", attributes={names.REQUEST: "{}", names.RESPONSE: "{}", names.PROVIDER: "x"})
     assert adopted(ours) is ours

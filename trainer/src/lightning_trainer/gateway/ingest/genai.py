@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, Final
 
 import orjson
@@ -89,27 +90,47 @@ def _tool(tool: dict[str, Any]) -> dict[str, Json]:
 
 def _response(given: Mapping[str, Json]) -> dict[str, Json]:
     choices = [
-        {"index": at, "message": message, "finish_reason": one.get("finish_reason")}
+        {"index": at, "message": _answer(one), "finish_reason": one.get("finish_reason")}
         for at, one in enumerate(_objects(given[_OUTPUT]))
-        for message in _messages(one)[:1]
     ]
     return {"id": given.get(names.RESPONSE_ID), "model": given.get(names.RESPONSE_MODEL), "choices": choices}
 
 
-def _messages(one: Mapping[str, Json]) -> list[dict[str, Json]]:
-    """Return a message in OpenAI's shape; results of several tools become a message each."""
-    parts = _objects(one.get("parts"))
-    results = [part for part in parts if part.get("type") == "tool_call_response"]
-    if results:
-        return [
-            {"role": "tool", "tool_call_id": part.get("id"), "content": _text(part.get("response", part.get("result")))}
-            for part in results
-        ]
-    message: dict[str, Json] = {"role": one.get("role", "assistant"), "content": _texts(parts)}
+def _answer(one: Mapping[str, Json]) -> dict[str, Json]:
+    """Return an answer as the one message that it is; results of tools that ran at the provider are not said in it."""
+    parts = [part for part in _objects(one.get("parts")) if not _is_result(part)]
+    return _message(one.get("role", "assistant"), parts)
+
+
+def _messages(one: Mapping[str, Json]) -> Iterator[dict[str, Json]]:
+    """Yield what a message says in OpenAI's shape, in the order of its parts: each tool's result is a message."""
+    role, parts = one.get("role", "assistant"), _objects(one.get("parts"))
+    if not any(_is_result(part) for part in parts):
+        yield _message(role, parts)
+        return
+    for is_result, run in groupby(parts, _is_result):
+        if is_result:
+            yield from (_result(part) for part in run)
+            continue
+        said = _message("user" if role == "tool" else role, list(run))
+        if said["content"] is not None or "tool_calls" in said:
+            yield said
+
+
+def _is_result(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "tool_call_response"
+
+
+def _result(part: Mapping[str, Any]) -> dict[str, Json]:
+    return {"role": "tool", "tool_call_id": part.get("id"), "content": _text(part.get("response", part.get("result")))}
+
+
+def _message(role: Json, parts: list[dict[str, Any]]) -> dict[str, Json]:
+    message: dict[str, Json] = {"role": role, "content": _texts(parts)}
     calls = [part for part in parts if part.get("type") == "tool_call"]
     if calls:
         message["tool_calls"] = [tool_call(call.get("id"), call.get("name"), call.get("arguments")) for call in calls]
-    return [message]
+    return message
 
 
 def _texts(parts: list[dict[str, Any]]) -> str | None:
