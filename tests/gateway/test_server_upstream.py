@@ -274,6 +274,52 @@ def test_a_client_that_goes_away_ends_the_upstreams_work_too(tmp_path):
         assert front.calls("a")[0].error == "client cut the connection"
 
 
+TOO_MANY = "'max_tokens' is too large: 32000 > 32768 - 20000"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_that_messages_demand_is_left_out_where_the_upstream_refuses_it(tmp_path, stream):
+    limits = []
+
+    async def chat(request):
+        limits.append((await request.json()).get("max_tokens"))
+        if limits[-1] is not None:
+            return JSONResponse({"error": {"message": TOO_MANY}}, 400)
+        chunk = {"choices": [{"index": 0, "delta": {"content": "19"}, "finish_reason": "stop"}]}
+        events = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        return Response(events, media_type="text/event-stream") if stream else JSONResponse(chunk)
+
+    with _upstream(tmp_path, chat) as front:
+        body = {"model": "m", "messages": USER, "max_tokens": 32_000, "stream": stream}
+        headers = {"authorization": f"Bearer {front.key('a')}"}
+        reply = httpx.post(f"{front.url}/v1/messages", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        assert "19" in reply.text
+        (call,) = front.calls("a")
+        assert limits == [32_000, None]
+        assert call.sampling["left_out"] == {"max_tokens": 32_000}
+        assert "max_tokens" not in call.sampling
+        chat_reply = httpx.post(f"{front.url}/v1/chat/completions", json=body, headers=headers)
+        assert (chat_reply.status_code, chat_reply.json()["error"]["message"]) == (400, TOO_MANY)
+        assert limits[2:] == [32_000]  # this form demands no limit: who gives one means it
+
+
+def test_what_is_refused_without_a_limit_too_is_told_and_recorded_as_it_was_asked(tmp_path):
+    said = []
+
+    async def chat(request):
+        said.append(f"no, {len(said)}")
+        return JSONResponse({"error": {"message": said[-1]}}, 400)
+
+    with _upstream(tmp_path, chat) as front:
+        body = {"model": "m", "messages": USER, "max_tokens": 32_000}
+        reply = httpx.post(f"{front.url}/v1/messages", json=body, headers={"authorization": f"Bearer {front.key('a')}"})
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, "no, 0")
+        (call,) = front.calls("a")
+        assert (call.sampling["max_tokens"], call.error, len(said)) == (32_000, "no, 0", 2)
+        assert "left_out" not in call.sampling
+
+
 class _upstream:
     """A gateway before a scripted server."""
 

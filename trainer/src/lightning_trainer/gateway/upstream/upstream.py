@@ -22,6 +22,7 @@ from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION
 from lightning_trainer.gateway.calls.answers import Ready, Record
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.calls.seeds import PromptCounter
+from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import masked
 from lightning_trainer.gateway.request.chat_request import SHAPING
 from lightning_trainer.gateway.request.pending import PendingCall
@@ -268,6 +269,30 @@ class UpstreamPolicy:
         assembly: Assembly,
         sender: ResponseSender,
     ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Ask one replica, and once more without a soft limit where it refuses: only it counts the prompt's tokens."""
+        try:
+            return await self._asked_once(replica, pending, sampling, assembly, sender)
+        except Refusal as refusal:
+            if refusal.status != 400 or not pending.soft_limit or "max_tokens" not in sampling:
+                raise
+            first = refusal
+        pending.left_out["max_tokens"] = sampling.pop("max_tokens")
+        try:
+            return await self._asked_once(replica, pending, sampling, assembly, sender)
+        except Refusal as refusal:
+            if refusal.status != 400:
+                raise
+            sampling["max_tokens"] = pending.left_out.pop("max_tokens")
+            raise first from None
+
+    async def _asked_once(
+        self,
+        replica: Replica,
+        pending: PendingCall,
+        sampling: dict[str, Any],
+        assembly: Assembly,
+        sender: ResponseSender,
+    ) -> dict[str, Any] | list[dict[str, Any]]:
         """Ask one replica. Returns a whole answer, or the chunks that end a stream; those before are sent."""
         dialect = await self._http.dialect(replica)
         if pending.grant.attempt_id is not None and not self.upstream.any_model:
@@ -288,6 +313,8 @@ class UpstreamPolicy:
 
     def _body(self, dialect: Dialect, pending: PendingCall, sampling: dict[str, Any]) -> dict[str, Any]:
         body = {**pending.request, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
+        if "max_tokens" in pending.left_out:
+            del body["max_tokens"]
         if dialect != "plain" and not self.upstream.any_model and pending.grant.attempt_id is not None:
             for name, value in _OPEN.items():
                 body[name] = sampling.setdefault(name, value)
