@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 
 import httpx
 import pytest
-from fakes import FakeEngine, served
+from fakes import ByteTokenizer, FakeEngine, served
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from lightning_spans.errors import StoreError
+from lightning_spans.record import stalls
 from lightning_spans.schema.json import to_json
 from lightning_trainer.cli.servers import serving
 from lightning_trainer.gateway.http import masking
@@ -83,7 +85,49 @@ def test_an_upstreams_key_and_password_reach_no_agent_no_record_and_no_log(tmp_p
         behind.stop()
     assert len(texts) == 4 + 3 + 4
     assert "***" in texts[0]
-    assert not any("hush" in text for text in texts)
+    assert not any("hush" in text for text in [*texts, caplog.text])
+
+
+def test_the_password_of_an_upstreams_address_is_in_no_warning_about_it(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(stalls._bounds, "upstream", 1e-9)
+    waits = []
+
+    async def models(request):
+        return JSONResponse({"data": [{"id": "m", "owned_by": request.path_params["kind"]}]})
+
+    async def chat(request):
+        waits.extend(map(str, stalls.stalls()))
+        return JSONResponse({"choices": [{"index": 0, "message": {"content": "x"}, "finish_reason": "stop"}]})
+
+    async def completions(request):
+        top = {"tokens": ["a"], "token_logprobs": [-1.0], "top_logprobs": [{"a": -1.0}]}
+        return JSONResponse({"choices": [{"index": 0, "text": "a", "logprobs": top}]})
+
+    pages = {"models": models, "chat/completions": chat, "completions": completions}
+    routes = [Route(f"/{{kind}}/{path}", page, methods=["GET", "POST"]) for path, page in pages.items()]
+    behind = ServerThread(Starlette(routes=routes))
+    place = behind.start().replace("://", "://user:hush-password@")
+    upstreams = [Upstream("plain", f"{place}/plain", tokenizer=ByteTokenizer()), Upstream("vllm", f"{place}/vllm")]
+    try:
+        with served(tmp_path, upstreams=upstreams) as server, httpx.Client(base_url=server.url) as client:
+            for model in ("plain", "vllm"):
+                headers = {"authorization": f"Bearer {server.key(model)}"}
+                body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
+                assert client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    finally:
+        behind.stop()
+    told = [record.getMessage() for record in caplog.records]
+    assert any("***@" in text and "is sent messages although" in text for text in told)
+    assert any("***@" in text and "log-probabilities at temperature 1" in text for text in told)
+    assert len(waits) == 2
+    assert not any("hush" in text for text in [*told, *waits])
+
+
+def test_every_logger_of_the_gateway_masks():
+    import lightning_trainer.gateway as package
+
+    modules = list(Path(package.__path__[0]).rglob("*.py"))
+    assert [path.name for path in modules if "getLogger(" in path.read_text()] == ["masking.py"]
 
 
 def test_an_attempts_error_is_kept_without_keys(ask, server, running_attempt):

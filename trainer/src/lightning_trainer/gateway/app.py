@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -32,6 +31,7 @@ from lightning_trainer.gateway.http.asgi import ClientGoneError, send_bytes, sen
 from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_down
 from lightning_trainer.gateway.http.health import Health
 from lightning_trainer.gateway.http.intake import Intake
+from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.http.route import KeyedRoute
 from lightning_trainer.gateway.ingest.otlp import OtlpReceiver
@@ -49,7 +49,7 @@ from lightning_trainer.gateway.upstream.control import UpstreamControl
 from lightning_trainer.gateway.upstream.upstream import Upstream, UpstreamPolicy
 from lightning_trainer.gateway.watched import WatchedEngine, watched_store
 
-logger = logging.getLogger(__name__)
+logger = masking_logger(__name__)
 
 
 class App(FastAPI):

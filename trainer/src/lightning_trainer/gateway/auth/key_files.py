@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.auth.keys import LIFE_S, Grant, KeyRefusedError, Keys, Scope
 from lightning_trainer.gateway.auth.register import write_private
+from lightning_trainer.gateway.http.masking import masking_logger
 
-logger = logging.getLogger(__name__)
+logger = masking_logger(__name__)
 _AGAIN_S: Final = 60.0  # between tries to write a file that can't be written
 
 

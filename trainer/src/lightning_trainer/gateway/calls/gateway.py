@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.http.asgi import ClientGoneError, headers, send_bytes, send_json, unless_gone
 from lightning_trainer.gateway.http.errors import Refusal, store_down
 from lightning_trainer.gateway.http.intake import Intake
+from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.ingest.writer import RecordWriter
 from lightning_trainer.gateway.replay.answer import HEADER
@@ -29,7 +29,7 @@ from lightning_trainer.gateway.surfaces.messages import MessagesSurface
 from lightning_trainer.gateway.surfaces.surface import Surface
 from lightning_trainer.naming import agent_of
 
-logger = logging.getLogger(__name__)
+logger = masking_logger(__name__)
 CLIENT_GONE = "client cut the connection"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -40,3 +41,15 @@ def masked(text: str) -> str:
     for pattern, shown in _PATTERNS:
         text = pattern.sub(shown, text)
     return text
+
+
+def masking_logger(name: str) -> logging.Logger:
+    """Return a logger whose messages are masked, whoever handles them: a process may set up logging of its own."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_mask)
+    return logger
+
+
+def _mask(record: logging.LogRecord) -> bool:
+    record.msg, record.args = masked(record.getMessage()), None
+    return True

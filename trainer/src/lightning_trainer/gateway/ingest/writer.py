@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -10,8 +9,9 @@ from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store
 from lightning_spans.store.commit import GroupCommit
+from lightning_trainer.gateway.http.masking import masking_logger
 
-logger = logging.getLogger(__name__)
+logger = masking_logger(__name__)
 _MOST_AT_ONCE: Final = 2000  # records in one transaction; SQLite's best rate is reached at about 1,000
 _GATHER_S: Final = 0.005  # at least, where others are expected
 _MOST_GATHER_S: Final = 0.025  # of answers that take a model a hundred times as long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -14,6 +13,7 @@ import orjson
 from lightning_spans.record.stalls import Wait, waiting
 from lightning_spans.record.unrecorded import asked_by_training
 from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.upstream.dialects import Dialect, as_chat, dialect_of
 from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of, refusal_of
 from lightning_trainer.gateway.upstream.replicas import Replica
@@ -21,7 +21,7 @@ from lightning_trainer.gateway.upstream.replicas import Replica
 if TYPE_CHECKING:
     import aiohttp
 
-logger = logging.getLogger(__name__)
+logger = masking_logger(__name__)
 MOST_BYTES: Final = 64 * 2**20  # of one answer; 100,000 tokens with ids and log-probabilities are about 20 MB
 _UNWELL = frozenset({502, 503, 504})  # another replica may do better
 

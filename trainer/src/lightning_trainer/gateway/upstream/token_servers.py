@@ -6,7 +6,6 @@ tokenizer that was named for it. Reasoning and tool calls are read out of its to
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -14,13 +13,14 @@ import orjson
 
 from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.gateway.request.constraints import FORMS, Constraint, Form
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.replicas import Replica
 from lightning_trainer.gateway.upstream.token_protocols import CompletionsProtocol, SglangProtocol, TokenServer
 
-logger = logging.getLogger(__name__)
+logger = masking_logger(__name__)
 _TALK: Final = (
     {"role": "user", "content": "Na\u00efve \u03a9 <b>12 + 7</b>?\n\n  1234567"},
     {"role": "assistant", "content": "19, I'd say."},

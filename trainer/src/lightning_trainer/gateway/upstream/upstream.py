@@ -117,7 +117,7 @@ class UpstreamPolicy:
         self.version: int | None = None  # told by `resume`; None: the routing's
         self._counter = PromptCounter()
         self._probing: asyncio.Task[None] | None = None
-        self._waits_for = f"{upstream.url} to answer for {upstream.model}"
+        self._waits_for = f"{masked(upstream.url)} to answer for {upstream.model}"
         self._http = Connection(
             upstream.key, silence_s=upstream.silence_s, total_s=upstream.total_s, waits_for=self._waits_for
         )
