@@ -20,6 +20,7 @@ from lightning_trainer.forks import Recorded, plan
 from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.requests import difference, read_request
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.naming import parse_rules
 
 USER = [{"role": "user", "content": "What is 12+7?"}]
 MORE = [*USER, {"role": "assistant", "content": "19"}, {"role": "user", "content": "And 1 more?"}]
@@ -221,6 +222,31 @@ def test_agents_are_told_apart(server, record):
         with pytest.raises(openai.ConflictError, match="the record has no call of `three`; it has calls of one, two"):
             ask(replay, extra_headers={"x-lightning-agent": "three"})
     assert found == ["of two", "of one"]
+
+
+@pytest.mark.parametrize(
+    ("path", "titled"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "system", "content": "You are a title generator."}, *USER]}),
+        ("/v1/messages", {"messages": USER, "system": "You are a title generator."}),
+    ],
+)
+def test_agents_that_rules_name_are_told_apart(server, record, path, titled):
+    rules = parse_rules(["title=system:title generator"])
+    server.app.state.routing = Routing(agents=("*",), seed=1, unnamed="agent", name_by=rules)
+    server.engine.play(["a title", "an answer"])
+
+    def told(attempt, replay=None):
+        headers = {"authorization": f"Bearer {server.key(attempt, agent='agent', replay=replay)}"}
+        for body in (titled, {"messages": USER}):
+            asked = {"model": "policy", "max_tokens": 20, **body}
+            reply = httpx.post(f"{server.url}{path}", json=asked, headers=headers)
+            assert reply.status_code == 200, reply.text
+        return [(call.agent, call.choices[0].message["content"]) for call in server.calls(attempt)]
+
+    recorded = told(record)
+    assert recorded == [("title", "a title"), ("agent", "an answer")]
+    assert told(f"{record} again", Replay(attempt_id=record)) == recorded
 
 
 def test_namesakes_are_told_apart_by_where_they_stand(server, record):

@@ -146,9 +146,13 @@ class Gateway:
         step: ReplayStep | None = None
         try:
             if pending.grant.replay:
-                sampled = lambda: self._samples(pending, routing)  # noqa: E731 - asked once
-                asks = sent.get(HEADER.encode()) == ASKS
-                step = await self._replays.step(surface, pending, asks=asks, sampled=sampled)
+                step = await self._replays.step(
+                    surface,
+                    pending,
+                    asks=sent.get(HEADER.encode()) == ASKS,
+                    name=lambda asked: _name(pending, asked, routing, sent),
+                    sampled=lambda: self._samples(pending, routing),
+                )
                 if isinstance(step.decision, Own):
                     await send_own(send)
                     return
@@ -159,8 +163,7 @@ class Gateway:
             pending.request, pending.keeps_id = exchange.asked, exchange.keeps_id
             pending.left_out |= exchange.left_out
             pending.soft_limit = exchange.demands_limit
-            if AGENT_HEADER not in sent:
-                pending.agent = agent_of(routing.name_by, pending.request, pending.policy, sent) or pending.agent
+            _name(pending, pending.request, routing, sent)
             sender = ResponseSender(send, exchange, pending)
             if step is not None and not step.is_drawn:
                 given = self._give(step, pending, sender, kept.record, routing)
@@ -247,6 +250,12 @@ class Gateway:
             hint = ". This call names no agent: send x-lightning-agent, or ask for one of these" if nameless else ""
             raise _unknown(pending.policy, self._policies, hint)
         return policy
+
+
+def _name(pending: PendingCall, asked: Mapping[str, Any], routing: Routing, sent: Mapping[bytes, bytes]) -> None:
+    """Name the agent of a call by the rules, where its sender does not."""
+    if AGENT_HEADER not in sent:
+        pending.agent = agent_of(routing.name_by, asked, pending.policy, sent) or pending.agent
 
 
 def _unknown(name: str, known: Iterable[str], hint: str = "") -> Refusal:

@@ -121,7 +121,13 @@ class ReplayGate:
         self._intake = intake
 
     async def step(
-        self, surface: Surface, pending: PendingCall, *, asks: bool, sampled: Callable[[], bool]
+        self,
+        surface: Surface,
+        pending: PendingCall,
+        *,
+        asks: bool,
+        name: Callable[[Mapping[str, Any]], None],
+        sampled: Callable[[], bool],
     ) -> ReplayStep:
         """Decide on a model call, and mark its record.
 
@@ -129,6 +135,7 @@ class ReplayGate:
             surface: by which it came.
             pending: the call; its request is as it came.
             asks: whether its sender can send it on to its own endpoint.
+            name: names its agent, given its request as a chat completion: the record knows it by that name.
             sampled: whether a policy of the server answers its agent.
 
         Raises:
@@ -136,9 +143,12 @@ class ReplayGate:
         """
         session = await self._sessions.of(str(pending.grant.attempt_id))
         try:
-            chat = read_request(surface.begin(pending.request, pending.grant.attempt_id).asked)
+            asked = surface.begin(pending.request, pending.grant.attempt_id).asked
         except Refusal:  # it can still be one of the program's own endpoint
             chat = None
+        else:
+            name(asked)
+            chat = read_request(asked)
         span = (pending.trace_id, pending.span_id) if pending.trace_id and pending.span_id else None
         request = ReplayRequest(pending.agent, chat, read_request(pending.request), span, sampled=not asks or sampled())
         decision = session.call(request)
