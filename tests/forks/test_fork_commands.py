@@ -16,6 +16,7 @@ from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.naming import parse_rules
 from lightning_trainer.replaying.running import Program, from_run
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run.local import serving
@@ -42,14 +43,15 @@ print(len(ask("judge " + draft)) / 99)
 """
 
 
-def record(store: str, job: Job, folder: Path) -> None:
+def record(store: str, job: Job, folder: Path, *rules: str) -> None:
     """Run the command once."""
     kept = open_store(store)
     runner = Runner(job, workers=1, concurrency=1, logs=folder)
     runner.start()
     try:
         engine = FakeEngine(lambda prompt: f"drawn {len(prompt)}")
-        with serving(kept, runner, routing=Routing(agents=("*",), seed=1, unnamed="agent"), engine=engine) as local:
+        routing = Routing(agents=("*",), seed=1, unnamed="agent", name_by=parse_rules(rules))
+        with serving(kept, runner, routing=routing, engine=engine) as local:
             made = Rollout(rollout_id="r", group_id="r", task={"q": "a poem"}, timeout_s=600.0)
             (outcome,) = local.run([made], Silent(), "recording")
             assert outcome.error is None
@@ -102,6 +104,25 @@ def test_a_command_replays_and_forks_where_its_tools_may_run(words: list[str]) -
     assert "message 1 (user) differs" in told["ended"][0]["reason"]
 
 
+def test_a_command_whose_agents_rules_name_replays_and_forks(words: list[str], tmp_path: Path) -> None:
+    rules = ["judge=model:own"]
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    store = str(run_folder / "lightning.db")
+    record(store, Job(command=words[1]), tmp_path, *rules)
+    same = [*words[:2], "--store", store, *words[4:]]
+    told = run("fork", *same, "--tools", "run", "--dry-run", status=2)
+    assert "the record has no call of `agent`; it has calls of judge" in told["ended"][0]["reason"]
+    named = [*same, "--name-by", *rules]
+    assert run("fork", *named, "--tools", "run", "--dry-run")["replays"] is True
+    told = run("fork", *named, "--tools", "run", "--call", "1", "--say", "quite good")
+    assert told["continuations"][0]["reward"] == pytest.approx(len("quite good") / 99)
+    (run_folder / "config.json").write_text(json.dumps({"command": words[1], "name_by": rules}))
+    for more in (same, named):
+        (replayed,) = run("replay", *more, "--run-tools", "*")["replays"]
+        assert (replayed["succeeds"], replayed["parted"]) == (True, None)
+
+
 def test_the_command_of_a_run_works_again_in_a_folder_of_its_own(words: list[str], tmp_path: Path) -> None:
     project, run_folder = tmp_path / "project", tmp_path / "run"
     project.mkdir()
@@ -111,7 +132,7 @@ def test_the_command_of_a_run_works_again_in_a_folder_of_its_own(words: list[str
     work = Work(workdir=str(project), reward_command=count)
     program = f"{sys.executable} {tmp_path / 'agent.py'}"
     store = str(run_folder / "lightning.db")
-    record(store, Job(command=program, work=work), tmp_path)
+    record(store, Job(command=program, work=work), tmp_path, "clerk=model:own")
     options = {"command": program, **asdict(work), "name_by": ["clerk=model:own"]}
     (run_folder / "config.json").write_text(json.dumps(options))
     same = ["--store", store, "--rollout", "r", "--workers", "1", "--json"]

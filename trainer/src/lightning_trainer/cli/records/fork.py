@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.cli.options import print_json, read_key, screen, store_option
+from lightning_trainer.cli.options import name_by_option, print_json, read_key, screen, store_option
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _SHORT = 80  # characters of an answer that a line shows
 @click.option("--model", help="What answers after it: a run, checkpoint, model folder or name. [default: the run's]")
 @click.option("--endpoint", metavar="URL", help="Or an OpenAI-compatible server; --model then names what it is asked.")
 @click.option("--agents", metavar="NAME,...", help="Whose calls it answers. [default: those a policy answered]")
+@name_by_option
 @click.option("--uncoupled", is_flag=True, help="Draw every later call anew, also where its request is as recorded.")
 @click.option(
     "--tools",
@@ -96,6 +97,7 @@ def command(
         command=flags.pop("program"),
         reward=flags.pop("reward"),
         agents=names(agents) or None if agents is not None else None,
+        name_by=flags.pop("name_by"),
         subject=subject,
         load={name: value for name, value in load.items() if value is not None},
         **sampling,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.cli.options import print_json, screen, store_option
+from lightning_trainer.cli.options import name_by_option, print_json, screen, store_option
 from lightning_trainer.cli.records.fork import names, subject_of
 from lightning_trainer.report.terminal import decimal, printable
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.option("--model", help="Another model answers the agents: a run, checkpoint, model folder or name.")
 @click.option("--endpoint", metavar="URL", help="Or an OpenAI-compatible server; --model then names what it is asked.")
 @click.option("--agents", metavar="NAME,...", help="Whose calls it answers. [default: those a policy answered, or all]")
+@name_by_option
 @click.option("--run-tools", default="", metavar="NAME,...", help="Tools that are run; others get recorded results.")
 @click.option("--stop", is_flag=True, help="End a replay at its first difference, in place of going on.")
 @click.option("--success", type=float, help="Least reward that is a success. [default: the recorded one]")
@@ -45,6 +46,7 @@ def command(
     model: str | None,
     endpoint: str | None,
     agents: str | None,
+    name_by: tuple[str, ...],
     run_tools: str,
     rollouts: tuple[str, ...],
     file: Path | None,
@@ -73,6 +75,7 @@ def command(
             command=program,
             reward=reward,
             agents=names(agents) or None if agents is not None else None,
+            name_by=name_by,
             subject=subject_of(model, endpoint, os.environ.get("LIGHTNING_UPSTREAM_KEY")),
             **sampling,
         ),
