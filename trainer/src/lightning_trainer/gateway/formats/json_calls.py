@@ -58,7 +58,7 @@ def llama_json(text: str, tools: Tools) -> Calls:  # noqa: ARG001
     return calls, ""
 
 
-_MISTRAL_NAME: Final = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*([\w-]+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_MISTRAL_NAME: Final = re.compile(r"\s*+([\w.-]+)\s*+(?:\[CALL_ID\]\s*+([\w-]+)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
 
 
 def mistral(text: str, tools: Tools) -> Calls:  # noqa: ARG001
@@ -129,8 +129,8 @@ def kimi(text: str, tools: Tools) -> Calls:  # noqa: ARG001
 
 
 _HARMONY: Final = re.compile(
-    r"\s*(?:<\|start\|>assistant)?\s*(?:<\|channel\|>(?:commentary|analysis))?\s*to=functions\.([\w.-]+)\s*"
-    r"(?:<\|channel\|>(?:commentary|analysis))?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*<\|message\|>"
+    r"\s*+(?:<\|start\|>assistant\s*+)?(?:<\|channel\|>(?:commentary|analysis)\s*+)?to=functions\.([\w.-]+)\s*+"
+    r"(?:<\|channel\|>(?:commentary|analysis)\s*+)?(?:<\|constrain\|>\s*+)?(?:json\s*+)?<\|message\|>"
 )
 
 

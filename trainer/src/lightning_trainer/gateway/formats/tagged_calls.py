@@ -5,32 +5,50 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_trainer.gateway.formats.calls import Calls, Tools, WrittenCall, as_name, parse_json, typed
+from lightning_trainer.gateway.formats.calls import Calls, Tools, WrittenCall, as_name, parse_json, skip_space, typed
+
+# An expression with `.*?` is tried at one place at a time: where its end is missing, a search would begin again at each
+# of its beginnings, and read the rest of the answer each time.
 
 
 def _blocks(text: str, call: re.Pattern[str], mark: str, read: Callable[[re.Match[str]], WrittenCall]) -> Calls:
-    found = list(call.finditer(text))
-    left = call.sub("", text)
-    if not found or mark in left:
-        raise ValueError("a call that is not whole")
-    return [read(match) for match in found], left
+    calls, left, at = [], [], 0
+    while (found := text.find(mark, at)) >= 0:
+        match = call.match(text, found)
+        if match is None:
+            raise ValueError("a call that is not whole")
+        left.append(text[at:found])
+        calls.append(read(match))
+        at = match.end()
+    if not calls:
+        raise ValueError("no call")
+    return calls, "".join([*left, text[at:]])
+
+
+def _one_after_another(text: str, part: re.Pattern[str], parts: str) -> Iterator[re.Match[str]]:
+    """Return the parts of which a text is made, with white space between them and nothing else."""
+    at = skip_space(text, 0)
+    while at < len(text):
+        match = part.match(text, at)
+        if match is None:
+            raise ValueError(f"something stands between the {parts}")
+        yield match
+        at = skip_space(text, match.end())
 
 
 def _arguments(body: str, pair: re.Pattern[str], value: Callable[[str, re.Match[str]], Any]) -> dict[str, Any]:
-    found = list(pair.finditer(body))
-    if pair.sub("", body).strip():
-        raise ValueError("something stands between the parameters")
+    found = list(_one_after_another(body, pair, "parameters"))
     names = [match[1].strip() for match in found]
     if len(set(names)) != len(names):
         raise ValueError("a parameter twice")
     return {name: value(name, match) for name, match in zip(names, found, strict=True)}
 
 
-_QWEN: Final = re.compile(r"<tool_call>\s*<function=([^>\n]+)>\s*?(.*?)</function>\s*(?:</tool_call>|\Z)", re.DOTALL)
+_QWEN: Final = re.compile(r"<tool_call>\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z)", re.DOTALL)
 _QWEN_PAIR: Final = re.compile(
     r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
 )  # a value may hold the tag's text
@@ -50,8 +68,8 @@ def qwen_xml(text: str, tools: Tools) -> Calls:
 
 _GLM: Final = re.compile(r"<tool_call>\s*([^\s<]+)\s*((?:<arg_key>.*?)?)</tool_call>", re.DOTALL)
 _GLM_PAIR: Final = re.compile(
-    r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
-)
+    r"(?><arg_key>(.*?)</arg_key>\s*<arg_value>)(.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
+)  # the key ends at the first place where it can
 
 
 def glm(text: str, tools: Tools) -> Calls:
@@ -122,9 +140,7 @@ def _invoked(text: str, tags: _Tags, tools: Tools) -> Calls:
     left = tags.block.sub("", text)
     calls: list[WrittenCall] = []
     for block in tags.block.finditer(text):
-        if tags.invoke.sub("", block[1]).strip():
-            raise ValueError("something stands between the calls")
-        for each in tags.invoke.finditer(block[1]):
+        for each in _one_after_another(block[1], tags.invoke, "calls"):
             schemas = tools.get(each[1].strip(), {})
 
             def value(name: str, pair: re.Match[str], known: Mapping[str, Any] = schemas) -> Any:

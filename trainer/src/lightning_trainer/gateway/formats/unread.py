@@ -60,11 +60,11 @@ def _called(text: str, name: str) -> bool:
     """Whether a tool's name is followed by an object or by named arguments, or stands as a tag's attribute."""
     own = rf"(?<![\w-])(?:functions?\.?)?{re.escape(name)}"
     ways = (
-        rf"{own}(?::\d+)?\s*(?:<[^<>\n]*>|```)?\s*(?:json)?\s*\{{",  # functions.NAME:0 {"a": 1}
+        rf"{own}(?::\d+)?\s*+(?:(?:<[^<>\n]*>|```)\s*+)?(?:json\s*+)?\{{",  # functions.NAME:0 {"a": 1}
         rf"{own}(?:\.call)?\(\s*\w+\s*=",  # NAME(a=1)
         rf"<[\w:.|-]+(?:\s+\w+)?\s*=\s*[\"']?{re.escape(name)}[\"']?[\s/>]",  # <function=NAME>, <invoke name="NAME">
         rf"{own}\s*<arg_key>",
-        rf"(?m)^\s*Action\s*:\s*{re.escape(name)}\s*$",
+        rf"(?m)^[^\S\n]*+Action\s*+:\s*+{re.escape(name)}[^\S\n]*+$",
     )
     return any(re.search(way, text) for way in ways)
 
