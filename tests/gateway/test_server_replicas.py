@@ -34,6 +34,7 @@ class Behind:
     def __init__(self, answer=None, *, owner="vllm"):
         self.owner = owner
         self.asked = []
+        self.unlisted = []  # statuses with which the list of models is refused, one after the other
         self.answer = answer or (lambda body: JSONResponse(completion("ok")))
         routes = [Route("/v1/models", self._models)]
         paths = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize")
@@ -41,6 +42,8 @@ class Behind:
         self.thread = ServerThread(Starlette(routes=routes))
 
     async def _models(self, request):
+        if self.unlisted:
+            return JSONResponse({"error": {"message": "not now"}}, self.unlisted.pop(0), {"retry-after": "7"})
         return JSONResponse({"object": "list", "data": [{"id": "m", "owned_by": self.owner}]})
 
     async def _ask(self, request):
@@ -232,6 +235,73 @@ def test_homes_are_bounded_and_forgotten():
 def test_replicas_are_named_in_one_option():
     found = parse_upstream("m=http://a:1, http://b:2/v2")
     assert (found.model, found.url, found.replicas) == ("m", "http://a:1/v1", ("http://b:2/v2",))
+
+
+# What kind of server it is.
+
+
+def tokens(front, attempt="a"):
+    return [call.choices[0].token_ids if call.choices else None for call in front.calls(attempt)]
+
+
+@pytest.mark.parametrize("status", [400, 408, 429, 500])
+def test_a_list_of_models_that_fails_once_costs_one_call_and_no_tokens(tmp_path, status):
+    behind = Behind()
+    behind.unlisted = [status]
+    with gateway(tmp_path, behind) as front:
+        refused = front.post({"messages": USER})
+        assert (refused.status_code, refused.headers["retry-after"]) == (status, "7")
+        assert f"/v1/models answered {status}: not now" in refused.json()["error"]["message"]
+        assert front.post({"messages": USER}).status_code == 200
+        assert tokens(front) == [None, (5, 6)]
+
+
+def test_a_list_of_models_that_is_elsewhere_is_an_error_that_says_so(tmp_path):
+    behind = Behind()
+    behind.unlisted = [307]
+    with gateway(tmp_path, behind) as front:
+        refused = front.post({"messages": USER})
+    assert (refused.status_code, "redirects are not followed" in refused.text) == (502, True)
+
+
+@pytest.mark.parametrize("again_s", [60.0, 0.0])
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_server_without_a_list_of_models_serves_and_is_asked_for_one_again(
+    tmp_path, monkeypatch, caplog, status, again_s
+):
+    monkeypatch.setattr("lightning_trainer.gateway.upstream.connection._AGAIN_S", again_s)
+    behind = Behind(lambda body: JSONResponse(completion("ok", ids=(5, 6) if "return_token_ids" in body else ())))
+    behind.unlisted = [status, status]
+    with gateway(tmp_path, behind) as front, caplog.at_level(logging.WARNING):
+        assert [front.post({"messages": USER}).status_code for _ in range(4)] == [200] * 4
+        assert tokens(front) == ([None] * 4 if again_s else [None, None, (5, 6), (5, 6)])
+    assert caplog.text.count(f"/v1/models answered {status}, so this server is asked as one that sends no tokens") == 1
+
+
+def test_a_key_that_opens_nothing_is_told_in_the_servers_words(tmp_path):
+    behind = Behind(lambda body: JSONResponse({"error": {"message": "wrong key"}}, 401))
+    behind.unlisted = [401]
+    with gateway(tmp_path, behind) as front:
+        refused = front.post({"messages": USER})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (401, "wrong key")
+
+
+def test_a_replica_that_lost_its_list_of_models_is_not_well_and_stays_what_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_trainer.gateway.upstream.upstream._PROBE_S", 0.05)
+    behind = Behind()
+    with gateway(tmp_path, behind) as front:
+        front.post({"messages": USER})
+        well, behind.answer = behind.answer, lambda body: Response("starting", 503)
+        behind.unlisted = [404, 405] * 5
+        assert front.post({"messages": USER}).status_code == 503
+        until = time.monotonic() + 10
+        while behind.unlisted:
+            health = httpx.get(f"{front.url}/healthz").json()["upstreams"]["m"]["well"]
+            assert (health, time.monotonic() < until) == (0, True) or not behind.unlisted
+            time.sleep(0.02)
+        behind.answer = well
+        assert front.post({"messages": USER}).status_code == 200
+        assert tokens(front) == [(5, 6), None, (5, 6)]
 
 
 # While weights change.

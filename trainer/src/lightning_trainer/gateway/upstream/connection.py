@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -24,6 +26,14 @@ if TYPE_CHECKING:
 logger = masking_logger(__name__)
 MOST_BYTES: Final = 64 * 2**20  # of one answer; 100,000 tokens with ids and log-probabilities are about 20 MB
 _UNWELL = frozenset({502, 503, 504})  # another replica may do better
+_UNLISTED: Final = frozenset({401, 403, 404, 405})  # there is no list of models, or not for this key
+_AGAIN_S: Final = 60.0  # after which a server without a list is asked for one again: it may have been starting
+
+_TOLD_UNLISTED: Final = (
+    "%s answered %d, so this server is asked as one that sends no tokens, and its calls are not trained on. If it is"
+    " vLLM, SGLang or a gateway of ours, let this path through to it, with a key that may read it. It is asked again"
+    " every %g s."
+)
 
 
 class Connection:
@@ -106,31 +116,49 @@ class Connection:
                 body.end()
 
     async def dialect(self, replica: Replica) -> Dialect:
-        """Say how a replica is asked for tokens; found out once.
-
-        Raises:
-            BrokenError: it can't be reached.
-        """
-        if replica.dialect is None:
-            async with self._asking:
-                if replica.dialect is None:
-                    replica.dialect = dialect_of(await self.models(replica))
-        return replica.dialect
-
-    async def models(self, replica: Replica) -> bytes:
-        """Return what ``/models`` says; nothing where there is no such page.
+        """Say how a replica is asked for tokens; found out once, where it lists its models.
 
         Raises:
             BrokenError: it can't be reached, or is not well.
         """
+        if replica.dialect is None or time.monotonic() >= replica.again_at:
+            async with self._asking:
+                if replica.dialect is None or time.monotonic() >= replica.again_at:
+                    return await self.find_out(replica)
+        return replica.dialect
+
+    async def find_out(self, replica: Replica) -> Dialect:
+        """Ask a replica what it is; where it is not what it was, nothing else that was found out holds.
+
+        Raises:
+            BrokenError: it can't be reached, or is not well.
+        """
+        listed = await self.models(replica)
+        replica.again_at = math.inf if listed is not None else time.monotonic() + _AGAIN_S
+        found = "plain" if listed is None else dialect_of(listed)
+        if found != replica.dialect:
+            replica.dialect, replica.raw_logprobs, replica.tokens, replica.form = found, None, None, None
+        return found
+
+    async def models(self, replica: Replica) -> bytes | None:
+        """Return what ``/models`` says; None where there is no such page, or none for this key.
+
+        Raises:
+            BrokenError: it can't be reached, is not well, or had such a page before.
+        """
         import aiohttp
 
+        url = f"{replica.url}/models"
         try:
             timeout = aiohttp.ClientTimeout(total=30.0)
-            async with self._client().get(f"{replica.url}/models", timeout=timeout, allow_redirects=False) as response:
-                if response.status >= 500:
-                    raise BrokenError(refusal_of(response.status, await self.read(response)))
-                return await self.read(response) if response.status == 200 else b"{}"
+            async with self._client().get(url, timeout=timeout, allow_redirects=False) as response:
+                if response.status == 200:
+                    return await self.read(response)
+                if response.status in _UNLISTED and replica.dialect in {None, "plain"}:
+                    if replica.dialect is None:
+                        logger.warning(_TOLD_UNLISTED, url, response.status, _AGAIN_S)
+                    return None
+                raise BrokenError(_not_listed(url, response, await self.read(response)))
         except (aiohttp.ClientError, TimeoutError) as error:
             told = failed(f"{replica.url} did not answer: {type(error).__name__}: {error}")
             raise BrokenError(told) from error
@@ -198,6 +226,14 @@ class Connection:
                 auto_decompress=False,
             )
         return self._session
+
+
+def _not_listed(url: str, response: aiohttp.ClientResponse, body: bytes) -> Refusal:
+    """Return what a call is told whose server could not be asked what it is."""
+    if response.status < 400:
+        return failed(f"{url} answered {response.status} and no list of models; redirects are not followed")
+    refusal = refusal_of(response.status, body, response.headers.get("retry-after"))
+    return replace(refusal, message=f"{url} answered {response.status}: {refusal.message}")
 
 
 class Arriving:

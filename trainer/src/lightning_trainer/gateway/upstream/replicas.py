@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -27,6 +28,7 @@ class Replica:
         in_flight: calls that it answers now.
         failure: why it gets no calls; None while it is well.
         dialect: how it is asked for tokens; None: not known yet.
+        again_at: monotonic time from which it is asked for that again; never where it said what it is.
         raw_logprobs: whether its log-probabilities leave the temperature out; None: not known yet.
         tokens: how it is sent token ids, or why it is sent messages; None: not known yet.
         form: in which it takes what an answer must be, ``none`` of them; None: not known yet.
@@ -36,6 +38,7 @@ class Replica:
     in_flight: int = 0
     failure: str | None = None
     dialect: Dialect | None = None
+    again_at: float = math.inf
     raw_logprobs: bool | None = None
     tokens: TokenServer | str | None = None
     form: Form | Literal["none"] | None = None

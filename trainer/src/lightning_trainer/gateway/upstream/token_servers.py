@@ -75,10 +75,10 @@ def _told(replica: Replica, why: str) -> str:
     return why
 
 
-def _cards(listed: bytes) -> list[dict[str, Any]]:
+def _cards(listed: bytes | None) -> list[dict[str, Any]]:
     """Return the models that a server lists; its kind is known, so the list has its form unless it lies."""
     try:
-        data = orjson.loads(listed).get("data")
+        data = orjson.loads(listed or b"{}").get("data")
     except (orjson.JSONDecodeError, AttributeError):
         return []
     return [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []

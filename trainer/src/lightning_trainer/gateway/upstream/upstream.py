@@ -29,7 +29,7 @@ from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.assembly import Assembly
 from lightning_trainer.gateway.upstream.connection import Connection
-from lightning_trainer.gateway.upstream.dialects import Dialect, asking, chunks_of, dialect_of
+from lightning_trainer.gateway.upstream.dialects import Dialect, asking, chunks_of
 from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
 from lightning_trainer.gateway.upstream.parameters import refuse_unknown
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
@@ -353,8 +353,8 @@ class UpstreamPolicy:
             await asyncio.sleep(_PROBE_S)
             for replica in unwell:
                 try:
-                    replica.dialect = dialect_of(await self._http.models(replica))  # another program may be there now
-                    replica.raw_logprobs = replica.tokens = replica.form = replica.failure = None
+                    await self._http.find_out(replica)
+                    replica.raw_logprobs = replica.tokens = replica.form = replica.failure = None  # of another program
                 except BrokenError as error:
                     replica.failure = str(error)
 
