@@ -95,6 +95,20 @@ def test_tool_calls_of_an_upstream_are_on_record_as_the_agent_got_them(front, be
     assert len(kept) == 2
 
 
+def test_a_stream_of_a_completion_has_the_prompts_tokens_once_for_each_choice(behind, attempt):
+    prompt = list(b"once upon a time")
+    behind.engine.play(["a long answer", "another one"])
+    body = {"model": "tuned", "prompt": prompt, "n": 2, "stream": True, "return_token_ids": True, "max_tokens": 20}
+    headers = {"authorization": f"Bearer {behind.keys.issue('admin')}"}
+    reply = httpx.post(f"{behind.url}/v1/completions", json=body, headers=headers, timeout=30)
+    chunks = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index in (0, 1):
+        found = [choice for choice in choices if choice["index"] == index]
+        assert len(found) > 2
+        assert [choice["prompt_token_ids"] for choice in found if "prompt_token_ids" in choice] == [prompt]
+
+
 def test_what_the_agent_asked_for_is_left_in(front, attempt, client):
     reply = client.chat.completions.create(
         model="tuned", messages=USER, logprobs=True, extra_body={"return_token_ids": True}

@@ -51,6 +51,7 @@ class CompletionsExchange:
         if self._top is not None:
             asked |= {"logprobs": True, "top_logprobs": self._top}
         self._ids = flag(body, "return_token_ids")
+        self._told: set[int] = set()  # choices whose prompt was sent
         self._starts: dict[int, int] = {}  # characters sent so far, by choice
         self.asked: Mapping[str, Any] = asked
 
@@ -89,7 +90,11 @@ class CompletionsExchange:
             "finish_reason": choice.get("finish_reason"),
         }
         if self._ids:
-            out |= {"token_ids": choice.get("token_ids"), "prompt_token_ids": list(pending.prompt_token_ids or ())}
+            out["token_ids"] = choice.get("token_ids")
+            if index not in self._told and (text or out["token_ids"] or out["finish_reason"]):
+                out["prompt_token_ids"] = list(pending.prompt_token_ids or ())
+                if out["prompt_token_ids"]:  # once, as vLLM does: each chunk would be as long as the prompt
+                    self._told.add(index)
         return out
 
 
