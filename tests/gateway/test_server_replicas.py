@@ -394,6 +394,50 @@ def test_log_probabilities_without_the_temperature_are_found_out_said_and_not_tr
         assert len(behind.asked) == 5
 
 
+@pytest.mark.parametrize("raw", [True, False])
+def test_log_probabilities_without_the_temperature_are_found_out_through_another_gateway(tmp_path, raw):
+    def answer(body):
+        if "prompt" not in body:
+            return JSONResponse(completion("ok"))
+        logprob = -1.0 if raw else -1.0 * body["temperature"]
+        told = {"tokens": ["a"], "token_logprobs": [logprob], "top_logprobs": [{"a": logprob}]}
+        return JSONResponse({"choices": [{"index": 0, "text": "a", "logprobs": told, "finish_reason": "stop"}]})
+
+    for name in ("near", "far"):
+        (tmp_path / name).mkdir()
+    with gateway(tmp_path / "near", Behind(answer)) as near:
+        upstream = Upstream("m", f"{near.url}/v1", key=near.keys.issue("admin"))
+        with gateway(tmp_path / "far", upstreams=lambda _: [upstream]) as far:
+            assert far.post({"messages": USER, "temperature": 0.5}).status_code == 200
+            (call,) = far.calls("a")
+    assert call.choices[0].token_ids == (5, 6)
+    assert call.sampling.get("logprobs_temperature") == (1.0 if raw else None)
+    assert [why_untrainable(each) for each in adapt(Trace.build([], [call]))] == [OTHER_TEMPERATURE if raw else None]
+
+
+def test_a_gateway_with_its_own_engine_gives_log_probabilities_at_the_temperature(tmp_path):
+    (tmp_path / "near").mkdir()
+    with served(tmp_path / "near", FakeEngine(model="m")) as near:
+        upstream = Upstream("m", f"{near.url}/v1", key=near.keys.issue("admin"))
+        with gateway(tmp_path, upstreams=lambda _: [upstream]) as far:
+            assert far.post({"messages": USER, "temperature": 0.5}).status_code == 200
+            (call,) = far.calls("a")
+    assert call.choices[0].logprobs
+    assert "logprobs_temperature" not in call.sampling
+
+
+def test_a_gateway_before_a_server_that_completes_no_texts_serves_at_every_temperature(tmp_path):
+    def answer(body):
+        return Response("no such page", 404) if "prompt" in body else JSONResponse(completion("ok", ids=()))
+
+    (tmp_path / "near").mkdir()
+    with gateway(tmp_path / "near", Behind(answer, owner="somebody")) as near:
+        upstream = Upstream("m", f"{near.url}/v1", key=near.keys.issue("admin"))
+        with gateway(tmp_path, upstreams=lambda _: [upstream]) as far:
+            assert far.post({"messages": USER, "temperature": 0.5}).status_code == 200
+            assert "logprobs_temperature" not in far.calls("a")[0].sampling
+
+
 def test_a_server_that_says_it_is_vllm_and_has_no_completions_is_explained(tmp_path):
     def answer(body):
         if "prompt" in body:

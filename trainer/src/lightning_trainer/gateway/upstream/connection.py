@@ -27,6 +27,9 @@ logger = masking_logger(__name__)
 MOST_BYTES: Final = 64 * 2**20  # of one answer; 100,000 tokens with ids and log-probabilities are about 20 MB
 _UNWELL = frozenset({502, 503, 504})  # another replica may do better
 _UNLISTED: Final = frozenset({401, 403, 404, 405})  # there is no list of models, or not for this key
+# A gateway of ours refuses the likeliest tokens where its own engine answers, which gives log-probabilities at the
+# temperature (400), or has nothing behind it that completes a text, and so no tokens either.
+_GIVES_NO_TOP: Final = frozenset({400, 404, 405})
 _AGAIN_S: Final = 60.0  # after which a server without a list is asked for one again: it may have been starting
 
 _TOLD_UNLISTED: Final = (
@@ -181,7 +184,7 @@ class Connection:
                 logger.warning(
                     "%s gives log-probabilities at temperature 1, whatever the temperature. Answers of another one are"
                     " not trained on: start vLLM with --logprobs-mode processed_logprobs, or SGLang without"
-                    " SGLANG_RETURN_ORIGINAL_LOGPROB.",
+                    " SGLANG_RETURN_ORIGINAL_LOGPROB; behind another gateway, too.",
                     replica.url,
                 )
         return replica.raw_logprobs
@@ -195,6 +198,8 @@ class Connection:
             try:
                 reply = as_chat(object_of(await self.page(replica, "/completions", body)))
             except Refusal as refusal:
+                if replica.dialect == "lightning" and refusal.status in _GIVES_NO_TOP:
+                    return False
                 if refusal.status not in {404, 405}:
                     raise
                 raise Refusal(
@@ -209,7 +214,7 @@ class Connection:
                 top = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
                 found.append(max(other["logprob"] for other in top))
             except (KeyError, IndexError, TypeError, ValueError):
-                return False  # it does not tell: our own gateway, which gives them at the temperature
+                return False  # it does not tell
         return bool(abs(found[0] - found[1]) < 1e-6)
 
     def _client(self) -> aiohttp.ClientSession:

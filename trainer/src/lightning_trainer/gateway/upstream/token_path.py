@@ -168,7 +168,7 @@ class TokenPath:
         http, room = self._route.http, server.context - len(prompt)
         if not prompt or room < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {server.context}")
-        heated = replica.dialect != "lightning" and sampling.temperature not in {0.0, 1.0}
+        heated = sampling.temperature not in {0.0, 1.0}
         if heated and await http.gives_raw_logprobs(replica, self._route.model):
             pending.sampling["logprobs_temperature"] = 1.0
         most, reader = min(room, sampling.max_tokens or room), server.protocol.reader(prompt, sampling)

@@ -298,7 +298,7 @@ class UpstreamPolicy:
         if pending.grant.attempt_id is not None and not self.upstream.any_model:
             refuse_unknown(dialect, pending.request)
         body = self._body(dialect, pending, sampling)
-        heated = dialect in {"vllm", "sglang"} and body.get("temperature") not in (None, 0, 1)
+        heated = dialect != "plain" and body.get("temperature") not in (None, 0, 1)
         if heated and await self._http.gives_raw_logprobs(replica, str(body["model"])):
             sampling["logprobs_temperature"] = 1.0
         path = "/completions" if "prompt" in body else "/chat/completions"
