@@ -123,10 +123,12 @@ class SlotCache:
             self.memories.begin(slot, source, shared, len(prompt))
         if self.start(source) < shared - SHORTEST_PREFIX:
             self.seal(source, shared)
-        elif SHORTEST_PREFIX <= shared < self.start(source):
+        elif SHORTEST_PREFIX <= shared < self.start(source) <= shared + BLOCK:
             self._split(source, shared)
-        start = self.start(source)
-        if shared >= start:
+        start, whole = self.start(source), self.prefixes[source]
+        if whole is not None and SHORTEST_PREFIX <= shared < start:  # much is cut off: the others keep theirs
+            self.prefixes[slot] = Prefix(whole.keys[:, :, :shared].clone(), whole.values[:, :, :shared].clone())
+        elif shared >= start:
             own = shared - start
             self.make_room(own)
             if slot != source:
@@ -176,8 +178,8 @@ class SlotCache:
     def _split(self, source: int, shared: int) -> None:
         """Cut a prefix so that it ends where a new prompt leaves it.
 
-        Where little is cut off, all that have the prefix take the shorter one, with the rest in their tails: so the
-        prefix settles at what all prompts share. Where much is cut off, they keep theirs, and `source` alone changes.
+        All that have the prefix take the shorter one, with the rest in their tails: so the prefix settles at what all
+        prompts share. Only for a little that is cut off: every slot gets room for the longest tail.
         """
         old = self.prefixes[source]
         if old is None:
@@ -185,8 +187,6 @@ class SlotCache:
         cut = len(old) - shared
         new = Prefix(old.keys[:, :, :shared].clone(), old.values[:, :, :shared].clone())
         users = [slot for slot in range(self.slots) if self.prefixes[slot] is old]
-        if cut > BLOCK:
-            users = [source]
         self.make_room(max(self.tail(slot) for slot in users) + cut)
         for slot in users:
             for tails, whole in ((self.keys[:, slot], old.keys), (self.values[:, slot], old.values)):
