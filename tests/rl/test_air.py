@@ -19,6 +19,7 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.spans import (
+    AGENT_PATH,
     CHAT,
     EXECUTE_TOOL,
     OUTPUT_TOKENS,
@@ -32,6 +33,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.rl.credit.assigners import identical
 from lightning_trainer.rl.rewards.judge import installed, judge, read_rules
 from lightning_trainer.rl.rewards.potential import shaping
+from lightning_trainer.rl.rewards.rules import Finding
 from lightning_trainer.rl.rewards.shown import with_automatic
 
 ADD = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
@@ -194,6 +196,38 @@ def test_overlong_answers_are_punished_softly():
     assert list(found_values.values()) == [0.0, 0.0, -0.5, -1.0, -1.0]
 
 
+def test_each_of_several_answers_is_as_long_as_it_is():
+    lengths = (50, 50, 90, 50)
+    call = Call(
+        call_id="1", response_id="m", trace_id="a" * 32, span_id=f"{1:016x}", start_ns=10, end_ns=15, attempt_id="at",
+        rollout_id="r", policy="p", policy_version=0,
+        choices=tuple(Choice(at, (7,) * length, None, "stop", {}) for at, length in enumerate(lengths)),
+    )  # fmt: skip
+    trace = Trace.build(Attempt().span(CHAT, "w").spans, [call], ())
+    (chosen,) = read_rules({"overlong": {"weight": 1, "max_tokens": 100, "buffer": 20, "average": False}})
+    assert [(r.choice, r.value) for r in judge(chosen, trace, "r", "at")] == [(0, 0.0), (1, 0.0), (2, -0.5), (3, 0.0)]
+
+
+def test_namesakes_are_told_apart_by_their_paths():
+    attempt = Attempt()
+    for path, text in (("billing/extract", "no number"), ("profile/extract", "42")):
+        attempt.chat("extract", ("add", "{}", path), text=text, **{AGENT_PATH: path})
+    assert found(attempt, "answer_format", {"weight": 1, "pattern": "42", "agents": ["billing/extract"]}) == {
+        ("extract", 1): -1.0
+    }
+    assert found(attempt, "repeated_calls") == {("extract", 1): 0.0, ("extract", 2): 0.0}
+
+
+def of_the_attempt(trace):
+    return [Finding(1.0)]
+
+
+def test_a_rule_of_ones_own_about_the_attempt_is_no_agents():
+    chosen = replace(*read_rules({"tool_status": {"weight": 1, "agents": ["w"]}}), rule=of_the_attempt)
+    with pytest.raises(ConfigError, match="Leave agents out"):
+        judge(chosen, Attempt().chat("w").trace, "r", "at")
+
+
 def test_an_attempt_without_spans_gets_nothing():
     for name, value in (
         ("tool_status", 1),
@@ -216,6 +250,8 @@ def test_an_attempt_without_spans_gets_nothing():
         ({"latency": {"weight": 1, "budget_s": "fast"}}, "must be a number above 0"),
         ({"overlong": {"weight": 1, "max_tokens": "many", "buffer": 9}}, "can't use its options"),
         ({"latency": {"weight": 1, "budget_s": 0}}, "above 0"),
+        ({"latency": {"weight": 1, "budget_s": 1, "agents": ["w"]}}, "latency is about the whole attempt"),
+        ({"cost": {"weight": 1, "budget": 1, "agents": ["w"]}}, "Leave agents out"),
         ({"answer_format": 1.0}, "either a pattern or a schema"),
         ({"answer_format": {"weight": 1, "pattern": "("}}, "no regular expression"),
         ({"overlong": {"weight": 1, "max_tokens": 5, "buffer": 9}}, "at most max_tokens"),

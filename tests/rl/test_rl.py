@@ -256,6 +256,16 @@ def test_failed_rollouts_are_scored_where_asked() -> None:
     )
 
 
+@pytest.mark.parametrize("credit", ["identical", "per-agent"])
+def test_a_crash_is_no_better_than_the_worst_that_its_agent_was_given(credit: str) -> None:
+    world = World()
+    for _ in range(3):
+        world.rollout("a", [("writer", "bad"), ("checker", "good")], {"writer": -1.0, "checker": 1.0})
+    world.rollout("a", [("writer", "crashes")], None)
+    found = advantages(world.batch(failed="lowest", credit=credit))
+    assert found["r3.1 writer"] <= found["r0.1 writer"]
+
+
 def test_failed_first_try_is_left_out_and_the_second_counts() -> None:
     world = World()
     world.rollout("a", [("writer", "w")], {None: 1.0}, failed_before=[("writer", "w")])
@@ -487,6 +497,29 @@ def test_groups_without_contrast_are_named() -> None:
         world.rollout(group, [("writer", "w")], {None: value})
     assert world.batch().flat_groups == {"b", "c"}
     assert {row.has_gradient for row in world.batch().rows if row.group_id != "a"} == {False}
+
+
+def test_equal_rewards_that_were_added_up_in_another_order_are_equal() -> None:
+    world = World()
+    for order in ((0.1, 0.2, 0.3), (0.3, 0.2, 0.1), (0.2, 0.3, 0.1), (0.1, 0.3, 0.2)):
+        world.rollout("a", [("writer", "w")], {None: order[0] + order[1] + order[2]})
+    assert len({reward.value for outcome in world.outcomes for reward in outcome.rewards}) == 2
+    batch = world.batch()
+    assert batch.flat_groups == batch.tied_groups == {"a"}
+    assert not any(row.has_gradient for row in batch.rows)
+
+
+@pytest.mark.parametrize("algorithm", ["dapo", "reinforce++-baseline"])
+def test_a_group_that_penalties_alone_tell_apart_is_tied(algorithm: str) -> None:
+    world = World()
+    for group, value in (("a", 1.0), ("a", 1.0), ("b", 1.0), ("b", 0.0)):
+        world.rollout(group, [("writer", "w")], {None: value})
+
+    def penalty(rows: Sequence[Row]) -> list[Any]:
+        return [np.full(int(row.mask.sum()), 0.001 * number) for number, row in enumerate(rows)]
+
+    batch = world.batch(algorithm=algorithm, kl_coef=0.001, kl_in="reward", penalty=penalty)
+    assert (batch.flat_groups, batch.tied_groups) == (set(), {"a"})
 
 
 def test_penalties_are_taken_off_before_the_group_is_compared() -> None:

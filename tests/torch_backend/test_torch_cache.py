@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lightning_trainer.backends.torch.generate.cache import CacheShape, SlotCache  # noqa: E402
+from lightning_trainer.backends.torch.generate.cache import CacheShape, SlotCache
 
 pytestmark = pytest.mark.torch
 

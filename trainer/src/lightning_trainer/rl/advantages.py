@@ -16,6 +16,7 @@ FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 Ids: TypeAlias = Sequence[str] | Sequence[int] | NDArray[Any]
 
+_ROUNDING = 1e-14  # relative; sums of the same floats in another order differ by less
 _LARGE = 1e100  # squares of larger values, and sums of these, may not be finite
 EPSILON = 1e-4  # GRPO's paper has none; TRL adds 1e-4, verl 1e-6. It only matters for groups that hardly differ.
 
@@ -262,9 +263,10 @@ def _weights(attempt: IntArray, group: IntArray) -> tuple[IntArray, FloatArray]:
 
 
 def _without_contrast(values: FloatArray, group: IntArray, attempts_G: IntArray) -> NDArray[np.bool_]:
-    """Where there is nothing to compare: decided exactly, since a mean of equal floats need not equal them."""
+    """Where there is nothing to compare: all values are equal, but for the order in which floats were added up."""
     low_G, high_G = _extremes(values, group, len(attempts_G))
-    return np.asarray(((attempts_G < 2) | (low_G == high_G))[group])
+    rounding_G = _ROUNDING * np.maximum(abs(low_G), abs(high_G))
+    return np.asarray(((attempts_G < 2) | (high_G - low_G <= rounding_G))[group])
 
 
 def _units(values: FloatArray, group: IntArray, groups: int) -> FloatArray:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from lightning_trainer.config.mistakes import refuse
@@ -106,17 +107,19 @@ class Grpo:
         )
         # 2. How much better did each call do than its group? Nothing is dropped before: a call whose tokens were lost
         #    is part of the baseline all the same.
-        parts = compared(
+        comparison = partial(
+            compared,
             calls,
             # Alternatives of one call are compared with one another, whatever the algorithm compares rollouts with.
             leave_one_out if across and not self.branches else self.compare,
-            penalties_M=penalties_of(calls, penalty),
             normalise=config.normalise_std,
             eps=config.advantage_eps,
             over_batch=config.alone == "batch",
         )
+        parts = comparison(penalties_M=penalties_of(calls, penalty))
+        still = no_contrast(calls, parts, comparison() if penalty is not None else None)
         # 3. Tokens. Calls that continue each other share a row; a group without contrast is counted.
-        return batch_of(calls, weighed(parts, weights), no_contrast(calls, parts), merge=merge)
+        return batch_of(calls, weighed(parts, weights), still, merge=merge)
 
     def policy_loss(self, tokens: TrainedTokens, clip: Clip) -> PolicyLoss:
         """Clip the ratio of each token: `Algorithm.policy_loss`."""

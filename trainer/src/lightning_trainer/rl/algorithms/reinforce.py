@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from lightning_trainer.config.mistakes import refuse
@@ -95,15 +96,16 @@ class Reinforce:
             lone=not self.grouped or config.alone == "batch",
         )
         # 2. The group's mean is taken off where it is the baseline, never divided by its deviation; then the batch.
-        parts = compared(
+        comparison = partial(
+            compared,
             calls,
             transition_advantages if self.grouped else uncompared,
-            penalties_M=penalties_of(calls, penalty),
             normalise=False,
             eps=config.advantage_eps,
             over_batch=self.grouped and config.alone == "batch",
         )
-        still = no_contrast(calls, parts)
+        parts = comparison(penalties_M=penalties_of(calls, penalty))
+        still = no_contrast(calls, parts, comparison() if penalty is not None else None)
         if whole:
             parts = {source: over_the_batch(calls, part_M) for source, part_M in parts.items()}
         # 3. Tokens.

@@ -28,7 +28,8 @@ class Batch:
         automatic: what automatic rules gave to the attempts that count.
         calls: every call of the attempts that count.
         flat_groups: groups in which there was nothing to compare.
-        tied_groups: these, and groups in which only automatic rules found a difference, where others gave rewards.
+        tied_groups: these, and groups in which only automatic rules, where others gave rewards, or penalties found a
+            difference.
     """
 
     rows: list[Row]

@@ -115,10 +115,18 @@ class NoContrast:
     tied: frozenset[str]
 
 
-def no_contrast(calls: Calls, parts: Parts) -> NoContrast:
-    """Return the groups in which no call has an advantage: none at all, and none that is not of automatic rules."""
+def no_contrast(calls: Calls, parts: Parts, earned: Parts | None = None) -> NoContrast:
+    """Return the groups in which no call has an advantage: none at all, and none by what was earned alone.
+
+    Args:
+        calls: of whole groups.
+        parts: of all advantages.
+        earned: the same without penalties; None: there were none.
+    """
     flat = _still(calls, list(parts.values()))
-    return NoContrast(flat, _still(calls, [parts[FINAL]]) if calls.judged else flat)
+    if earned is None and not calls.judged:
+        return NoContrast(flat, flat)
+    return NoContrast(flat, flat | _still(calls, [(earned or parts)[FINAL]]))
 
 
 def _still(calls: Calls, parts: Sequence[FloatArray]) -> frozenset[str]:

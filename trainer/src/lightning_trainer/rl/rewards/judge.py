@@ -25,6 +25,8 @@ PLUGIN: Final = "lightning-air"
 # Credit whose values are returns to go, under which differences of a potential leave the best policy where it is.
 RETURNS_TO_GO: Final = ("discounted", "turn")
 NO_STATE: Final = ("latency", "cost", "answer_format")
+OF_ATTEMPTS: Final = ("latency", "cost")
+_OF_ALL: Final = "is about the whole attempt, and no agent's. Leave agents out."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,8 @@ def _by_agent(chosen: JudgeRule, trace: Trace) -> _Found:
     for finding in chosen.rule(trace, **chosen.options):
         if not math.isfinite(finding.value):
             raise ValueError(f"the rule {chosen.name} found {finding.value}, which is no finite number")
+        if finding.node is None and chosen.agents is not None:
+            raise ConfigError(f"rewards: {chosen.name} {_OF_ALL}")
         agent, path, place = _place_of(finding, asked)
         if chosen.agents is None or selects(chosen.agents, path):
             found.setdefault(agent, {}).setdefault(place, []).append(float(finding.value))
@@ -199,6 +203,8 @@ def _read(name: str, value: Any, credit: str | None, gamma: float | None) -> Jud
     if table.get("average") is False and table.get("potential"):
         raise ConfigError(f"rewards: {name} with potential is the mean of what was found so far. Leave average out.")
     agents: Any = table.get("agents")
+    if name in OF_ATTEMPTS and agents is not None:
+        raise ConfigError(f"rewards: {name} {_OF_ALL}")
     rule = _rule(name)
     _check_options(name, rule, options)
     return JudgeRule(

@@ -63,7 +63,7 @@ def repeated_calls(trace: Trace) -> Iterator[Finding]:
         for choice in node.answer.choices:
             of_choice: set[tuple[str | None, str]] = set()
             for call in tool_calls(choice.message):
-                key = (node.span.agent, call.signature)
+                key = (node.path, call.signature)
                 yield Finding(-1.0 if key in seen | of_choice else 0.0, node, choice.index)
                 of_choice.add(key)
             of_node |= of_choice
@@ -92,7 +92,7 @@ def answer_format(
     def has_format(text: str) -> bool:
         return expression.search(text) is not None if expression is not None else _reads_as(text, schema)
 
-    last = {node.span.agent: node for node in trace.chats}
+    last = {node.path: node for node in trace.chats}
     return [
         Finding(1.0 if has_format(text) else -1.0, node, choice)
         for node in last.values()
@@ -144,8 +144,11 @@ def overlong(trace: Trace, *, max_tokens: int, buffer: int) -> list[Finding]:
     """
     if not 0 < buffer <= max_tokens:
         raise ConfigError(f"overlong: buffer = {buffer} must be above 0 and at most max_tokens = {max_tokens}.")
-    excess = [(tokens_of(node)[1] - (max_tokens - buffer)) / buffer for node in trace.chats]
-    return [Finding(-min(max(share, 0.0), 1.0), node) for share, node in zip(excess, trace.chats, strict=True)]
+    return [
+        Finding(-min(max((tokens - (max_tokens - buffer)) / buffer, 0.0), 1.0), node, choice)
+        for node in trace.chats
+        for choice, tokens in _lengths(node)
+    ]
 
 
 RULES: Final[Mapping[str, Rule]] = {
@@ -168,6 +171,12 @@ def text_of(node: Node) -> str:
 def _texts(node: Node) -> list[tuple[int | None, str]]:
     """Return the index and the text of each answer of a model call."""
     return [(choice.index, _text(choice.message)) for choice in node.answer.choices] or [(None, "")]
+
+
+def _lengths(node: Node) -> list[tuple[int | None, int]]:
+    """Return the index and the number of tokens of each answer of a model call; the sum where only that is known."""
+    exact = [(choice.index, len(choice.token_ids)) for choice in node.answer.choices if choice.token_ids is not None]
+    return exact or [(None, tokens_of(node)[1])]
 
 
 def _text(message: Mapping[str, Json]) -> str:
