@@ -76,6 +76,29 @@ def test_without_options_or_runner_spans_go_to_a_database_in_this_folder(toy, tm
     assert (span.operation, span.name) == ("chat", "toy")
 
 
+@pytest.mark.parametrize(("named", "file"), [(None, "lightning.db"), ("a/x.db", "a/x.db"), ("sqlite:///x.db", "x.db")])
+def test_a_program_that_changes_its_folder_keeps_its_store(toy, tmp_path, monkeypatch, caplog, named, file):
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+    with attach("toy", store=named) as attachment:
+        for folder in ("b", "c"):
+            monkeypatch.chdir(tmp_path / folder)
+            toy.call("hi")
+            assert attachment.flush()
+    assert len(stored(tmp_path / file)) == 2
+    assert list((tmp_path / "b").iterdir()) == list((tmp_path / "c").iterdir()) == []
+    assert caplog.records == []
+
+
+def test_attaching_in_another_folder_agrees_where_no_store_is_named(toy, tmp_path, monkeypatch):
+    with attach("toy") as attachment:
+        (tmp_path / "task").mkdir()
+        monkeypatch.chdir(tmp_path / "task")
+        assert attach("toy") is attachment
+        with pytest.raises(AttachError, match=r"task.lightning\.db"):
+            attach("toy", store="lightning.db")
+
+
 def test_detach_stops_recording_and_restores_what_was_changed(toy):
     attachment = attach("toy")
     assert toy.call is not toy.original

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,21 @@ def test_another_process_that_holds_the_file_is_waited_for(path: Path, opened: C
     threading.Timer(0.2, lambda: other.execute("COMMIT")).start()
     assert store.add_spans([a_span()]) == 1
     other.close()
+
+
+@pytest.mark.parametrize("named", ["lightning.db", "sqlite:///lightning.db"])
+def test_a_relative_path_names_the_file_of_the_folder_it_was_opened_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with closing(open_store(named)) as store:
+        for folder in ("a", "b"):
+            (tmp_path / folder).mkdir()
+            monkeypatch.chdir(tmp_path / folder)
+            store.add_spans([a_span(span_id=folder * 16)])
+            assert list((tmp_path / folder).iterdir()) == []
+    with closing(open_store(str(tmp_path / "lightning.db"))) as store:
+        assert [span.span_id for span in store.spans()] == ["a" * 16, "b" * 16]
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -131,8 +131,8 @@ def attach(
         agents: names or globs: only these may ever be rerouted to the policy in training; None: whatever the runner
             asks for. All agents are recorded either way.
         store: URL or path for spans outside a runner's attempts; by default ``LIGHTNING_STORE``, else ``lightning.db``.
-            For a server's URL, ``LIGHTNING_KEY`` is its key; a live key is enough. Docs/live.md: how they are labelled,
-            sampled and masked.
+            A path is of the folder in which the program attaches, also when it goes to another. For a server's URL,
+            ``LIGHTNING_KEY`` is its key; a live key is enough. Docs/live.md: how they are labelled, sampled and masked.
         tracer: ``otel`` for real spans of OpenTelemetry's SDK wherever a processor or a collector is there to see them,
             ``embedded`` for the same records without the SDK. The store's are the same either way.
         otlp: an OTLP/HTTP endpoint that gets every span too, such as ``http://localhost:6006/v1/traces``; by default
@@ -152,7 +152,7 @@ def attach(
     """
     options = Options(
         agents=None if agents is None else (agents,) if isinstance(agents, str) else tuple(agents),
-        store=store or os.environ.get("LIGHTNING_STORE") or "lightning.db",
+        store=_absolute(store) if store else os.environ.get("LIGHTNING_STORE") or "lightning.db",
         tracer=tracer,
         otlp=otlp or os.environ.get("LIGHTNING_OTLP") or None,
         span_processors=tuple(span_processors),
@@ -199,7 +199,13 @@ def attached() -> list[str]:
     return list(_attached)
 
 
-def _open_pipeline(options: Options) -> Pipeline:
+def _absolute(store: str) -> str:
+    from lightning_spans.store.urls import absolute
+
+    return absolute(store)
+
+
+def _open_pipeline(told: Options) -> Pipeline:
     global _options  # noqa: PLW0603 - patches of a framework are process-wide, so what they report to is too
     live = live_pipeline()
     if live is not None:
@@ -213,6 +219,7 @@ def _open_pipeline(options: Options) -> Pipeline:
     from lightning_spans.record.tracing.listeners import Listeners, Naming
     from lightning_spans.record.tracing.tracers import check_tracer, make_tracer
 
+    options = replace(told, store=_absolute(told.store))
     check_tracer(options.tracer, options.span_processors)
     _load_store(options)
     production = read_live()
@@ -237,7 +244,7 @@ def _open_pipeline(options: Options) -> Pipeline:
         tracer, on_end=listeners.tell, name_agent=naming, agents=options.agents, store=options.store
     )
     pipeline = Pipeline(recorder, delivery, listeners, naming, carry_context())
-    _options = options
+    _options = told  # where no store is named, one that attaches in another folder agrees
     set_live(pipeline)
     return pipeline
 

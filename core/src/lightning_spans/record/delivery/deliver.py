@@ -15,6 +15,7 @@ from lightning_spans.record.delivery.otlp import PROTOBUF, encode, rejected
 from lightning_spans.record.process import in_child
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
+from lightning_spans.store.urls import absolute
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store
@@ -43,9 +44,8 @@ class Destination:
 
 def own_store(store: str) -> str:
     """Name a process's own store as a destination: what is spooled for it is for no other. It tells no password."""
-    if "://" not in store or store.startswith("sqlite:"):
-        store = os.path.abspath(store.removeprefix("sqlite:///"))  # noqa: PTH100 - no link is followed
-    return _OWN + hashlib.sha256(store.encode()).hexdigest()[:16]
+    named = absolute(store).removeprefix("sqlite:///")
+    return _OWN + hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
 class BatchRefusedError(Exception):

@@ -79,7 +79,7 @@ def open_database(url: URL, *, create: bool) -> Database:
 def _path(url: URL, *, create: bool) -> Path:
     if url.database in (None, "", ":memory:") or "mode=memory" in str(url):
         raise StoreError("the store needs a file: what it has taken must outlive the process. Use sqlite:///path.db.")
-    path = Path(str(url.database))
+    path = Path(os.path.abspath(str(url.database)))  # noqa: PTH100 - the file that SQLAlchemy opens
     if not path.parent.is_dir():
         raise StoreError(f"store {path}: the folder {path.parent} does not exist. Make it first.")
     if not create and not path.exists():
