@@ -8,6 +8,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,17 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.record.production import Live, read_live, sampled
 from lightning_spans.record.redaction import HIDES, MASK, read_rules
 from lightning_spans.schema.attempts import Rollout
-from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, Span
+from lightning_spans.schema.spans import (
+    CHAT,
+    EXECUTE_TOOL,
+    INVOKE_AGENT,
+    INVOKE_WORKFLOW,
+    REQUEST,
+    RESPONSE,
+    TOOL_ARGUMENTS,
+    TOOL_RESULT,
+    Span,
+)
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
@@ -65,9 +76,56 @@ def test_field_is_masked_wherever_it_stands() -> None:
     assert '\\"n\\": 1' in text.replace("\\\\", "\\") or "n" in text
 
 
-def test_cut_json_that_names_a_masked_field_is_masked_whole() -> None:
-    assert "hunter2" not in masked(chat(cut='{"password": "hunter2'), "password")
-    assert "plain" in masked(chat(cut='{"other": "plain'), "password")
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"password": "hunter2',
+        '{"it\'s": 1, "password" : "hunter2',
+        '{"arguments": "{\\"password\\": \\"hunter2',
+        str({"user": "ada", "password": "hunter2"}),
+        str([{"it's": 1, "password": "hunter2"}]),
+    ],
+)
+def test_text_that_looks_like_json_and_names_a_masked_field_is_masked_whole(text: str) -> None:
+    assert "hunter2" not in masked(chat(cut=text), "password")
+    assert "hunter2" in masked(chat(cut=text), "user_password")
+
+
+@pytest.mark.parametrize("text", ['\\"', "\"'", "'a", '": ', '" ', "\\'"])
+def test_text_that_looks_like_json_is_looked_through_in_linear_time(text: str) -> None:
+    begun = time.process_time()
+    masked(a_span(attributes={"cut": "{" + text * 100_000}), "password")
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize("message", [json.dumps({"password": "hunter2"}), str({"password": "hunter2"})])
+def test_what_went_wrong_is_masked_by_names(message: str) -> None:
+    assert "hunter2" not in masked(a_span(operation=CHAT, status_message=message), "password")
+
+
+@pytest.mark.parametrize(
+    ("operation", "hidden"), [(EXECUTE_TOOL, True), (INVOKE_AGENT, True), (INVOKE_WORKFLOW, True), (CHAT, False)]
+)
+def test_what_a_failed_tool_said_is_an_output(operation: str, hidden: bool) -> None:
+    failed = a_span(operation=operation, status_message="hunter2 is locked")
+    assert ("hunter2" not in masked(failed, OUTPUTS="true")) == hidden
+    assert "hunter2" in masked(failed, INPUTS="true")
+    assert MASK not in masked(a_span(operation=operation), OUTPUTS="true")
+
+
+@pytest.mark.parametrize("rules", [["/Müller/"], ["/Müller/", "password"]], ids=["alone", "with a name"])
+@pytest.mark.parametrize("data", [{"name": "Müller"}, ["Müller"], {"Müller": 1}, {"a": '{"b": "M\\u00fcller"}'}])
+def test_pattern_is_masked_where_json_escapes_it(data: Any, rules: list[str]) -> None:
+    escaped = json.dumps(data)
+    assert "ü" not in escaped
+    clean = read_rules(rules, {})(a_span(attributes={TOOL_RESULT: escaped, "data": data}))
+    told = str(dict(clean.attributes))
+    assert "Müller" not in told
+    assert "u00fcller" not in told
+
+
+def test_pattern_of_jsons_own_form_is_masked() -> None:
+    assert "hunter2" not in masked(a_span(attributes={"data": '{"password": "hunter2"}'}), r'/"password":\s*"[^"]*"/')
 
 
 def test_pattern_is_masked_in_text_numbers_names_and_errors() -> None:
@@ -189,6 +247,35 @@ for n in range(int(os.environ.get("TIMES", "1"))):
             model="gpt-9", messages=[{"role": "user", "content": f"question {n} of bob@example.com"}]
         )
 """
+
+
+FAILING = """
+import json, lightning_openai, lightning_spans
+
+@lightning_spans.tool
+def login(user):
+    raise ValueError(json.dumps({"user": user, "password": "hunter2"}))
+
+with lightning_openai.attach():
+    try:
+        with lightning_spans.agent("support"):
+            login("ada")
+    except ValueError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("variable", ["LIGHTNING_REDACT=password", "OPENINFERENCE_HIDE_OUTPUTS=true"])
+def test_what_a_failing_tool_told_is_in_no_file(tmp_path: Path, variable: str) -> None:
+    pytest.importorskip("openai")
+    name, _, value = variable.partition("=")
+    env = {other: kept for other, kept in os.environ.items() if not other.startswith("LIGHTNING_")} | {name: value}
+    command = [sys.executable, "-c", FAILING]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(b"login" in kept for kept in files)
+    assert not any(b"hunter2" in kept for kept in files)
 
 
 def production(folder: Path, server: Served, model: ScriptedServer, key: str | None = None, **env: str) -> None:

@@ -1,8 +1,8 @@
 """What must not reach a disk: fields by name, text by pattern, and the masking settings of OpenInference.
 
 ``password`` masks the value of every field and attribute of that name, at any depth of JSON, JSON inside of text
-included; it may be a glob, such as ``*_token``. ``/[0-9]{16}/`` masks what matches, in any text and number. Names are
-compared without case.
+included; it may be a glob, such as ``*_token``. ``/[0-9]{16}/`` masks what matches, in any text, key and number. Names
+are compared without case.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.json import dumps, loads
-from lightning_spans.schema.spans import REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, TOOL_RETURNED, Json, Span
+from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, TOOL_RETURNED, Json, Span
 
 if TYPE_CHECKING:
     from openinference.instrumentation import TraceConfig
@@ -83,10 +83,16 @@ class Redaction:
         clean = replace(
             span,
             name=self._text(span.name),
-            status_message=self._text(span.status_message),
+            status_message=self._error(span),
             attributes=attributes,
         )
         return span if clean == span else clean
+
+    def _error(self, span: Span) -> str:
+        """Mask what went wrong: often what a tool gave, also in the spans of the agents and workflows around it."""
+        if span.status_message and span.operation != CHAT and "OUTPUTS" in self.hides:
+            return MASK
+        return self._string(span.status_message, 0)
 
     def _attribute(self, key: str, value: Json) -> Json:
         if self._named(key) or key.startswith(self._others):
@@ -162,7 +168,10 @@ class Redaction:
         if isinstance(value, str):
             return self._string(value, depth)
         if isinstance(value, Mapping):
-            return {k: MASK if self._named(k) else self._any(v, depth + 1) for k, v in value.items()}
+            return {
+                self._text(str(key)): MASK if self._named(key) else self._any(inner, depth + 1)
+                for key, inner in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return [self._any(item, depth + 1) for item in value]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -172,19 +181,15 @@ class Redaction:
     def _string(self, text: str, depth: int) -> str:
         if self.image_length is not None and len(text) > self.image_length and text.startswith("data:image/"):
             return MASK
-        if self.names and text.lstrip()[:1] in {"{", "["}:
+        if (self.names or self.patterns) and text.lstrip()[:1] in {"{", "["}:
             try:
                 inner = json.loads(text)
             except (ValueError, RecursionError):
-                return MASK if self._mentions(text) else self._text(text)
+                return MASK if any(map(self._named, _quoted_keys(text))) else self._text(text)
             if isinstance(inner, (dict, list)):
                 clean = self._any(inner, depth + 1)
-                return text if clean == inner else dumps(clean).decode()
+                return self._text(text if clean == inner else dumps(clean).decode())
         return self._text(text)
-
-    def _mentions(self, text: str) -> bool:
-        """Whether text that looks like JSON but is none, cut off perhaps, names a field that is masked."""
-        return any(self._named(key) for key in re.findall(r'"((?:[^"\\]|\\.)*)"\s*:', text))
 
     def _text(self, text: str) -> str:
         for pattern in self.patterns:
@@ -194,6 +199,14 @@ class Redaction:
     def _named(self, key: str) -> bool:
         lowered = str(key).lower()
         return any(fnmatchcase(lowered, name) for name in self.names)
+
+
+def _quoted_keys(text: str) -> Iterator[str]:
+    """Yield the names of fields in JSON that was cut off and in what Python's `repr` gives; in linear time."""
+    for end in re.finditer(r"""["']\s*:""", text):
+        begin = text.rfind(end[0][0], 0, end.start())
+        if begin >= 0:
+            yield text[begin + 1 : end.start()].rstrip("\\")  # of JSON inside of JSON, the quotes are escaped
 
 
 NOTHING: Final = Redaction()
