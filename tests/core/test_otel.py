@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -17,7 +18,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from lightning_spans import Attempt, agent, attach, hookimpl, hooks, open_store, use_attempt
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import AttachError, ConfigError
+from lightning_spans.record import stalls
+from lightning_spans.record.delivery.http import Posts
 from lightning_spans.record.delivery.otlp import decode, flatten
 from lightning_spans.record.pipeline import live_recorder
 from lightning_spans.schema import spans as names
@@ -284,6 +287,44 @@ def test_what_a_collector_that_never_answers_has_not_taken_is_spooled(monkeypatc
     ours = stored()
     assert len(ours) == 2 or waiting.count('"url":"store:') == 1  # a busy machine spools what is for the store, too
     assert waiting.count('"span_id"') >= 2
+
+
+@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("tracer", ["otel", "embedded"])
+def test_a_password_in_a_collectors_address_is_in_no_log_and_in_no_stall(
+    collector, monkeypatch, caplog, tracer, status
+):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setitem(stalls._bounds, "sink delivery", 1e-9)
+    waits = []
+    post = Posts.__call__
+    monkeypatch.setattr(Posts, "__call__", lambda *given: waits.extend(map(str, stalls.stalls())) or post(*given))
+    collector.status = status
+    with attach("toy", otlp=collector.url.replace("://", "://ada:hunter2@"), tracer=tracer) as attachment:
+        a_chat()
+        assert attachment.flush(PATIENCE_S)
+    told = [*(record.getMessage() for record in caplog.records), *waits]
+    assert any(f"://***@{collector.url.removeprefix('http://')}" in text for text in told)
+    assert (tracer == "otel") or waits
+    assert not any("hunter2" in text for text in [*told, caplog.text])
+
+
+def test_a_password_of_the_store_is_not_told_where_options_do_not_agree():
+    shown = r"://\*\*\*@127.0.0.1:9/traces'.*api-key=\*\*\*'.*Detach it first"
+    with (
+        attach("toy", store="postgresql://ada:hun/ter2@127.0.0.1:9/traces"),
+        pytest.raises(AttachError, match=shown) as told,
+    ):
+        attach("toy", otlp="http://127.0.0.1:9/v1/traces?api-key=hunter2")
+    assert "ter2" not in str(told.value)
+
+
+@pytest.mark.parametrize("store", ["mysql://ada:hunter2@host/x", "postgres!://ada:hunter2@host/x"])
+def test_a_password_of_a_store_that_is_refused_is_not_told(store):
+    with pytest.raises(ConfigError, match=r"://\*\*\*@host") as told:
+        open_store(store)
+    assert "hunter2" not in str(told.value)
 
 
 FORKED = """

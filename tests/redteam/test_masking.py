@@ -33,6 +33,8 @@ def _own_secrets(monkeypatch):
     ("text", "shown"),
     [
         ("http://user:pass@host/v1 is down", "http://***@host/v1 is down"),
+        ("postgresql://user:pa/ss@host:5/x", "postgresql://***@host:5/x"),
+        ("http://host:80/a@b and http://[::1]:80/a@b", "http://host:80/a@b and http://[::1]:80/a@b"),
         ("https://host/v1?api_key=abcdef&x=1", "https://host/v1?api_key=***&x=1"),
         ("Incorrect API key provided: sk-abcdefghijklmnop.", "Incorrect API key provided: sk-***"),
         ("authorization: Bearer abcdefghijklmnop", "authorization: Bearer ***"),

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -50,6 +50,12 @@ class Options:
     otlp: str | None
     span_processors: tuple[SpanProcessor, ...] = ()
     prompts: str | None = None
+
+    def __repr__(self) -> str:
+        from lightning_spans.store.urls import without_secrets
+
+        values = (f"{each.name}={getattr(self, each.name)!r}" for each in fields(self))
+        return without_secrets(f"Options({', '.join(values)})")
 
 
 _options: Options | None = None  # of what is attached

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.store.protocol import Store
+from lightning_spans.store.urls import without_secrets
 
 __all__ = ["Store", "open_store"]
 
@@ -30,5 +31,5 @@ def open_store(url: str, *, key: str | None = None, create: bool = True) -> Stor
 
         return SqlStore(url if "://" in url else f"sqlite:///{url}", create=create)
     raise ConfigError(
-        f"store {url!r}: unknown scheme {scheme!r}. Use a path, sqlite:///path.db, postgresql:// or http://."
+        f"store {without_secrets(url)!r}: unknown scheme {scheme!r}. Use a path, sqlite:///path.db, postgresql:// or http://."
     )

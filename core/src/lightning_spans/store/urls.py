@@ -1,8 +1,20 @@
-"""The URLs and paths that stores are named by."""
+"""The URLs and paths of stores and of servers."""
 
 from __future__ import annotations
 
 import os
+import re
+from typing import Final
+
+HIDDEN: Final = "***"
+_SECRETS: Final = (
+    # A user's password may hold a slash, but what begins with digits and a slash is a port and a path.
+    (re.compile(r"""(?<=://)(?:[^/\s"'<>]*|[^/@:\[\s"'<>]*:(?!\d*/)[^@\s"'<>]{0,200})@"""), f"{HIDDEN}@"),
+    (
+        re.compile(r"(?i)([?&](?:api[-_]?key|key|token|access[-_]token|secret|signature|sig|password)=)[^&\s\"'<>]+"),
+        rf"\g<1>{HIDDEN}",
+    ),
+)
 
 
 def absolute(store: str) -> str:
@@ -12,3 +24,10 @@ def absolute(store: str) -> str:
     if not (is_file and path) or path.startswith((":memory:", "file:")):
         return store
     return f"{scheme}{slashes}{os.path.abspath(path)}"  # noqa: PTH100 - no link is followed
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with users, passwords and keys in the addresses that it names replaced by stars."""
+    for pattern, shown in _SECRETS:
+        text = pattern.sub(shown, text)
+    return text

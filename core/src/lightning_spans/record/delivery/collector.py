@@ -16,6 +16,7 @@ from lightning_spans.record.delivery.otlp import lift
 from lightning_spans.record.delivery.outbox import Spool
 from lightning_spans.record.process import in_child
 from lightning_spans.schema.spans import Span, Status
+from lightning_spans.store.urls import without_secrets
 
 logger = logging.getLogger("lightning_spans")
 
@@ -97,7 +98,8 @@ class Collector(SpanProcessor):
     def _keep(self, spans: Sequence[ReadableSpan]) -> None:
         kept = self._spool.append(self._endpoint, None, [_record(span) for span in spans])
         lost = "" if kept else "; they are dropped"
-        logger.warning("lightning: %d spans are not sent to %s%s", len(spans), self._endpoint, lost or "; they wait")
+        where = without_secrets(self._endpoint)
+        logger.warning("lightning: %d spans are not sent to %s%s", len(spans), where, lost or "; they wait")
 
 
 class _Sends(SpanExporter):

@@ -27,6 +27,7 @@ from lightning_spans.record.process import in_child
 from lightning_spans.record.stalls import waiting
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import Span
+from lightning_spans.store.urls import without_secrets
 
 logger = logging.getLogger("lightning_spans")
 
@@ -312,7 +313,7 @@ class BatchSink:
         line = self._lines[line_of(destination.url)]
         self._trying = destination
         try:
-            where = destination.url if destination.remote else "the own store"
+            where = without_secrets(destination.url or "") if destination.remote else "the own store"
             with waiting("sink delivery", f"{where} to take {len(spans)} spans"):
                 refused = self._deliver(destination, spans) or 0
         except BatchRefusedError as error:
@@ -367,7 +368,7 @@ class BatchSink:
     def _warn(self, why: str) -> None:
         if time.monotonic() - self._warned_at >= 60.0:
             self._warned_at = time.monotonic()
-            logger.warning("lightning: spans are not delivered: %s", why)
+            logger.warning("lightning: spans are not delivered: %s", without_secrets(why))
 
 
 def _close_with_worker(sink: BatchSink) -> None:

@@ -10,6 +10,7 @@ from sqlalchemy.exc import ArgumentError
 from lightning_spans.errors import ConfigError
 from lightning_spans.store.sql import postgres, sqlite
 from lightning_spans.store.sql.database import POSTGRESQL, SQLITE, Database
+from lightning_spans.store.urls import without_secrets
 
 _OPENS: Final = "Use a path, sqlite:///path.db or postgresql://user@host/database."
 
@@ -35,7 +36,7 @@ def _parsed(url: str) -> URL:
     try:
         parsed = make_url(url.replace("postgres://", "postgresql://", 1) if url.startswith("postgres:") else url)
     except ArgumentError:
-        raise ConfigError(f"store {url!r} is not a database URL. {_OPENS}") from None
+        raise ConfigError(f"store {without_secrets(url)!r} is not a database URL. {_OPENS}") from None
     if parsed.get_backend_name() not in (SQLITE, POSTGRESQL):
         shown = parsed.render_as_string(hide_password=True)
         raise ConfigError(f"store {shown!r}: traces are kept in SQLite or PostgreSQL. {_OPENS}")

@@ -7,15 +7,11 @@ import re
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-_MASK: Final = "***"
+from lightning_spans.store.urls import HIDDEN, without_secrets
+
 _PATTERNS: Final = (
-    (re.compile(r"(?<=://)[^/\s\"'<>]*@"), f"{_MASK}@"),  # user and password of an address
-    (
-        re.compile(r"(?i)([?&](?:api[-_]?key|key|token|access[-_]token|secret|signature|sig|password)=)[^&\s\"'<>]+"),
-        rf"\g<1>{_MASK}",
-    ),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{12,}"), rf"\g<1> {_MASK}"),
-    (re.compile(r"\b(lk|sk|hf|gsk|xai)([-_])[\w.-]{12,}"), rf"\g<1>\g<2>{_MASK}"),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{12,}"), rf"\g<1> {HIDDEN}"),
+    (re.compile(r"\b(lk|sk|hf|gsk|xai)([-_])[\w.-]{12,}"), rf"\g<1>\g<2>{HIDDEN}"),
 )
 _LEAST: Final = 6  # characters of a secret that is looked for; shorter ones are ordinary words
 _secrets: set[str] = set()
@@ -37,7 +33,8 @@ def remember_password(url: str) -> None:
 def masked(text: str) -> str:
     """Return a text with what looks like a key, and what was given as one, replaced by stars."""
     for secret in _secrets:
-        text = text.replace(secret, _MASK)
+        text = text.replace(secret, HIDDEN)
+    text = without_secrets(text)
     for pattern, shown in _PATTERNS:
         text = pattern.sub(shown, text)
     return text
