@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +124,48 @@ def test_the_first_line_is_delivered_before_all_others(spool: Spool) -> None:
     got: list[int] = []
     spool.replay(lambda _, __, spans: not got.extend(span.start_ns for span in spans), first=line_of("http://b"))
     assert got == [1, 3, 0, 2]
+
+
+ODD = {"text": "report-\udcff.txt", "number": 2**70, "inner": {"\udcff": [-(2**70)]}}
+
+
+def test_text_and_numbers_that_plain_json_has_not_come_back_from_the_spool(spool: Spool) -> None:
+    odd = replace(make(1), name="report-\udcff.txt", attributes=ODD)
+    batch = [make(0), odd, make(2, text="fine")]
+    assert spool.append("http://x", "key", batch) == 3
+    got: list[object] = []
+    assert spool.replay(lambda url, key, spans: not got.append((url, key, spans))) == 1
+    assert got == [("http://x", "key", batch)]
+
+
+def test_what_is_no_json_is_spooled_as_its_type_and_costs_no_other_span(
+    spool: Spool, caplog: pytest.LogCaptureFixture
+) -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    odd = replace(make(1), attributes={"where": {"is": Path("hunter2")}, "circle": circle, **ODD})
+    assert spool.append(None, None, [make(0), odd, make(2)]) == 3
+    got: list[Span] = []
+    assert spool.replay(lambda _, __, spans: not got.extend(spans)) == 1
+    assert got == [make(0), replace(odd, attributes={"where": "<dict>", "circle": "<list>", **ODD}), make(2)]
+    assert "can't be spooled whole" in caplog.text
+
+
+def test_odd_text_costs_none_of_the_spans_that_wait_with_it(sink: BatchSink, receivers: Receivers) -> None:
+    receivers.down = {None, "http://x"}
+    for attempt in (None, to("http://x")):
+        for number in range(50):
+            sink.put(replace(make(number), attributes=ODD if number == 7 else {}), attempt)
+    assert sink.flush(60)
+    assert (sink.counts.spooled, sink.counts.dropped) == (100, 0)
+    receivers.down = set()
+    try_again(sink)
+    sink.put(make(50), None)
+    assert sink.flush(60)
+    try_again(sink)
+    assert sink.flush(60)
+    assert sorted(receivers.at("http://x")) == list(range(50))
+    assert sorted(receivers.at(None)) == list(range(51))
 
 
 HOLD = """

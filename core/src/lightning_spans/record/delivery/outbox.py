@@ -12,12 +12,13 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lightning_spans.record.process import in_child
-from lightning_spans.schema.json import from_json, to_json
-from lightning_spans.schema.spans import Span
+from lightning_spans.schema.json import dumps, from_json, loads, to_json
+from lightning_spans.schema.spans import Json, Span
 
 if sys.platform == "win32":
     import msvcrt
@@ -64,9 +65,7 @@ class Spool:
 
     def append(self, url: str | None, key: str | None, spans: Sequence[Span]) -> int:
         """Keep a batch. Returns the number of spans kept: all, or 0 when the spool is full or the disk refuses."""
-        import orjson
-
-        body = orjson.dumps({"url": url, "key": key, "spans": [to_json(span) for span in spans]}, default=str)
+        body = self._body(url, key, spans)
         half = None
         try:
             if self._size() + len(body) > self._max_bytes:
@@ -84,6 +83,16 @@ class Spool:
                     half.unlink(missing_ok=True)
             return 0
         return len(spans)
+
+    def _body(self, url: str | None, key: str | None, spans: Sequence[Span]) -> bytes:
+        """Write a batch as JSON; of an attribute that is none, its type alone: text of it would not be masked."""
+        batch = {"url": url, "key": key, "spans": [to_json(span) for span in spans]}
+        try:
+            return dumps(batch)
+        except (ValueError, RecursionError) as error:
+            self._tell(f"a span can't be spooled whole: {error}")
+        known = (replace(span, attributes={k: _known(v) for k, v in span.attributes.items()}) for span in spans)
+        return dumps(batch | {"spans": [to_json(span) for span in known]})
 
     def pending(self) -> int:
         """Return the number of batches that wait."""
@@ -192,6 +201,14 @@ class Spool:
             logger.error("lightning: %s", what)
 
 
+def _known(value: Json) -> Json:
+    try:
+        dumps(value)
+    except (ValueError, RecursionError):
+        return f"<{type(value).__qualname__}>"
+    return value
+
+
 def _number(path: Path) -> str:
     number = path.name.split("-")[0]
     return number if number.isdigit() else ""
@@ -232,14 +249,12 @@ def _locked(file: int) -> bool:
 
 
 def _read(path: Path) -> tuple[str | None, str | None, list[Span]] | None:
-    import orjson
-
     try:
-        batch = orjson.loads(path.read_bytes())
+        batch: Any = loads(path.read_bytes())
         return batch["url"], batch["key"], [from_json(Span, span) for span in batch["spans"]]
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         broken = path.with_suffix(".broken")
         logger.exception("lightning: %s can't be read and is kept as %s", path, broken)
         path.rename(broken)
