@@ -92,6 +92,18 @@ def test_the_call_of_an_agent_in_training_goes_to_the_policy_and_nothing_of_the_
     assert [span.attributes.get(names.REROUTED) for span in (first, second)] == [True, None]
 
 
+def test_integers_beyond_64_bits_go_to_the_policy_as_they_are(library, recorder, sink):
+    used = {"type": "tool_use", "id": "t", "name": "factorial", "input": {"n": 51_090_942_171_709_440_001}}
+    messages = [{"role": "assistant", "content": [used]}]
+    with ScriptedServer() as policy:
+        attempt = Attempt("r", "a", endpoint=policy.base, key="k", agents=("writer",), model="tuned")
+        with use_attempt(attempt), agent("writer"):
+            ask(library, "http://far/v1", messages=messages)
+    assert policy.requests[0].body["messages"] == messages
+    (span,) = chats(recorder, sink)
+    assert json.loads(span.attributes[names.REQUEST])["messages"] == messages
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_an_answer_of_the_policys_belongs_to_the_programs_own_request(library, at_once, stream, recorder):

@@ -18,7 +18,7 @@ from agno.tools.function import FunctionCall
 
 from lightning_agno import FRAMEWORK
 from lightning_agno.own_code import OwnCode
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.context import entered, entered_iteration, entered_steps
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from autogen_core.code_executor import CodeExecutor, CodeResult
 
 from lightning_autogen import FRAMEWORK
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import place_of_call
 from lightning_spans.record.instrument.tracker import Tracker

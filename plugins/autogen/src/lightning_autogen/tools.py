@@ -12,7 +12,7 @@ from autogen_core.tools import BaseStreamTool, BaseTool, TextResultContent, Tool
 
 from lightning_autogen import FRAMEWORK
 from lightning_autogen.handoffs import tell_handoff
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.context import entered_steps
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.scope import place_of_call

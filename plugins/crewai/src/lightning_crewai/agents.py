@@ -22,7 +22,7 @@ from crewai.llms.base_llm import BaseLLM
 from lightning_crewai import FRAMEWORK, tools
 from lightning_crewai.models import begin_call, response_body, uses_openai, wrap_started
 from lightning_crewai.tools import nobody_of, requests_in, take_request, tell_tool
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.context import current, current_agent, settled, with_agent
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.scope import Scope, scopes_around

@@ -9,7 +9,8 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_crewai.tools import requests_in
-from lightning_openai.other_clients import OtherCall, to_json
+from lightning_openai.json_text import to_json
+from lightning_openai.other_clients import OtherCall
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from crewai.tools import BaseTool
 from crewai.tools.structured_tool import CrewStructuredTool
 
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take
 from lightning_spans.record.replay import Given, acalled, called, keep_whole, tool_around

@@ -12,7 +12,8 @@ import dspy
 from dspy.clients.cache import Cache
 
 from lightning_dspy import FRAMEWORK
-from lightning_openai.other_clients import OtherCall, to_json
+from lightning_openai.json_text import to_json
+from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.context import current, current_agent, current_attempt, entered
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.scope import scoped

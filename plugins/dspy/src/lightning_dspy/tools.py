@@ -18,7 +18,7 @@ from dspy.adapters.types.tool import Tool, ToolCalls
 from lightning_dspy import FRAMEWORK
 from lightning_dspy.agents import calling_module, is_dspys
 from lightning_dspy.told import agent_with_tools
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.context import current_agent
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take

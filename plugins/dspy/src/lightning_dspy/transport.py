@@ -13,12 +13,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import orjson
-
 from lightning_dspy import FRAMEWORK
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.call import endpoint_of
 from lightning_openai.events import is_whole, read_events
+from lightning_openai.json_text import read_json, read_object
 from lightning_openai.reroute import agent_header
 from lightning_spans.chat.stream import put_together
 from lightning_spans.record.instrument.http_calls import look
@@ -27,6 +26,7 @@ from lightning_spans.record.instrument.scope import current_scope, scopes_around
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.schema import spans as names
+from lightning_spans.schema.json import dumps
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
@@ -117,7 +117,7 @@ class _Request:
     @classmethod
     def begun(cls, tracker: DspyRequests, request: Any, endpoint: str) -> _Request | None:
         """Begin the span of a request, and name it there; None where it can't be begun."""
-        body = orjson.loads(request.body)
+        body = read_json(request.body)
         scope = current_scope()
         context = None if scope is None else scope.call_begins()
         facts: dict[str, Json] = {
@@ -152,7 +152,7 @@ class _Request:
             headers = [pair for pair in headers if pair[0].lower() in {*_KEPT, "traceparent"}] + list(own.items())
             span.set(**{names.REROUTED: True, names.REQUEST_MODEL: attempt.model})
             span.name = attempt.model
-        content = request.body if url == request.url and prompted is None else orjson.dumps(body)
+        content = request.body if url == request.url and prompted is None else dumps(body)
         self.request = dataclasses.replace(request, url=url, headers=headers, body=content)
 
     def read(self, pieces: Iterator[bytes], status: int) -> Iterator[bytes]:
@@ -218,18 +218,10 @@ class _Request:
             events = read_events(text)
             response = put_together(self._endpoint, events.found)
             whole = whole or events.done or is_whole(self._endpoint, response)
-            told[names.RESPONSE] = None if response is None else orjson.dumps(response).decode()
+            told[names.RESPONSE] = None if response is None else dumps(response).decode()
         elif self._pieces:
             told[names.RESPONSE] = text
-            response = _parsed(text)
+            response = read_object(text)
         if not whole:
             told[names.ABANDONED] = True
         self._span.set(**told, **response_attributes(self._endpoint, response or {}))
-
-
-def _parsed(text: str) -> dict[str, Json] | None:
-    try:
-        parsed = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
-    return parsed if isinstance(parsed, dict) else None

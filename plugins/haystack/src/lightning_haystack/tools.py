@@ -14,7 +14,7 @@ from haystack.tools.errors import ToolInvocationError
 from haystack.tracing.utils import coerce_tag_value
 
 from lightning_haystack import FRAMEWORK
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import Given, agiven_to, given_to, keep_raised, keep_returned, tool_around

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lightning_langchain.libraries import AGENTS, LIBRARY, graph_below, packages_of
 from lightning_langchain.tools import WaitingRequests
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.context import current_agent, settled
 from lightning_spans.record.instrument.scope import Scope
 from lightning_spans.record.instrument.tracker import EventTracker

@@ -20,7 +20,7 @@ from lightning_langchain.handoffs import handed_to
 from lightning_langchain.models import OtherModels, follow_caches
 from lightning_langchain.refused import answers_in, offered_in, unreadable_in
 from lightning_langchain.tools import called_for, is_control_flow, requests_in, take_request, tool_result
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.context import current, current_agent
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import begins, ends

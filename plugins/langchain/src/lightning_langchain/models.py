@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
 from langchain_core.caches import BaseCache
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 
 from lightning_langchain.agents import ChainRun
-from lightning_openai.other_clients import OtherCall, to_json
+from lightning_openai.json_text import read_json, to_json
+from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import current_scope
 
@@ -109,7 +109,7 @@ def _request(messages: Sequence[BaseMessage] | str, params: Mapping[str, Any]) -
     """Return what was asked as the body of a chat completion, copied."""
     given = [{"role": "user", "content": messages}] if isinstance(messages, str) else _to_openai(messages)
     rest = {name: value for name, value in params.items() if value is not None and not name.startswith("_")}
-    request: dict[str, Json] = orjson.loads(to_json({**rest, "messages": given}))
+    request: dict[str, Json] = read_json(to_json({**rest, "messages": given}))
     return request
 
 

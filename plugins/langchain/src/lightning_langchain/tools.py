@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import BaseTool
 
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take
 from lightning_spans.record.replay import acalled, called

@@ -11,7 +11,7 @@ from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
 from llama_index.core.tools import ToolOutput
 
 from lightning_llama_index import FRAMEWORK
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.replay import Given, acalled, keep_returned

@@ -13,7 +13,7 @@ import agents
 from agents.tool_context import ToolContext
 from wrapt import CallableObjectProxy
 
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_openai_agents import FRAMEWORK
 from lightning_spans.errors import ReplayEndedError
 from lightning_spans.record.context import current_attempt

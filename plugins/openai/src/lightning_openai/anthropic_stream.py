@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from lightning_openai.json_text import read_json
 from lightning_spans.chat.stream import Growing
-from lightning_spans.schema.json import loads
 from lightning_spans.schema.spans import Json
 
 MESSAGES: Final = "/messages"  # the endpoint
@@ -46,6 +46,6 @@ def _block(block: dict[str, Json]) -> dict[str, Json]:
     if not text:
         return block
     try:
-        return {**block, "input": loads(text)}
+        return {**block, "input": read_json(text)}
     except ValueError:
         return {**block, "input": text}

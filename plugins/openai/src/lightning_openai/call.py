@@ -14,6 +14,7 @@ from lightning_openai import reroute
 from lightning_openai.abandoned import abandoned
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.events import is_whole, read_events
+from lightning_openai.json_text import read_object, to_json
 from lightning_openai.recorded_body import RecordedBody, body_of, record_body
 from lightning_openai.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
@@ -251,7 +252,7 @@ class ModelCall:
             end_ns = self.seen_ns or None if error is None else None
         self._asked = _content(request)
         if self._asked is None:
-            self.span.set(**{names.REQUEST: orjson.dumps(self._body, default=str).decode()})
+            self.span.set(**{names.REQUEST: to_json(self._body)})
         elif self._retries is None:
             self._retries = _retries(request)
         self._left = error is None or isinstance(error, asyncio.CancelledError)
@@ -278,7 +279,7 @@ class ModelCall:
             if self.pending and not self._to_end:
                 told[names.ABANDONED] = True
             told[names.RESPONSE] = text
-            told.update(response_attributes(self._endpoint, _parse(text) or {}))
+            told.update(response_attributes(self._endpoint, read_object(text) or {}))
             return
         events = read_events(text, self.events if self.pending else None)  # else it ended before the agent took any
         response = put_together(self._endpoint, events.found)
@@ -294,7 +295,7 @@ def _body(options: Any) -> Mapping[str, Json]:
     """Return the JSON body of a request, to be read only: what the caller gave in pieces, or wrote out himself."""
     given = options.json_data if options.json_data is not None else getattr(options, "content", None)
     if isinstance(given, bytes | bytearray):
-        given = _parse(given)
+        given = read_object(given)
     body = given if _is_mapping(given) else {}
     return {**body, **options.extra_json} if _is_mapping(options.extra_json) else body
 
@@ -317,11 +318,3 @@ def _retries(request: Any) -> int:
 
 def _sent(content: bytes) -> str:
     return content.decode()
-
-
-def _parse(text: str | bytes | bytearray | None) -> dict[str, Json] | None:
-    try:
-        parsed = orjson.loads(text or "")
-    except orjson.JSONDecodeError:
-        return None
-    return parsed if isinstance(parsed, dict) else None

@@ -15,14 +15,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import orjson
-
 from lightning_openai import reroute
 from lightning_openai.abandoned import abandoned
 from lightning_openai.anthropic_stream import MESSAGES, message_of_events
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.call import PLUGIN, endpoint_of
 from lightning_openai.events import is_whole, read_events
+from lightning_openai.json_text import read_object
 from lightning_openai.recorded_body import RecordedBody, body_of, record_body
 from lightning_openai.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
@@ -30,6 +29,7 @@ from lightning_spans.record.instrument.scope import current_scope
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.schema import spans as names
+from lightning_spans.schema.json import dumps
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
@@ -130,7 +130,7 @@ class HttpxCall:
 
     def _other(self, url: Any, headers: Mapping[str, str], body: Mapping[str, Json]) -> Any:
         """Return a request with another body. Its length is counted anew."""
-        self._asked = orjson.dumps(body)
+        self._asked = dumps(body)
         told = {name: value for name, value in headers.items() if name.lower() not in {"content-length", "host"}}
         extensions = self._request.extensions
         return self._library.Request("POST", url, headers=told, content=self._asked, extensions=extensions)
@@ -236,11 +236,11 @@ class HttpxCall:
     def _read_answer(self, text: str) -> tuple[str, Mapping[str, Json] | None, bool]:
         """Return an answer as text and as data, and whether it is whole."""
         if not self._events:
-            return text, parsed(text), self._to_end
+            return text, read_object(text), self._to_end
         found = read_events(text)
         response = self._put_together(found.found)
         whole = self._to_end or found.done or is_whole(self._endpoint, response)
-        return "" if response is None else orjson.dumps(response).decode(), response, whole
+        return "" if response is None else dumps(response).decode(), response, whole
 
     def _put_together(self, events: list[dict[str, Json]]) -> dict[str, Json] | None:
         if self._endpoint == MESSAGES:
@@ -252,12 +252,3 @@ def _library(client: Any) -> ModuleType:
     """Return the library of a client: httpx, or httpx2."""
     roots = (kind.__module__.partition(".")[0] for kind in type(client).__mro__)
     return next(sys.modules[root] for root in roots if root in {"httpx", "httpx2"})
-
-
-def parsed(content: Any) -> dict[str, Json] | None:
-    """Return a JSON object; None where it is none."""
-    try:
-        found = orjson.loads(content or b"")
-    except (orjson.JSONDecodeError, TypeError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -7,10 +7,9 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import orjson
-
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.foreign.begin import unaskable_in
+from lightning_openai.json_text import to_json
 from lightning_openai.reroute import ASKS, LEFT, agent_header
 from lightning_spans.record.context import current, current_attempt, entered, entered_iteration, entered_steps, settled
 from lightning_spans.record.instrument.scope import Scope, scoped, scopes_around
@@ -279,13 +278,3 @@ def mark(request: Any) -> None:
         if scope.call is not None:
             scope.call.name(request)
             return
-
-
-def to_json(value: object) -> str:
-    """Return JSON text; what JSON does not know is given as its `str`."""
-    return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS).decode()
-
-
-def _plain(value: object) -> object:
-    dump = getattr(value, "model_dump", None)  # pydantic
-    return dump(mode="json", exclude_unset=True) if callable(dump) else str(value)

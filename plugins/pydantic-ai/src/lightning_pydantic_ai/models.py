@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_ai.models import Model
 
-from lightning_openai.other_clients import OtherCall, to_json
+from lightning_openai.json_text import to_json
+from lightning_openai.other_clients import OtherCall
 from lightning_pydantic_ai import FRAMEWORK
 from lightning_spans.record.context import attach, current, overlaid
 from lightning_spans.record.instrument.patches import replace_in_subclasses

@@ -15,7 +15,7 @@ from smolagents.local_python_executor import PythonExecutor
 from smolagents.tools import Tool
 from smolagents.utils import truncate_content
 
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_smolagents import FRAMEWORK
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tool_requests import ToolRequest, take

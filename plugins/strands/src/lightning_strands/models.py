@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from strands.models.model import Model
 
-from lightning_openai.other_clients import OtherCall, to_json
+from lightning_openai.json_text import to_json
+from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_strands import FRAMEWORK

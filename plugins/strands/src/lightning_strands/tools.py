@@ -9,7 +9,7 @@ from strands.tools.executors._executor import ToolExecutor
 from strands.types._events import ToolResultEvent
 from strands.types.tools import AgentTool
 
-from lightning_openai.other_clients import to_json
+from lightning_openai.json_text import to_json
 from lightning_spans.record.context import entered_steps
 from lightning_spans.record.instrument.patches import replace, replace_in_subclasses
 from lightning_spans.record.instrument.tracker import Tracker

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,7 +16,7 @@ from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import from_json, to_json
 from lightning_spans.schema.spans import Span
-from lightning_spans.testing.plugins.program import AGENTS, SCENARIOS, TEAMS, span_of
+from lightning_spans.testing.plugins.program import AGENTS, PROMPTS, SCENARIOS, TEAMS, Recording, record, span_of
 from lightning_spans.testing.plugins.script import agent_of, tool_results
 from lightning_spans.testing.plugins.server import ReceivedRequest
 
@@ -26,7 +27,10 @@ _CUT_SHORT = {"abandoned", "failed", "slow", "cut"}
 
 
 class RecordedPromises:
-    """A part of `PluginConformance`, which gives the fixture `recorded`."""
+    """A part of `PluginConformance`, which gives the fixtures `recorded` and `folder`, and the programs."""
+
+    framework: ClassVar[str]
+    program: Callable[[str], Callable[[str], Any]]
 
     @both_tracers
     @each_scenario
@@ -148,17 +152,20 @@ class RecordedPromises:
         If it fails: see which attribute differs; where the framework does not tell the id, match it by name and
         arguments among the calls that the agent's model asked for.
         """
-        found = recorded(scenario, tracer)
-        asked = {call["id"]: (agent_of(r.body), call["function"]) for r in found.requests for call in _calls_in(r)}
-        results = {key: text for request in found.requests for key, text in tool_results(request.body).items()}
-        assert Counter(span.attributes[names.TOOL_CALL_ID] for span in found.tools) == Counter([*asked])
-        for span in found.tools:
-            agent, function = asked[span.attributes[names.TOOL_CALL_ID]]
-            assert (span.name, span.agent) == (function["name"], agent)
-            assert span.attributes[names.TOOL_NAME] == function["name"]
-            assert json.loads(span.attributes[names.TOOL_ARGUMENTS]) == json.loads(function["arguments"])
-            assert span.attributes[names.TOOL_RESULT] == results[span.attributes[names.TOOL_CALL_ID]]
-            assert span.status == "ok"
+        _check_tool_calls(recorded(scenario, tracer))
+
+    @both_tracers
+    def test_integers_beyond_64_bits_are_kept(self, tracer: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A tool call with an argument and a result that no 64 bits hold is recorded as any other.
+
+        If it fails: write JSON with `lightning_openai.json_text.to_json` and read it with `read_json`: orjson refuses
+        to write such integers, and rounds what it reads.
+        """
+        monkeypatch.setitem(PROMPTS, "tool_call", f'call add {{"a": {10**30}, "b": 7}}')
+        program = self.program("tool_call")
+        found = record(program, folder / f"integers-{tracer}", framework=self.framework, tracer=tracer)
+        _check_tool_calls(found)
+        assert str(10**30 + 7) in found.tools[0].attributes[names.TOOL_RESULT]
 
     @both_tracers
     def test_a_tool_that_raises_is_an_error(self, tracer: str, recorded: Any) -> None:
@@ -252,6 +259,20 @@ class RecordedPromises:
         assert sorted(found.heard, key=_place) == sorted(spans, key=_place)
         assert [from_json(Span, json.loads(json.dumps(to_json(span)))) for span in spans] == spans
         assert otlp.decode(otlp.encode(spans)) == spans
+
+
+def _check_tool_calls(found: Recording) -> None:
+    """Check that what was asked for and what was recorded are the same tool calls."""
+    asked = {call["id"]: (agent_of(r.body), call["function"]) for r in found.requests for call in _calls_in(r)}
+    results = {key: text for request in found.requests for key, text in tool_results(request.body).items()}
+    assert Counter(span.attributes[names.TOOL_CALL_ID] for span in found.tools) == Counter([*asked])
+    for span in found.tools:
+        agent, function = asked[span.attributes[names.TOOL_CALL_ID]]
+        assert (span.name, span.agent) == (function["name"], agent)
+        assert span.attributes[names.TOOL_NAME] == function["name"]
+        assert json.loads(span.attributes[names.TOOL_ARGUMENTS]) == json.loads(function["arguments"])
+        assert span.attributes[names.TOOL_RESULT] == results[span.attributes[names.TOOL_CALL_ID]]
+        assert span.status == "ok"
 
 
 def _calls_in(request: ReceivedRequest) -> Iterator[dict[str, Any]]:

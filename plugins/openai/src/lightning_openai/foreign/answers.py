@@ -12,7 +12,9 @@ import orjson
 
 from lightning_openai.events import read_events
 from lightning_openai.foreign.dialect import ForeignDialect
+from lightning_openai.json_text import read_json
 from lightning_spans.chat.stream import EventReader
+from lightning_spans.schema.json import dumps
 from lightning_spans.schema.spans import Json
 
 
@@ -28,8 +30,8 @@ def parts_of(text: str, content_type: str) -> list[dict[str, Json]]:
     found: list[dict[str, Json]] = []
     for piece in text.splitlines() if "ndjson" in content_type else [text]:
         try:
-            parsed = orjson.loads(piece)
-        except orjson.JSONDecodeError:
+            parsed = read_json(piece)
+        except ValueError:
             continue
         found += [item for item in (parsed if isinstance(parsed, list) else [parsed]) if isinstance(item, dict)]
     return found
@@ -50,7 +52,7 @@ class Answers:
 
     def refusal(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> Any:
         """Return an error."""
-        return self._of(status, orjson.dumps(self._dialect.error(status, message)), "application/json", headers)
+        return self._of(status, dumps(self._dialect.error(status, message)), "application/json", headers)
 
     def of(self, response: Any) -> Any:
         """Return a response of the gateway in this form; one that is read already, or a stream, which is read then."""
@@ -65,7 +67,7 @@ class Answers:
         if streamed:
             reader = _Reader(self._dialect, self._since_ns)
             return self._of(status, reader.feed(response.content) + reader.end(), self._dialect.content_type)
-        return self._of(status, orjson.dumps(self._dialect.answer(response.json(), self._since_ns)), "application/json")
+        return self._of(status, dumps(self._dialect.answer(response.json(), self._since_ns)), "application/json")
 
     def _of(self, status: int, content: bytes, kind: str, headers: Mapping[str, str] | None = None) -> Any:
         told = {"content-type": kind, **(headers or {})}

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_openai.call import PLUGIN
 from lightning_openai.foreign.call import ForeignCall
 from lightning_openai.foreign.known import dialect_of
-from lightning_openai.httpx_calls import HttpxCall, endpoint_asked, parsed
+from lightning_openai.httpx_calls import HttpxCall, endpoint_asked
+from lightning_openai.json_text import read_object
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.record.unrecorded import is_model_call
 
@@ -21,7 +22,7 @@ def unaskable_in(request: Any) -> list[str] | None:
     One that is read can be led to a policy, unless there is something of this kind in it.
     """
     path = request.url.path
-    body = parsed(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
+    body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
     if body is None:
         return None
     if endpoint_asked(request) is not None:
@@ -34,7 +35,7 @@ def begun(recorder: Recorder, client: Any, request: Any) -> HttpxCall | None:
     """Begin the span of a request that is about to be sent; None where it is no call of a model that can be read."""
     try:
         path = request.url.path
-        body = parsed(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
+        body = read_object(getattr(request, "_content", None)) if is_model_call(request.method, path) else None
         if body is None:
             return None
         endpoint = endpoint_asked(request)

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from lightning_openai.call import PLUGIN
 from lightning_openai.events import is_whole
 from lightning_openai.foreign.answers import Answers, parts_of
@@ -17,6 +15,7 @@ from lightning_openai.recorded_body import RecordedBody
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.schema import spans as names
+from lightning_spans.schema.json import dumps
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder
@@ -106,7 +105,7 @@ class ForeignCall(HttpxCall):
     def _request_text(self) -> str:
         if self.span.attributes.get(names.REROUTED):
             return super()._request_text()
-        return orjson.dumps(self._translated.recorded).decode()
+        return dumps(self._translated.recorded).decode()
 
     def _read_answer(self, text: str) -> tuple[str, Mapping[str, Json] | None, bool]:
         if self.span.attributes.get(names.REROUTED) or self._status >= 400:
@@ -115,4 +114,4 @@ class ForeignCall(HttpxCall):
         if not parts:
             return text, None, self._to_end
         response = self._dialect.completion(parts)
-        return orjson.dumps(response).decode(), response, self._to_end or is_whole(CHAT, response)
+        return dumps(response).decode(), response, self._to_end or is_whole(CHAT, response)

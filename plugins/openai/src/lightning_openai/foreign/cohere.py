@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import orjson
-
 from lightning_openai.foreign.chunks import ChunkReader
 from lightning_openai.foreign.dialect import (
     EFFORT,
@@ -22,7 +20,9 @@ from lightning_openai.foreign.dialect import (
     usage_of,
     user_message,
 )
+from lightning_openai.json_text import to_json
 from lightning_spans.chat.stream import Growing
+from lightning_spans.schema.json import dumps
 from lightning_spans.schema.spans import Json
 
 _SAMPLING: Final = {
@@ -105,7 +105,7 @@ class Cohere:
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
         """See `ForeignDialect`."""
-        return b"event: %b\ndata: %b\n\n" % (str(event.get("type")).encode(), orjson.dumps(event))
+        return b"event: %b\ndata: %b\n\n" % (str(event.get("type")).encode(), dumps(event))
 
     def error(self, status: int, message: str) -> Mapping[str, Json]:  # noqa: ARG002 - its errors are a text
         """See `ForeignDialect`."""
@@ -151,7 +151,7 @@ def _texts(message: Fields, untranslated: dict[str, Json], *, of_tool: bool) -> 
 
 def _document(given: Any) -> str:
     data = given.get("data") if isinstance(given, Mapping) else given
-    return data if isinstance(data, str) else orjson.dumps(data).decode()
+    return data if isinstance(data, str) else to_json(data)
 
 
 def _content(message: Mapping[str, Json]) -> list[dict[str, Json]]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias
 
-import orjson
-
+from lightning_openai.json_text import read_json, to_json
 from lightning_spans.chat.body import tool_call
 from lightning_spans.schema.spans import Json
 
@@ -157,7 +156,7 @@ class CallIds:
 
 def as_call(call_id: Json, name: Json, arguments: Any) -> dict[str, Json]:
     """Return a tool call of a chat completion; arguments that are data become JSON text."""
-    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments or {}).decode()
+    text = arguments if isinstance(arguments, str) else to_json(arguments or {})
     return tool_call(call_id, name, text)
 
 
@@ -165,8 +164,8 @@ def arguments_of(call: Mapping[str, Json]) -> dict[str, Json]:
     """Return the arguments of a tool call as an object; those that are none stand in one under ``arguments``."""
     text = (call.get("function") or {}).get("arguments") or "{}"
     try:
-        data = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        data = read_json(text)
+    except ValueError:
         return {"arguments": text}
     return data if isinstance(data, dict) else {"arguments": data}
 

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import orjson
-
 from lightning_openai.foreign.chunks import ChunkReader
 from lightning_openai.foreign.dialect import (
     EFFORT,
@@ -25,6 +23,8 @@ from lightning_openai.foreign.dialect import (
     user_message,
 )
 from lightning_openai.foreign.gemini_tools import camel, json_schema, read_tool_config, read_tools
+from lightning_openai.json_text import to_json
+from lightning_spans.schema.json import dumps
 from lightning_spans.schema.spans import Json
 
 _MODEL: Final = re.compile(r"/(?:models|tunedModels|endpoints)/([^/:]+):(generateContent|streamGenerateContent)$")
@@ -116,7 +116,7 @@ class Gemini:
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
         """See `ForeignDialect`."""
-        return b"data: " + orjson.dumps(event) + b"\r\n\r\n"
+        return b"data: " + dumps(event) + b"\r\n\r\n"
 
     def error(self, status: int, message: str) -> Mapping[str, Json]:
         """See `ForeignDialect`."""
@@ -166,7 +166,7 @@ class _Contents:
         if isinstance(result, Mapping):
             self._flush_said()
             answered = self._ids.answered(result.get("name"), result.get("id"))
-            content = orjson.dumps(result.get("response") or {}).decode()
+            content = to_json(result.get("response") or {})
             self._messages.append({"role": "tool", "tool_call_id": answered, "content": content})
             if media := result.get("parts"):
                 self._untranslated[part.name("functionResponse.parts")] = media

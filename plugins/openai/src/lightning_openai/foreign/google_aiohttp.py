@@ -11,13 +11,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import orjson
-
 from lightning_openai.call import PLUGIN
 from lightning_openai.caller import caller_in
 from lightning_openai.foreign.answers import parts_of
 from lightning_openai.foreign.dialect import ForeignDialect, ForeignRequest
 from lightning_openai.foreign.known import dialect_of
+from lightning_openai.json_text import read_json
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.context import entered, settled
 from lightning_spans.record.instrument.imports import when_imported
@@ -80,7 +79,7 @@ def _begun(recorder: Recorder | None, client: Any, request: Any) -> _AiohttpCall
         return None
     with recorder.guard(PLUGIN):
         path = urlsplit(request.url).path
-        data = request.data if isinstance(request.data, Mapping) else orjson.loads(request.data or b"{}")
+        data = request.data if isinstance(request.data, Mapping) else read_json(request.data or b"{}")
         dialect = dialect_of(path, data)
         if dialect is None:
             return None

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-import orjson
-
 from lightning_openai.foreign.chunks import ChunkReader
 from lightning_openai.foreign.dialect import (
     EFFORT,
@@ -25,6 +23,7 @@ from lightning_openai.foreign.dialect import (
     thought_of,
     usage_of,
 )
+from lightning_spans.schema.json import dumps
 from lightning_spans.schema.spans import Json
 
 _OPTIONS: Final = {
@@ -127,7 +126,7 @@ class OllamaChat:
 
     def framed(self, event: Mapping[str, Json]) -> bytes:
         """See `ForeignDialect`."""
-        return orjson.dumps(event) + b"\n"
+        return dumps(event) + b"\n"
 
     def error(self, status: int, message: str) -> Mapping[str, Json]:  # noqa: ARG002 - its errors are a text
         """See `ForeignDialect`."""
