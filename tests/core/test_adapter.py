@@ -142,6 +142,20 @@ def test_a_text_completion_is_read_without_a_gateway_too() -> None:
     assert (transition.message, transition.finish_reason) == ({"role": "assistant", "content": "19"}, "length")
 
 
+@pytest.mark.parametrize("second", [[7, 8, 9], [1, 2], "malformed"])
+def test_choices_that_answer_several_prompts_have_no_tokens(second) -> None:
+    flat = {"tokens": ["a"], "token_logprobs": [-0.5], "text_offset": [0]}
+    choices = [
+        {"index": n, "text": "a", "logprobs": flat, "finish_reason": "stop", "token_ids": [10], "prompt_token_ids": ids}
+        for n, ids in enumerate([[1, 2, 3], second])
+    ]
+    attributes = {RESPONSE: json.dumps({"id": "cmpl-1", "choices": choices})}
+    assert [one.tokens for one in adapt(Trace.build([chat(1, attributes=attributes)]))] == [None, None]
+    attributes = {RESPONSE: json.dumps({"id": "cmpl-1", "choices": [choices[0], {**choices[0], "index": 1}]})}
+    tokens = Tokens((1, 2, 3), (10,), (-0.5,))
+    assert [one.tokens for one in adapt(Trace.build([chat(1, attributes=attributes)]))] == [tokens, tokens]
+
+
 def test_a_responses_body_gives_its_output_as_the_message() -> None:
     output = [{"type": "message", "content": [{"type": "output_text", "text": "hi"}]}]
     attributes = {RESPONSE: json.dumps({"id": "resp_1", "status": "completed", "output": output})}

@@ -25,7 +25,7 @@ class Answer:
     """The answer to one model call.
 
     Attributes:
-        prompt_token_ids: (P,) ids given to the engine; None where not sent.
+        prompt_token_ids: (P,) ids given to the engine; None where not sent, or where choices answer several prompts.
         choices: all n of them; empty when there was no answer.
         response_id: the server's id; None where there was none.
         model: the model that answered; None where not said.
@@ -57,18 +57,20 @@ def read_answer(text: Json) -> Answer:
     if not isinstance(body, dict):
         return NO_ANSWER
     response_id, model = body.get("id"), body.get("model")
-    prompt = _token_ids(body.get("prompt_token_ids"))
     sent = body.get("choices")
     raw = [choice for choice in sent if isinstance(choice, dict)] if isinstance(sent, list) else []
-    for choice in raw:
-        prompt = prompt or _token_ids(choice.get("prompt_token_ids"))
-    choices = tuple(_choice(place, choice) for place, choice in enumerate(raw)) or _output(body) or _blocks(body)
     return Answer(
-        prompt,
-        choices,
+        _prompt(body, raw),
+        tuple(_choice(place, choice) for place, choice in enumerate(raw)) or _output(body) or _blocks(body),
         response_id if isinstance(response_id, str) else None,
         model if isinstance(model, str) else None,
     )
+
+
+def _prompt(body: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> tuple[int, ...] | None:
+    """Return the ids of the prompt that all choices answer; None where none were sent, or those of several prompts."""
+    first, *others = [ids for holder in (body, *choices) if (ids := holder.get("prompt_token_ids"))] or [None]
+    return _token_ids(first) if all(ids == first for ids in others) else None
 
 
 def _choice(place: int, choice: Mapping[str, Any]) -> Choice:
