@@ -6,11 +6,12 @@ import threading
 
 import pytest
 from fake_sink import ListSink
+from opentelemetry.context import Context, get_value
 
 from lightning_spans import hookimpl, hooks
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.listeners import Listeners, Naming
-from lightning_spans.record.tracing.tracers import make_tracer
+from lightning_spans.record.tracing.tracers import TRACERS, make_tracer
 from lightning_spans.schema import spans as names
 
 PATIENCE_S = 60.0
@@ -204,6 +205,23 @@ def test_a_plugin_names_the_agent_of_a_span_that_has_none(registered):
     registered(Names("writer"))
     naming = Naming()
     assert named(naming, "a", "b") == ["writer", "writer"]
+    naming.close()
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_plugin_names_an_agent_by_what_was_current_when_the_span_began(tracer, registered):
+    class Teams:
+        @hookimpl
+        def lightning_agent_name(self, span):
+            return get_value("team", span.context)
+
+    registered(Teams())
+    naming, sink = Naming(), ListSink()
+    recorder = SpanRecorder(make_tracer(tracer, sink), name_agent=naming)
+    span = recorder.start(names.CHAT, "m", context=Context({"team": "sales"}))
+    span.end()
+    assert [span.agent for span in sink.spans] == ["sales"]
+    assert get_value("team", span.context) is None  # nothing of it is held any longer
     naming.close()
 
 

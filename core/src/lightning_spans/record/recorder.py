@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from opentelemetry.context import Context
 
+from lightning_spans.hooks import listens
 from lightning_spans.record.context import (
     at_work,
     current_agent,
@@ -296,8 +297,10 @@ class SpanRecorder:
             if isinstance(error, BaseException):
                 span.attributes.setdefault(names.ERROR_TYPE, type(error).__qualname__)
         # What waits to be delivered holds no context, and so nothing of what is around it: memory that the agent can't
-        # use again is slow.
-        span._begun_in, span._context = _NOWHERE, None
+        # use again is slow. But a hook that names its agent may look there.
+        span._context = None
+        if span.agent is not None or not listens("lightning_agent_name"):
+            span._begun_in = _NOWHERE
         try:  # no `guard`, which costs three calls
             self.tracer.end(span)
         except Exception as raised:  # noqa: BLE001 - logged
@@ -322,6 +325,7 @@ class SpanRecorder:
                         span.agent = self._name_agent(span)
                     except Exception as raised:  # noqa: BLE001 - logged
                         log_failure("lightning_agent_name", raised, span)
+                    span._begun_in, span._context = _NOWHERE, None
                 span._record = span._made()
             return span._record
 
