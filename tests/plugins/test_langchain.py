@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import operator
 import sys
 import types
@@ -17,9 +18,10 @@ pytest.importorskip("langgraph")
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.language_models.fake import FakeListLLM
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.outputs import ChatGeneration, ChatResult, GenerationChunk
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import InjectedToolCallId, ToolException, tool
@@ -986,6 +988,37 @@ def test_a_stream_without_the_openai_client_that_its_reader_leaves_is_abandoned(
     (span,) = found.chats
     assert (span.agent, span.status, span.attributes[names.ABANDONED]) == ("writer", "ok", True)
     assert found.output == {"notes": ["a"]}
+
+
+class Pieces(FakeListLLM):
+    """A model of text that is streamed, letter by letter."""
+
+    def _stream(self, prompt, stop=None, run_manager=None, **kwargs):
+        for letter in self.responses[0]:
+            yield GenerationChunk(text=letter)
+
+
+@pytest.mark.parametrize("way", ["stream", "astream"])
+@pytest.mark.parametrize("kind", [FakeListChatModel, Pieces])
+@pytest.mark.parametrize("by_openai", [True, False])
+def test_what_the_reader_of_a_stream_calls_between_its_items_is_no_part_of_it(found_of, by_openai, kind, way):
+    async def program(url):
+        def judge():
+            judge = model(url) if by_openai else FakeListChatModel(responses=["fine"])
+            judge.invoke("so far?")
+
+        if way == "stream":
+            for _ in kind(responses=["ab"]).stream("write"):
+                judge()
+        else:
+            async for _ in kind(responses=["ab"]).astream("write"):
+                judge()
+
+    found = found_of(program)
+    asked = [json.loads(span.attributes[names.REQUEST])["messages"][0]["content"] for span in found.chats]
+    assert asked.count("write") == 1
+    assert asked.count("so far?") == len(asked) - 1 >= 2
+    assert {span.parent_id for span in found.chats} == {None}
 
 
 class Wrapped(BaseChatModel):

@@ -6,12 +6,13 @@ The chat span is the openai client's. Only where a model was reached in another 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models import BaseChatModel, BaseLLM
 from langchain_core.tracers.context import _configure_hooks, register_configure_hook
 
 from lightning_langchain import FRAMEWORK, tools
@@ -21,7 +22,7 @@ from lightning_langchain.models import OtherModels, follow_caches
 from lightning_langchain.refused import answers_in, offered_in, unreadable_in
 from lightning_langchain.tools import called_for, is_control_flow, requests_in, take_request, tool_result
 from lightning_openai.json_text import to_json
-from lightning_spans.record.context import current, current_agent
+from lightning_spans.record.context import current, current_agent, entered_iteration, entered_steps
 from lightning_spans.record.instrument.patches import replace
 from lightning_spans.record.instrument.tracker import begins, ends
 from lightning_spans.schema import spans as names
@@ -42,6 +43,9 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield from follow_caches()
     yield from tools.bind(handler)
     yield replace(BaseChatModel, "_agenerate_with_cache", handler.wrap_ask)
+    for kind in (BaseChatModel, BaseLLM):
+        yield replace(kind, "stream", handler.wrap_stream)
+        yield replace(kind, "astream", handler.wrap_astream)
     variable: ContextVar[BaseCallbackHandler | None] = ContextVar(handler.plugin, default=handler)
     before = len(_configure_hooks)
     register_configure_hook(variable, inheritable=True)
@@ -230,6 +234,26 @@ class Handler(ChainRuns, BaseCallbackHandler):
                 raise
 
         return ask
+
+    def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A model's run is entered in the generator of its answer: what its reader does between items is outside."""
+
+        def stream(model: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            items = original(model, *args, **kwargs)
+            yield from entered_iteration(current(), items) if self.live else items
+
+        return stream
+
+    def wrap_astream(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """As `wrap_stream`, of an answer that is awaited."""
+
+        async def astream(model: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            items = original(model, *args, **kwargs)
+            async with aclosing(entered_steps(current(), items) if self.live else items) as steps:
+                async for item in steps:
+                    yield item
+
+        return astream
 
 
 def _name_of(serialized: Mapping[str, Any] | None, otherwise: str) -> str:
