@@ -263,8 +263,8 @@ class RecordedPromises:
 
 def _check_tool_calls(found: Recording) -> None:
     """Check that what was asked for and what was recorded are the same tool calls."""
-    asked = {call["id"]: (agent_of(r.body), call["function"]) for r in found.requests for call in _calls_in(r)}
-    results = {key: text for request in found.requests for key, text in tool_results(request.body).items()}
+    asked = {call["id"]: (agent_of(r.body or {}), call["function"]) for r in found.requests for call in _calls_in(r)}
+    results = {key: text for request in found.requests for key, text in tool_results(request.body or {}).items()}
     assert Counter(span.attributes[names.TOOL_CALL_ID] for span in found.tools) == Counter([*asked])
     for span in found.tools:
         agent, function = asked[span.attributes[names.TOOL_CALL_ID]]
