@@ -175,8 +175,8 @@ def _texts(node: Node) -> list[tuple[int | None, str]]:
 
 def _lengths(node: Node) -> list[tuple[int | None, int]]:
     """Return the index and the number of tokens of each answer of a model call; the sum where only that is known."""
-    exact = [(choice.index, len(choice.token_ids)) for choice in node.answer.choices if choice.token_ids is not None]
-    return exact or [(None, tokens_of(node)[1])]
+    known = [choice for choice in node.answer.choices if choice.token_ids is not None]
+    return [(choice.index, len(choice.token_ids or ())) for choice in known] or [(None, tokens_of(node)[1])]
 
 
 def _text(message: Mapping[str, Json]) -> str:
