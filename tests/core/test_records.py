@@ -119,6 +119,12 @@ def test_what_one_library_refuses_the_other_writes(value: Any) -> None:
     assert loads(dumps(value).decode()) == value
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("beside", [1, 2**64])
+def test_what_json_has_not_is_null(number: float, beside: int) -> None:
+    assert loads(dumps({"is": [number], "beside": beside})) == {"is": [None], "beside": beside}
+
+
 def test_half_an_emoji_from_elsewhere_is_read() -> None:
     assert loads(b'{"half":"\\ud83d"}') == {"half": "\ud83d"}
 

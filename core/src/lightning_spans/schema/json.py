@@ -22,11 +22,10 @@ Convert: TypeAlias = Callable[[Any], Any]
 
 
 def dumps(value: Json) -> bytes:
-    """Write JSON.
+    """Write JSON; NaN and the infinities, which it has not, become null.
 
     What orjson refuses (integers beyond 64 bits, lone surrogates, keys that are not text) is written by the standard
     library, after a leading space that tells `loads` to read it the same way: orjson would round such integers.
-    NaN and the infinities, which JSON has not, become null.
 
     Raises:
         ValueError: the value is not JSON-like.
@@ -35,7 +34,8 @@ def dumps(value: Json) -> bytes:
         return orjson.dumps(value, default=_plain)
     except TypeError:
         try:
-            return b" " + json.dumps(value, default=_plain).encode()
+            text = json.dumps(value, default=_plain)
+            return b" " + json.dumps(json.loads(text, parse_constant=lambda _: None)).encode()
         except TypeError as error:
             raise ValueError(f"not JSON-like: {error}") from None
 

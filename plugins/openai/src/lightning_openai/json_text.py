@@ -38,11 +38,11 @@ def read_object(text: str | bytes | bytearray | None) -> dict[str, Any] | None:
 
 
 def to_json(value: object) -> str:
-    """Return JSON text; what JSON does not know is given as its `str`."""
+    """Return JSON text; what JSON does not know is given as its `str`, NaN and the infinities as null."""
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:  # an integer beyond 64 bits, or half of a surrogate pair
-        return json.dumps(value, default=_plain)
+        return json.dumps(json.loads(json.dumps(value, default=_plain), parse_constant=lambda _: None))
 
 
 def _plain(value: object) -> object:
