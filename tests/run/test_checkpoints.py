@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer import TrainConfig
 from lightning_trainer.run.folders import held, new_folder, read_config
-from lightning_trainer.run.state import State, check_identity, check_resumable, find, read_state, save
+from lightning_trainer.run.state import State, check_identity, check_resumable, find, identity_of, read_state, save
 
 STATE = State(step=3, identity={"seed": 0, "data": "abc"}, agents=("writer",), flat_steps=None, rewards=(0.5, None))
 
@@ -107,6 +108,15 @@ def test_other_identity_is_an_error_with_both_values(tmp_path: Path) -> None:
     check_identity(STATE, {"seed": 0}, tmp_path)
     with pytest.raises(ConfigError, match="seed = 0, not 1"):
         check_identity(STATE, {"seed": 1}, tmp_path)
+
+
+def test_another_scale_of_adapters_is_another_run(tmp_path: Path) -> None:
+    """Each backend would go on, from a policy that nobody trained."""
+    asked = {"command": "agent", "model": "m", "data": "d", "lora_rank": 4}
+    state = replace(STATE, identity=identity_of(TrainConfig(**asked), []))
+    check_identity(state, identity_of(TrainConfig(**asked, lora_alpha=8.0), []), tmp_path)
+    with pytest.raises(ConfigError, match=r"lora_alpha = 8\.0, not 64\.0"):
+        check_identity(state, identity_of(TrainConfig(**asked, lora_alpha=64.0), []), tmp_path)
 
 
 def test_only_the_newest_can_be_gone_on_from_where_older_ones_are_stripped(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from test_torch_update import make_backend, make_batch
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchLearner
+from lightning_trainer.backends.torch.learn import adapters
 from lightning_trainer.gateway.engine import Engine, Sampled, Sampling
 from lightning_trainer.rl.rows import Row
 
@@ -284,6 +285,17 @@ def test_what_does_not_fit_is_refused(backend: TorchLearner, tiny_model: Path, t
         make_backend(tmp_path / "step" / "writer", adapters=("writer",), lora_rank=4)
     with pytest.raises(ValueError, match="answered by 'editor'"):
         backend.update(rows_of("editor"))
+
+
+def test_a_new_adapter_gets_scale_and_modules_of_those_that_are_there(tiny_model: Path, tmp_path: Path) -> None:
+    first = make_backend(tiny_model, **{**TWO, "lora_alpha": 3.0, "lora_targets": ("q_proj", "o_proj")})
+    first.save(tmp_path / "step")
+    first.close()
+    more = make_backend(tmp_path / "step", **{**TWO, "adapters": ("editor", "writer")})
+    assert adapters.shape_of(more._model, "editor") == adapters.shape_of(more._model, "writer")
+    assert adapters.shape_of(more._model, "editor") == (4, 3.0, ("o_proj", "q_proj"))
+    assert tokens_of(asyncio.run(drawn(engine_of(more, "editor"), [5, 6, 7], seed=0)))
+    more.close()
 
 
 def test_divergence_from_the_start_is_measured_for_each_adapter(tiny_model: Path) -> None:

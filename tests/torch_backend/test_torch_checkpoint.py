@@ -104,10 +104,31 @@ def test_adapters_and_full_weights_are_not_mixed_up(tiny_model: Path, tmp_path: 
         with pytest.raises(ConfigError, match="LoRA"):
             backend.load(tmp_path / folder)
         backend.close()
-    wider = make_backend(tiny_model, lora_rank=4)
-    with pytest.raises(ConfigError, match="fit"):
-        wider.load(tmp_path / "adapters")
-    wider.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"lora_rank": 4}, "trained with lora_rank 2, this run has 4"),
+        ({"lora_alpha": 64.0}, "trained with lora_alpha 4, this run has 64"),
+        ({"lora_targets": ("q_proj",)}, "trained with lora_targets q_proj, v_proj, this run has q_proj"),
+    ],
+    ids=["rank", "alpha", "targets"],
+)
+@pytest.mark.parametrize("adapters", [(), ("writer", "checker")], ids=["one", "several"])
+def test_another_lora_than_was_trained_is_refused(
+    tiny_model: Path, tmp_path: Path, adapters: tuple[str, ...], other: dict, message: str
+) -> None:
+    """With another scale or other modules the same tensors are another policy."""
+    lora = {"adapters": adapters, "lora_rank": 2, "lora_targets": ("v_proj", "q_proj")}
+    first = make_backend(tiny_model, **lora)
+    first.save(tmp_path / "step")
+    first.close()
+    with pytest.raises(ConfigError, match=message):
+        make_backend(tiny_model, **{**lora, **other}).load(tmp_path / "step")
+    with pytest.raises(ConfigError, match=message.split()[2]):
+        make_backend(tmp_path / "step", **{**lora, **other})
+    make_backend(tmp_path / "step", **lora).close()
 
 
 def test_what_is_no_checkpoint_or_damaged_is_refused(tiny_model: Path, tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ def identity_of(config: TrainConfig, tasks: Sequence[Task]) -> dict[str, Any]:
         "batch_size": config.batch_size,
         "group_size": config.group_size,
         "seed": config.seed,
+        "lora_rank": config.lora_rank,
+        "lora_alpha": config.lora_alpha or 2.0 * config.lora_rank,
     }
 
 
@@ -175,7 +177,7 @@ def check_identity(state: State, identity: Mapping[str, Any], checkpoint: Path) 
         ConfigError: an option differs; the message names it with both values.
     """
     for name, now in identity.items():
-        before = state.identity.get(name)
+        before = state.identity.get(name, now)  # older versions wrote fewer
         if before != now:
             raise ConfigError(
                 f"{checkpoint} is of a run with {name} = {before!r}, not {now!r}. "

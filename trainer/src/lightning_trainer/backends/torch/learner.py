@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.generate.engine import AdapterEngine, TorchEngine
+from lightning_trainer.backends.torch.learn.adapters import add_adapters, has_adapters, saved_shape, select
 from lightning_trainer.backends.torch.learn.candidates import likeliest
-from lightning_trainer.backends.torch.learn.policy import Policy, add_adapters, has_adapters, reference, select
+from lightning_trainer.backends.torch.learn.policy import Policy, reference
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
 from lightning_trainer.backends.torch.learn.update import penalties, row_logprobs, update
 from lightning_trainer.backends.torch.model import checkpoint
@@ -43,7 +42,10 @@ class TorchLearner:
         saved = checkpoint.saved_adapters(Path(model))
         if saved is not None:
             source, names = saved
-            options = {"adapters": names, "lora_rank": _rank(Path(model) / names[0])} | _without_defaults(options)
+            options = {
+                "adapters": names,
+                "lora_rank": saved_shape(Path(model) / names[0]).lora_rank,
+            } | _without_defaults(options)
         self.options = make_options(model if saved is None else source, options)
         self._model = load(self.options, None if saved is None else Path(model))
         self._fingerprint = checkpoint.fingerprint(self._model)
@@ -207,18 +209,6 @@ class TorchLearner:
 
     def _reference(self) -> Any:
         return reference(self._model, self._frozen) if self.options.kl_coef > 0 else None
-
-
-def _rank(folder: Path) -> int:
-    """Read the rank of a saved adapter.
-
-    Raises:
-        ConfigError: its configuration can't be read.
-    """
-    try:
-        return int(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["r"])
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder} is no adapter of peft: {error}. Give another checkpoint.") from None
 
 
 def _without_defaults(options: dict[str, Any]) -> dict[str, Any]:

@@ -103,6 +103,6 @@ class _Mixed:
 
 
 def _ranks(model: nn.Module, adapters: Sequence[str]) -> list[int]:
-    """Rank of each adapter: of all its layers alike, as `policy.add_adapters` makes them."""
+    """Rank of each adapter: of all its layers alike, as `adapters.add_adapters` makes them."""
     layer: Any = next(module for module in linears(model) if hasattr(module, "lora_A"))
     return [int(layer.r[name]) for name in adapters]

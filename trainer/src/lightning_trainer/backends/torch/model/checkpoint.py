@@ -20,7 +20,15 @@ from safetensors.torch import load_file, save_file
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.generate.engine import TorchEngine
-from lightning_trainer.backends.torch.learn.policy import ADAPTER, Policy, select
+from lightning_trainer.backends.torch.learn.adapters import (
+    ADAPTER,
+    check_same,
+    has_adapters,
+    saved_shape,
+    select,
+    shape_of,
+)
+from lightning_trainer.backends.torch.learn.policy import Policy
 from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.policies import ADAPTERS_NAME
 
@@ -149,13 +157,16 @@ def restore(
         raise ConfigError(
             f"{folder} is a checkpoint of {state['source']}, not of {model.source}. Start from that model."
         )
-    trained = sorted(name for policy in policies.values() for name in policy.working)
-    if state["trained"] != trained:
-        kinds = [_kind(names) for names in (state["trained"], trained)]
+    kinds = [_kind(names) for names in (state["trained"], [name for one in policies.values() for name in one.working])]
+    if kinds[0] != kinds[1]:
         raise ConfigError(f"{folder} trained {kinds[0]}, this run trains {kinds[1]}. Use the same LoRA options.")
+    places = {adapter: folder if adapter is None else folder / adapter for adapter in policies}
+    if has_adapters(model):
+        for adapter, place in places.items():
+            check_same(saved_shape(place), shape_of(model, adapter), place)
     try:
         for adapter, policy in policies.items():
-            policy.set_state(load_file((folder if adapter is None else folder / adapter) / TENSORS))
+            policy.set_state(load_file(places[adapter] / TENSORS))
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"{folder}: {TENSORS} does not fit this model or is damaged: {error}. Resume from an earlier checkpoint of"

@@ -1,0 +1,223 @@
+"""LoRA adapters: which a model gets, and that those which are there already are what was asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.backends.torch.options import TorchOptions
+from lightning_trainer.models import check_adapter
+
+ADAPTER = "default"
+_TAKEN = {"base_layer", "lora_A", "lora_B"}  # what peft adds to the names of parameters
+
+
+class LoraShape(NamedTuple):
+    """What makes adapters with the same weights different policies, by the names of the options that say it."""
+
+    lora_rank: int
+    lora_alpha: float
+    lora_targets: tuple[str, ...]
+
+
+def shape_of(model: LoadedModel, adapter: str | None = None) -> LoraShape:
+    """Return the shape of one of a model's adapters; None: of the only one."""
+    return _shape(vars(model.causal.peft_config[adapter or ADAPTER]))
+
+
+def saved_shape(folder: Path) -> LoraShape:
+    """Read the shape of an adapter's folder.
+
+    Raises:
+        ConfigError: its configuration can't be read.
+    """
+    try:
+        return _shape(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder} is no adapter of peft: {error}. Give another checkpoint.") from None
+
+
+def check_same(saved: LoraShape, now: LoraShape, place: Path) -> None:
+    """Make sure that saved adapters go on as what they were.
+
+    Raises:
+        ConfigError: one has another rank, scale or other modules; names the option, and both values.
+    """
+    for name, was, has in zip(LoraShape._fields, saved, now, strict=True):
+        if was != has:
+            raise ConfigError(
+                f"{place} was trained with {name} {_words(was)}, this run has {_words(has)}. Use the same LoRA options."
+            )
+
+
+def add_adapters(model: LoadedModel, options: TorchOptions, saved: Path | None = None) -> None:
+    """Add the LoRA adapters that were asked for, which start as no change; a folder that has some keeps its own.
+
+    Args:
+        model: gets them.
+        options: say which.
+        saved: folder of a checkpoint; an adapter that is in it goes on from there. New ones beside it get its scale
+            and modules, where the options name none.
+
+    Raises:
+        ConfigError: the folder's adapters are others than the options say, or no module has one of the names.
+    """
+    if has_adapters(model) and options.adapters:
+        raise ConfigError(
+            f"{model.source} has LoRA adapters, and adapters of agents go over a model without. Use that."
+        )
+    if has_adapters(model):
+        _check_asked(shape_of(model), options, model.source)
+        if options.kl_coef > 0:
+            raise ConfigError(
+                f"{model.source} has LoRA adapters, so kl_coef would compare with its base model. Leave it out."
+            )
+        return
+    names = options.adapters or ((ADAPTER,) if options.lora_rank else ())
+    there = [name for name in names if saved is not None and (saved / name).is_dir()]
+    for name in there:
+        _load(model, saved / name, options)  # type: ignore[operator]  # one is there
+        check_same(shape_of(model, there[0]), shape_of(model, name), saved / name)  # type: ignore[operator]
+    for name in names:
+        if name in there:
+            continue
+        if name in options.fixed:
+            place = saved or model.source
+            raise ConfigError(
+                f"there is no adapter {name} in {place} to keep. Give a checkpoint that has it as --model."
+            )
+        _add(model, name, options)
+
+
+def _load(model: LoadedModel, folder: Path, options: TorchOptions) -> None:
+    """Add an adapter from its folder.
+
+    Raises:
+        ConfigError: it can't be read, is other than the options say, or `kl_coef` would compare it with the model
+            without it.
+    """
+    if options.kl_coef > 0 and folder.name not in options.fixed:
+        raise ConfigError(f"{folder} is trained, and kl_coef would compare it with the model without. Leave it out.")
+    check_adapter(folder)
+    try:
+        with _several():
+            found = model.causal.load_adapter(str(folder), adapter_name=folder.name, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"the adapter {folder} can't be loaded: {error}") from error
+    lacking = [name for name in found.missing_keys if name.endswith(f".{folder.name}.weight")]
+    if lacking or found.unexpected_keys:
+        raise ConfigError(
+            f"the adapter {folder} is not of this model: {len(lacking)} weights are missing in it, and the model has no"
+            f" place for {len(found.unexpected_keys)} others. Give the model that it was trained over."
+        )
+    _check_asked(shape_of(model, folder.name), options, folder)
+
+
+def _check_asked(found: LoraShape, options: TorchOptions, place: Path) -> None:
+    """Refuse an option that an adapter which is there already does not have; one that was left out takes what is."""
+    asked = {
+        "lora_rank": options.lora_rank or None,
+        "lora_alpha": options.lora_alpha,
+        "lora_targets": None if options.lora_targets is None else tuple(sorted(set(options.lora_targets))),
+    }
+    for name, value in found._asdict().items():
+        if asked[name] not in (None, value):
+            raise ConfigError(
+                f"{place} has LoRA adapters with {name} {_words(value)}, not {_words(asked[name])}. Set {name} to that."
+            )
+
+
+def _shape(config: Mapping[str, Any]) -> LoraShape:
+    """Take from peft's configuration, as an object's fields or as JSON, what an adapter is."""
+    targets = config["target_modules"]
+    return LoraShape(
+        int(config["r"]),
+        float(config["lora_alpha"]),
+        (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+    )
+
+
+def _words(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else f"{value:g}"
+
+
+def _add(model: LoadedModel, name: str, options: TorchOptions) -> None:
+    from peft import LoraConfig
+
+    causal = model.causal
+    if name in _TAKEN | {part for parameter, _ in causal.named_parameters() for part in parameter.split(".")}:
+        raise ConfigError(
+            f"an adapter can't be named {name!r}: that is a part of the model, for which peft would take it, and its"
+            " weights would be lost. Give it another name: AGENT=lora:NAME."
+        )
+    beside = next(iter(causal.peft_config.values())) if has_adapters(model) else None
+    scale: Any = options.lora_alpha or (beside.lora_alpha if beside else 2 * options.lora_rank)  # peft says int
+    targets = options.lora_targets or (beside.target_modules if beside else _linear_names(causal))
+    config = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=scale,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(model.source.resolve()),
+    )
+    with torch.random.fork_rng(devices=[]), _several():
+        # Each starts from its own draw, whatever others there are.
+        torch.manual_seed(options.seed if name == ADAPTER else options.seed + zlib.crc32(name.encode()))
+        try:
+            causal.add_adapter(config, adapter_name=name)
+        except ValueError as error:
+            raise ConfigError(f"lora_targets: {error}") from None
+
+
+@contextmanager
+def _several() -> Iterator[None]:
+    """Keep libraries from warning that a model gets a second adapter: it is meant to.
+
+    peft says that there are two, and transformers that the file of the second lacks the weights of the first.
+    """
+    report = logging.getLogger("transformers.integrations.peft")
+    level = report.level
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        report.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            report.setLevel(level)
+
+
+def has_adapters(model: LoadedModel) -> bool:
+    """Whether the model has LoRA adapters; then only they are trained."""
+    return bool(getattr(model.causal, "peft_config", None))
+
+
+def _linear_names(causal: Any) -> list[str]:
+    """Names of all linear layers but the head; peft's own `all-linear` needs a wrapped model."""
+    head = causal.get_output_embeddings()
+    return sorted({name.rpartition(".")[2] for name, module in _outermost(causal) if module is not head})
+
+
+def _outermost(module: torch.nn.Module, path: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """Return linear layers and LoRA's wrappings of such, not what a wrapping holds."""
+    for name, child in module.named_children():
+        if isinstance(child, torch.nn.Linear) or hasattr(child, "base_layer"):
+            yield f"{path}{name}", child
+        else:
+            yield from _outermost(child, f"{path}{name}.")
+
+
+def select(model: LoadedModel, adapter: str | None) -> None:
+    """Let the model go through one of its adapters, in training and in what peft computes; None: there is only one."""
+    if adapter is not None:
+        model.causal.set_adapter(adapter)
