@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,9 @@ from lightning_spans.record import unrecorded
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.tracers import make_tracer
 
-settings.register_profile("ours", deadline=None)  # a slow machine is no fault of the code
+settings.register_profile(  # a slow machine is no fault of the code
+    "ours", deadline=None, derandomize=os.environ.get("DRAWS") == "fixed"
+)
 settings.load_profile("ours")
 
 for _library in ("httpx", "httpx2"):  # nor is silence of more than five seconds, their default
