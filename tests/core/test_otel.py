@@ -320,7 +320,9 @@ def test_a_password_of_the_store_is_not_told_where_options_do_not_agree():
     assert "ter2" not in str(told.value)
 
 
-@pytest.mark.parametrize("store", ["mysql://ada:hunter2@host/x", "postgres!://ada:hunter2@host/x"])
+@pytest.mark.parametrize(
+    "store", ["mysql://ada:hunter2@host/x", "postgres!://ada:hunter2@host/x", "postgresql://ada:hunter2@host:port/x"]
+)
 def test_a_password_of_a_store_that_is_refused_is_not_told(store):
     with pytest.raises(ConfigError, match=r"://\*\*\*@host") as told:
         open_store(store)

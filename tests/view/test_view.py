@@ -496,6 +496,9 @@ def test_what_is_no_store_or_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.db", tmp_path / "no.db"):
         with pytest.raises(StoreError):
             StoreReader(str(path))
+    with pytest.raises(ConfigError, match=r"host:port/x") as told:
+        StoreReader("postgresql://me:secret@host:port/x")
+    assert "secret" not in str(told.value)
     with pytest.raises(ConfigError, match="no folder of a run"):
         runs_in(tmp_path)
 

@@ -20,6 +20,7 @@ from lightning_spans.store.protocol import ANY, PAGE, Page, Where, listing_of
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.opening import open_database
 from lightning_spans.store.sql.read import read_page
+from lightning_spans.store.urls import without_secrets
 
 R = TypeVar("R")
 _BUSY_S: Final = 10.0
@@ -99,8 +100,8 @@ class StoreReader(NullStore):
 def _parsed(url: str) -> URL:
     try:
         return make_url(url if "://" in url else f"sqlite:///{url}")
-    except ArgumentError:
-        raise ConfigError(f"store {url!r} is no path and no database's URL.") from None
+    except (ArgumentError, ValueError):  # the second where the port is no number
+        raise ConfigError(f"store {without_secrets(url)!r} is no path and no database's URL.") from None
 
 
 def _engine(url: URL) -> Engine:
