@@ -6,9 +6,9 @@ import pytest
 
 from lightning_trainer.report.forecast import Plan, Probe, Tried, forecast, lines, verdict
 
-HALF = Tried(place=0, rewards=(1.0, 0.0))
-NEVER = Tried(place=1, rewards=(0.0, 0.0))
-ALWAYS = Tried(place=2, rewards=(1.0, 1.0))
+HALF = Tried(place=0, rewards=(1.0, 0.0), contrast=True)
+NEVER = Tried(place=1, rewards=(0.0, 0.0), contrast=False)
+ALWAYS = Tried(place=2, rewards=(1.0, 1.0), contrast=False)
 
 
 def probe(tried: list[Tried], **numbers: object) -> Probe:
@@ -23,7 +23,7 @@ def probe(tried: list[Tried], **numbers: object) -> Probe:
         ([NEVER, NEVER], "nothing is ever solved: SFT first"),
         ([ALWAYS], "solved already"),
         ([NEVER, ALWAYS], "in each task all rollouts earn the same"),
-        ([Tried(place=0, rewards=(), failed=2)], "no rollout earned a reward"),
+        ([Tried(place=0, rewards=(), contrast=False, failed=2)], "no rollout earned a reward"),
     ],
 )
 def test_verdict_is_plain(tried: list[Tried], says: str) -> None:

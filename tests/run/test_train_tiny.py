@@ -30,6 +30,7 @@ from lightning_trainer.run import loop
 from lightning_trainer.run.interrupts import Interrupted
 
 AGENT = '''
+import itertools
 import openai
 import lightning_openai
 from lightning_spans import agent
@@ -53,6 +54,13 @@ async def two(task):
     draft = await say("writer", task["q"])
     final = await say("rewriter", task["q"] + draft)
     return {"writer": sum(c.isascii() and c.isalpha() for c in draft) / 5, "rewriter": float(len(final))}
+
+turns = itertools.count()
+
+async def in_turns(task):
+    await say("writer", task["q"])
+    mine = float(next(turns) % 2)
+    return {"writer": mine, "checker": 1.0 - mine} if task["q"] == "say 0" else {"writer": 1.0, "checker": mine}
 '''
 PLAIN = """
 def silent(task):
@@ -440,6 +448,21 @@ def test_tasks_tells_which_teach_and_keeps_them(folder: Path, model: Path) -> No
     assert kept == [row["task"] for row in rows if row["teaches"]]
     assert "of your tasks" in done.stderr
     assert not list(folder.glob(".kept*"))
+
+
+def test_a_task_teaches_where_an_agent_to_be_trained_earns_differently(folder: Path, model: Path) -> None:
+    from click.testing import CliRunner
+
+    from lightning_trainer.cli import cli
+
+    asked = ["tasks", "tiny_agent:in_turns", "--data", "tasks.jsonl", "--model", str(model), "--samples", "4"]
+    done = CliRunner().invoke(cli, [*asked, "--first", "2", "--workers", "1", "--agents", "writer", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert rows[0]["rewards"] == [0.5] * 4  # of both agents together; the writer's are 0 and 1
+    assert sorted(rows[1]["rewards"]) == [0.5, 0.5, 1.0, 1.0]  # the checker's doing
+    assert [row["teaches"] for row in rows] == [True, False]
+    assert "in 50% of your tasks" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ _FLOPS: Final = 989e12
 _BANDWIDTH: Final = 3.35e12
 _MEMORY: Final = 80e9
 _SIZES: Final = {"1.5B": 1.5e9, "7B": 7.6e9, "32B": 32.8e9}
-_EQUAL: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +45,19 @@ class Tried:
     Attributes:
         place: of the task in its file, from 0.
         rewards: of its rollouts that count.
+        contrast: whether an agent to be trained earned differently in them, so that there is something to learn from.
         failed: rollouts that came to nothing.
     """
 
     place: int
     rewards: tuple[float, ...]
+    contrast: bool
     failed: int = 0
 
     @property
     def mean(self) -> float | None:
         """Mean reward; None without any."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
-
-    @property
-    def contrast(self) -> bool:
-        """Whether its rollouts earned differently, so that there is something to learn from."""
-        return bool(self.rewards) and max(self.rewards) - min(self.rewards) > _EQUAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

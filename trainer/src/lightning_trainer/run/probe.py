@@ -21,6 +21,7 @@ from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.forecast import Probe, Tried
 from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.algorithms.grpo import GRPO
 from lightning_trainer.rl.rewards import installed, read_rules
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.scores import reward_of_failures, score, total
@@ -42,12 +43,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ran:
-    """Rollouts that were run, with the seconds that they and the judge took, and what they come to."""
+    """Rollouts that were run, with the seconds that they and the judge took, and what they come to.
+
+    Attributes:
+        teaching: groups in which an agent to be trained did better in one rollout than in another.
+    """
 
     outcomes: Sequence[Outcome]
     traces: Sequence[Trace]
     rows: Sequence[Row]
     seconds: float
+    teaching: frozenset[str]
 
 
 def probe(
@@ -120,10 +126,13 @@ def _run(
         outcomes = judge.judge(outcomes)
         seconds += time.monotonic() - began
     tried = config.model_copy(update={"credit": "identical", "algorithm": "grpo"}) if config.forked else config
-    batch = algorithm_by_name(tried.algorithm).batch(  # nothing is forked here: all calls learn instead
-        tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids), (), penalty=None
+    algorithm = algorithm_by_name(tried.algorithm)  # nothing is forked here: all calls learn instead
+    batch = algorithm.batch(tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids), (), penalty=None)
+    groups = batch if algorithm.grouped else GRPO.batch(tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids))
+    compared = {call.group_id for call in groups.calls if call.left_out is None}
+    return _Ran(
+        outcomes=outcomes, traces=traces, rows=batch.rows, seconds=seconds, teaching=compared - groups.flat_groups
     )
-    return _Ran(outcomes=outcomes, traces=traces, rows=batch.rows, seconds=seconds)
 
 
 def _learn(learner: Learner, rows: Sequence[Row], progress: Progress) -> float:
@@ -144,7 +153,7 @@ def _found(
     used = [tokens_of(node) for trace in ran.traces for node in trace.chats]
     chosen = config.agents or ("*",)
     return Probe(
-        tried=_tried(ran.outcomes, places, config),
+        tried=_tried(ran, places, config),
         rollouts=len(ran.outcomes),
         rollout_seconds=ran.seconds,
         update_seconds=update_seconds,
@@ -167,18 +176,20 @@ def _refuse(outcomes: Sequence[Outcome], runner: Runner) -> None:
     runner.check()
 
 
-def _tried(outcomes: Sequence[Outcome], places: Sequence[int], config: TrainConfig) -> list[Tried]:
-    crashed = reward_of_failures(outcomes, config.failed)
+def _tried(ran: _Ran, places: Sequence[int], config: TrainConfig) -> list[Tried]:
+    crashed = reward_of_failures(ran.outcomes, config.failed)
     found = []
     for number, place in enumerate(places):
-        own = outcomes[number * config.group_size : (number + 1) * config.group_size]
+        own = ran.outcomes[number * config.group_size : (number + 1) * config.group_size]
         counted = [(outcome, outcome.counts(config.failed)) for outcome in own]
         rewards = [
             crashed if attempt is outcome.crash else total(outcome.rewards)
             for outcome, attempt in counted
             if attempt is not None and (attempt is outcome.crash or outcome.rewards)
         ]
-        found.append(Tried(place=place, rewards=tuple(rewards), failed=sum(o.attempt is None for o in own)))
+        teaches = own[0].rollout.group_id in ran.teaching
+        failed = sum(o.attempt is None for o in own)
+        found.append(Tried(place=place, rewards=tuple(rewards), contrast=teaches, failed=failed))
     return found
 
 
