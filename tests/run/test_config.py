@@ -10,6 +10,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import backend as torch_backend
 from lightning_trainer.config.files import merge, to_json
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.work import Work
 
 NEEDED: dict[str, Any] = {"target": "my_app:run", "data": "train.jsonl", "model": "./model"}
 
@@ -95,6 +96,17 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
     file.write_text('target = "my_app:run"\ndata = "a.jsonl"\nmodel = "m"\nsteps = 3\ngroup_size = 4\n')
     merged = merge(file, {"group_size": 6, "data": None, "epochs": 2.0})
     assert (merged.group_size, merged.data, merged.steps, merged.epochs) == (6, Path("a.jsonl"), None, 2.0)
+
+
+def test_another_reward_or_agent_takes_the_place_of_what_an_earlier_run_had() -> None:
+    began = {"target": None, "command": "true", "workdir": "w", "restore": ["t/**"], "reward_command": "make test"}
+    base = {name: value for name, value in json.loads(to_json(config(**began))).items() if value is not None}
+    scored = merge(None, {"reward": "my_app:score"}, base=base)
+    assert (scored.reward, scored.work) == ("my_app:score", Work(workdir="w"))
+    python = merge(None, {"target": "my_app:run"}, base=base)
+    assert (python.target, python.command, python.work) == ("my_app:run", None, Work())
+    base = {name: value for name, value in json.loads(to_json(scored)).items() if value is not None}
+    assert merge(None, {"reward_command": "make test"}, base=base).reward is None
 
 
 @pytest.mark.parametrize(

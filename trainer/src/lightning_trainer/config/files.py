@@ -19,13 +19,16 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.environments import options as environment
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
+_OF_COMMANDS: Final = ("workdir", "restore", "reward_command")
 # Alternatives: an option of a flag goes before these of the file, and one of the file before these of an earlier run.
 _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
     "steps": ("epochs",),
     "epochs": ("steps",),
-    "target": ("command", *environment.NAMES),
+    "target": ("command", *_OF_COMMANDS, *environment.NAMES),
     "command": ("target", *environment.NAMES),
-    "env": ("target", "command", "data"),
+    "env": ("target", "command", "data", *_OF_COMMANDS),
+    "reward": ("restore", "reward_command"),
+    "reward_command": ("reward",),
     "env_held_out": ("val",),
     "val": ("env_held_out",),
 }
