@@ -22,7 +22,8 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import ConfigError, UnknownAgentError
 from lightning_spans.record.prompts import read_prompts as read_file
 from lightning_spans.record.prompts import with_prompts
-from lightning_spans.schema.attempts import Attempt
+from lightning_spans.schema.attempts import Attempt, AttemptRecord, Rollout
+from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, REQUEST, Span
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
@@ -30,11 +31,13 @@ from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
 from lightning_trainer.evaluation.subjects import Endpoint
+from lightning_trainer.prompts.adapter import SpansAdapter
 from lightning_trainer.prompts.journal import Journal
 from lightning_trainer.prompts.reading import Prompt, read_prompts
 from lightning_trainer.prompts.reflection import Reflection
 from lightning_trainer.prompts.result import diff, write
-from lightning_trainer.prompts.session import Session
+from lightning_trainer.prompts.session import Ran, Session
+from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.work import Work
 
@@ -352,6 +355,39 @@ def test_a_program_that_fails_everywhere_is_the_agents_failure(folder, monkeypat
         result = rl("--agents", "writer", "--budget", "50", "--reflect", server.url, "--out", "best.json")
     assert result.exit_code == 3, result.output
     assert "rollouts failed" in result.output
+
+
+def test_no_prompt_gains_by_failing_where_rewards_are_below_0(tmp_path):
+    pytest.importorskip("gepa")
+
+    class Scripted:
+        rollouts = again = 0
+        rewards: tuple[float | None, ...] = (-1.0, -3.0)
+
+        def check(self) -> None: ...
+        def skip(self, rollouts: int, again: int) -> None: ...
+
+        def run(self, tasks: Any, prompts: Any) -> list[Ran]:
+            return [Ran(outcome(reward), None) for reward in self.rewards]
+
+    def outcome(reward: float | None) -> Outcome:
+        rollout = Rollout(rollout_id="r", group_id="g", task={})
+        attempt = AttemptRecord(attempt_id="a", rollout=rollout, number=1, fence=1, worker="w")
+        given = () if reward is None else (Reward(rollout_id="r", attempt_id="a", value=reward),)
+        return Outcome(rollout=rollout, attempt=None if reward is None else attempt, attempts=(attempt,), rewards=given)
+
+    def scores(adapter: SpansAdapter, *rewards: float | None) -> list[float]:
+        session.rewards = rewards
+        found: list[float] = adapter.evaluate([{"q": 1}, {"q": 2}], {"writer": "w"}).scores
+        return found
+
+    session = Scripted()
+    first = SpansAdapter(session, {"writer": "w"}, Journal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
+    assert scores(first, -1.0, -3.0) == [-1.0, -3.0]
+    assert scores(first, None, None) == [-3.0, -3.0]
+    again = SpansAdapter(session, {"writer": "w"}, Journal(tmp_path / "journal.jsonl"))  # type: ignore[arg-type]
+    assert [scores(again), scores(again)] == [[-1.0, -3.0], [-3.0, -3.0]]  # from the journal
+    assert scores(again, None, 1.0) == [-3.0, 1.0]
 
 
 def test_a_search_that_is_out_of_tokens_says_so(folder, monkeypatch):

@@ -38,6 +38,7 @@ class SpansAdapter:
         self._session = session
         self._before = before
         self._journal = journal
+        self._lowest = 0.0  # of all scores so far: what a failure has, so that no prompt gains by failing
         self.tokens = 0
 
     def evaluate(self, batch: Sequence[dict[str, Any]], candidate: dict[str, str], capture_traces: bool = False) -> Any:
@@ -63,6 +64,7 @@ class SpansAdapter:
             self._session.skip(came_to["rollouts"], came_to["again"])
         self.tokens += came_to["tokens"]
         scores = came_to["scores"]
+        self._lowest = min([self._lowest, *scores])
         return EvaluationBatch(outputs=list(scores), scores=scores, trajectories=came_to["records"])
 
     def _run(
@@ -78,7 +80,7 @@ class SpansAdapter:
             "rollouts": len(ran),
             "again": self._session.again - again,
             "tokens": sum(sum(tokens_of(node)) for one in ran if one.trace for node in one.trace.chats),
-            "scores": [score_of(one) for one in ran],
+            "scores": scores_of(ran, self._lowest),
             "records": told if capture_traces else None,
         }
 
@@ -91,10 +93,17 @@ class SpansAdapter:
         return {agent: [record for one in ran for record in one[agent]] for agent in components_to_update}
 
 
-def score_of(ran: Ran) -> float:
-    """Return the reward of a rollout; one that failed, by whosever fault, has 0, for GEPA knows no other way."""
-    outcome = ran.outcome
-    return total(outcome.rewards) if outcome.attempt is not None and outcome.crash is None else 0.0
+def scores_of(ran: Sequence[Ran], lowest: float) -> list[float]:
+    """Return the reward of each rollout of a batch; one that failed, by whosever fault, has the lowest of all.
+
+    Args:
+        ran: the batch.
+        lowest: score until now, and at most 0.
+    """
+    outcomes = [one.outcome for one in ran]
+    earned = [total(o.rewards) if o.attempt is not None and o.crash is None else None for o in outcomes]
+    least = min([lowest, *(value for value in earned if value is not None)])
+    return [least if value is None else value for value in earned]
 
 
 def _check_reached(ran: Ran, prompts: Mapping[str, Mapping[str, str]]) -> None:
