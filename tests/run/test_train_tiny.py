@@ -423,6 +423,47 @@ def test_dry_run_says_what_a_run_would_take_and_leaves_nothing(folder: Path, mod
     assert [name for name in sorted(path.name for path in folder.iterdir()) if name != "__pycache__"] == before
 
 
+def test_a_dry_run_of_a_run_that_goes_on_tries_what_it_has_learned_and_counts_the_rest(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lightning_trainer.report.forecast import Probe
+    from lightning_trainer.run import embedded
+    from lightning_trainer.run.data import batch_at, load_tasks
+    from lightning_trainer.run.state import State, identity_of, save
+
+    tried = []
+
+    def probe(_config: TrainConfig, _tasks: Any, places: list[int], make: Any, *_: Any, update: bool) -> Probe:
+        assert update
+        tried.append((places, make(_config).loaded))
+        return Probe(tried=[], rollouts=1, rollout_seconds=1.0, update_seconds=0.0, **tokens)
+
+    tokens: dict[str, Any] = dict.fromkeys(("tokens_prompt", "tokens_generated", "tokens_in_rows"), 0)
+    monkeypatch.setattr(embedded, "probe", probe)
+    asked = config(model, steps=5)
+    save(
+        folder / "out",
+        State(step=3, identity=identity_of(asked, load_tasks(Path("tasks.jsonl")))),
+        lambda _: None,
+        keep=1,
+    )
+
+    class Loaded(SimpleNamespace):
+        loaded: Path | None = None
+
+        def load(self, checkpoint: Path) -> None:
+            self.loaded = checkpoint
+
+    backend = embedded.Embedded(lambda _: Loaded(), lambda _: None)  # type: ignore[arg-type, return-value]
+    afresh = backend.describe(asked, Silent())
+    rest = backend.describe(asked.model_copy(update={"resume": folder / "out"}), Silent())
+    assert (afresh.facts["steps"], rest.facts["steps"]) == (5, 2)
+    assert tried == [
+        (batch_at(0, 5, 2, 0), None),
+        (batch_at(3, 5, 2, 0), (folder / "out" / "checkpoints" / "step-000003").resolve()),
+    ]
+
+
 def test_tasks_tells_which_teach_and_keeps_them(folder: Path, model: Path) -> None:
     from click.testing import CliRunner
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
@@ -19,7 +20,7 @@ from lightning_trainer.run.data import Task, batch_at, load_tasks
 from lightning_trainer.run.local import routing_of, serving
 from lightning_trainer.run.loop import Loop
 from lightning_trainer.run.probe import probe
-from lightning_trainer.run.state import State, check_identity, check_resumable, find, read_state
+from lightning_trainer.run.state import State, check_identity, check_resumable, find, identity_of, read_state
 from lightning_trainer.teaching.options import read_self
 from lightning_trainer.teaching.teacher import teaching
 
@@ -91,14 +92,15 @@ class Embedded:
             return loop.state.step
 
     def describe(self, config: TrainConfig, progress: Progress) -> Described:
-        """Run one step's rollouts and one update that nobody keeps, and say what a run would take."""
+        """Run one step's rollouts and one update that nobody keeps, and say what the run, or its rest, would take."""
         tasks = load_tasks(config.data)
         val = load_tasks(config.val) if config.val else []
+        start = self.start(config, identity_of(config, tasks))
         count = min(TRIED, config.batch_size, len(tasks))
-        places = batch_at(0, len(tasks), count, config.seed)
-        steps = config.step_count(len(tasks))
-        sizes = self._sized(config, steps)
-        between = (steps - 1) // config.val_every if config.val_every else 0
+        places = batch_at(start.step, len(tasks), config.batch_size, config.seed)[:count]
+        whole = config.step_count(len(tasks))
+        steps, sizes = max(0, whole - start.step), self._sized(config, whole)
+        between = max(0, steps - 1) // config.val_every if config.val_every else 0
         asked = Plan(
             step_rollouts=config.batch_size * config.group_size + config.fork_count,
             steps=steps,
@@ -107,8 +109,16 @@ class Embedded:
             checkpoint=sizes[0] if sizes else None,
             disk=sizes[1] if sizes else None,
         )
-        facts = forecast(self.probe(config, tasks, places, progress, update=True), asked)
+        found = probe(config, tasks, places, partial(self._begun, start), progress, update=True)
+        facts = forecast(found, asked)
         return Described("\n".join(lines(facts)), facts)
+
+    def _begun(self, start: Start, config: TrainConfig) -> Learner:
+        """Load the policy as it is where a run begins."""
+        learner = self._opened(config)
+        if start.checkpoint is not None:
+            learner.load(start.checkpoint)
+        return learner
 
     def probe(
         self, config: TrainConfig, tasks: Sequence[Task], places: Sequence[int], progress: Progress, *, update: bool
