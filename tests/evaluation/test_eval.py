@@ -17,10 +17,12 @@ from click.testing import CliRunner, Result
 
 pytest.importorskip("openai")
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
+from lightning_trainer.evaluation.config import EvalConfig
 
 AGENT = """
 import os
@@ -79,6 +81,50 @@ def test_of_what_sft_learned_the_run_says_whose_it_is(tmp_path: Path, tiny_model
         assert getattr(subject, "run", None) == tmp_path / "warm"
         assert chosen_agents(subject) == ("writer",)
     assert chosen_agents(read_subject(str(tiny_model))) is None
+
+
+@pytest.fixture
+def run(folder: Path, tiny_model: Path) -> Path:
+    """A run of which nobody but its own options knows who was trained, and how its model writes tool calls."""
+    shutil.copytree(tiny_model, folder / "warm" / "checkpoint")
+    options = {"agents": ["writer"], "name_by": ["writer=model:gpt"], "tool_format": "pythonic"}
+    (folder / "warm" / "config.json").write_text(json.dumps(options))
+    return folder / "warm"
+
+
+@pytest.mark.torch
+def test_a_runs_model_writes_tool_calls_as_it_did_in_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from lightning_trainer.backends.torch import backend
+    from lightning_trainer.evaluation.subjects import answering, read_subject
+
+    for more, written in (({}, "pythonic"), ({"tool_format": "hermes"}, "hermes")):
+        with answering(read_subject(str(run)), **more) as found:
+            assert [engine.tool_format for engine in found.engines] == [written]  # type: ignore[attr-defined]
+    asked = []
+
+    def opened(folder: str, **options: Any) -> None:
+        asked.append(options["tool_format"])
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr(backend, "open_torch", opened)
+    for command in ("run", "run/checkpoint"):
+        CliRunner().invoke(cli, ["serve", command.replace("run", str(run))])
+    CliRunner().invoke(cli, ["serve", str(run), "--tool-format", "hermes"])
+    assert asked == ["pythonic", "pythonic", "hermes"]
+
+
+def test_of_a_run_its_agents_are_measured_and_called_as_it_called_them(run: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def measured(config: EvalConfig, *_: Any, **__: Any) -> None:
+        asked.append((config.agents, config.name_by))
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr("lightning_trainer.evaluation.evaluate._measure", measured)
+    for more in ([], ["--agents", "checker", "--name-by", "checker=model:gpt"]):
+        rl("app:run", "--data", "tasks.jsonl", "--model", str(run), *more)
+    assert asked == [(("writer",), ("writer=model:gpt",)), (("checker",), ("checker=model:gpt",))]
 
 
 def reply_to(body: dict[str, Any], seen: int) -> Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -135,6 +136,24 @@ def test_a_command_works_where_it_is_told_to_while_prompts_are_looked_for(folder
     ((job, routing),) = asked
     assert job.work == Work(workdir="project", reward_command="make test")
     assert [rule.name for rule in routing.name_by] == ["writer"]
+
+
+@pytest.mark.torch
+def test_what_answers_while_prompts_are_looked_for_is_what_eval_would_ask(folder, monkeypatch, tiny_model):
+    pytest.importorskip("gepa")
+    asked = []
+
+    def started(job, subject, routing, **_):
+        asked.append((subject, routing))
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr("lightning_trainer.prompts.optimise.session", started)
+    shutil.copytree(tiny_model, folder / "ran" / "checkpoint")
+    (folder / "ran" / "config.json").write_text('{"agents": ["writer"], "name_by": ["writer=model:m"]}')
+    args = ["--agents", "checker", "--reflect", "big=http://127.0.0.1:9/v1", "--budget", "30", "--out", "best.json"]
+    assert "that is enough" in rl(*args, "--model", "ran").output
+    ((_, trained),) = asked
+    assert (trained.agents, [rule.name for rule in trained.name_by]) == (("writer",), ["writer"])
 
 
 @pytest.mark.torch

@@ -44,7 +44,7 @@ class EvalConfig:
         out: folder; None: evals/DATE.
         store: URL; None: SQLite in the folder.
         load: further options of the backend that loads weights.
-        name_by: rules that name the agents of calls; see `naming`.
+        name_by: rules that name the agents of calls, see `naming`; (): those of the run.
         work: of a command: where it works, and what gives its reward.
     """
 

@@ -15,7 +15,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.evaluation import folder as files
 from lightning_trainer.evaluation.config import BearerKeys, EvalConfig
 from lightning_trainer.evaluation.measurement import Measurement
-from lightning_trainer.evaluation.subjects import LocalModel, Subject, chosen_agents, read_subject
+from lightning_trainer.evaluation.subjects import LocalModel, Subject, chosen_agents, name_rules, read_subject
 from lightning_trainer.evaluation.summary import Summary, difference, summarise
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
@@ -84,9 +84,10 @@ def evaluate(
     judging = _judging(config)
     subject, other = config.subject(keys.endpoint), _other(config, tasks, keys)
     config.read_prompts()  # or refuse
-    if config.agents is None:
-        sides = (side for side in (subject, other) if isinstance(side, LocalModel))
-        config = replace(config, agents=next(filter(None, map(chosen_agents, sides)), None))
+    sides = [side for side in (subject, other) if isinstance(side, LocalModel)]
+    agents = config.agents or next(filter(None, map(chosen_agents, sides)), None)
+    rules = config.name_by or next(filter(None, map(name_rules, sides)), ())
+    config = replace(config, agents=agents, name_by=rules)
     with _folder(config.out, resume) as folder:
         asked = _asked(config, tasks, folder, resume)
         subjects = [subject] if other is None or isinstance(other, Path) else [subject, other]

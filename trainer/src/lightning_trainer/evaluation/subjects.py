@@ -121,9 +121,20 @@ def endpoint(url: str, *, model: str | None = None, key: str | None = None) -> E
 
 def chosen_agents(subject: Subject) -> tuple[str, ...] | None:
     """Return the agents that a run trained; None where the subject is of no run, or all were."""
-    config = _config(subject.run) if isinstance(subject, LocalModel) and subject.run is not None else {}
-    agents = config.get("agents")
+    agents = _of_run(subject).get("agents")
     return tuple(agents) if agents else None
+
+
+def name_rules(subject: Subject) -> tuple[str, ...]:
+    """Return the rules by which a run named the agents of calls; empty where the subject is of no run."""
+    return tuple(_of_run(subject).get("name_by") or ())
+
+
+def chosen_format(subject: Subject) -> dict[str, Any]:
+    """Return the option that says how a run's model writes tool calls, which no checkpoint has; {} where none was."""
+    config = _of_run(subject)
+    name = config.get("tool_format") or (config.get("backend_options") or {}).get("tool_format")
+    return {} if name is None else {"tool_format": name}
 
 
 @contextmanager
@@ -158,7 +169,7 @@ def _loaded(subject: LocalModel, options: dict[str, Any]) -> Iterator[Answering]
     if adapters and not policies.by_agent:
         raise ConfigError(f"{subject.model} holds adapters of agents, and not whose they are. Give the run's folder.")
     name = None if adapters else _POLICY
-    with closing(open_torch(subject.model, **{"name": name, **options})) as learner:
+    with closing(open_torch(subject.model, **{"name": name, **chosen_format(subject), **options})) as learner:
         unknown = "policy"  # refused by the gateway where agents have policies of their own
         model = unknown if adapters else learner.engine.model
         yield Answering(model=model, engines=learner.engines, policies=policies)
@@ -181,6 +192,11 @@ def _run_of(folder: Path, *, steps: bool) -> Path | None:
     """Return the run that weights come from: `train` keeps them by step, `sft` one below its folder."""
     places = [folder.parent] if folder.name == NEWEST else [folder.parent.parent] if steps else []
     return next((place for place in places if (place / CONFIG_NAME).is_file()), None)
+
+
+def _of_run(subject: Subject) -> dict[str, Any]:
+    """Return the options of the run that weights come from; {} where they are of none."""
+    return _config(subject.run) if isinstance(subject, LocalModel) else {}
 
 
 def _config(run: Path | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lightning_trainer.cli.servers.serving import tls_options
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option("--name", help="Name of the model; policy by default. Adapters of agents have their own names.")
 @click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
-@click.option("--tool-format", help="How the model writes tool calls; by default as its chat template does.")
+@click.option("--tool-format", help="How the model writes tool calls; as its run or its chat template does by default.")
 @click.option("--device", help="auto, cpu, cuda, ...")
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--max-model-len", type=click.IntRange(2), help="Most tokens of prompt and answer together.")
@@ -54,6 +54,7 @@ def command(
     from lightning_trainer import models
     from lightning_trainer.backends.torch.backend import need_torch, open_torch
     from lightning_trainer.cli.servers.serving import Place, check_place, key_files, serve_until_stopped
+    from lightning_trainer.evaluation.subjects import chosen_format, read_subject
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.run.local import opened
 
@@ -61,10 +62,11 @@ def command(
     place = Place(host, port, tls_cert, tls_key, plain_http)
     check_place(place)
     folder = models.resolve(checkpoint)
+    own = chosen_format(read_subject(checkpoint))
     click.echo(f"loading {checkpoint} ...", err=True)
     with ExitStack() as stack:
         learner = stack.enter_context(
-            closing(open_torch(str(folder), **given({"name": _name(name, folder), **options})))
+            closing(open_torch(str(folder), **own | given({"name": _name(name, folder), **options})))
         )
         kept = stack.enter_context(opened(store)) if store else NullStore()
         files = stack.enter_context(key_files(key_file))

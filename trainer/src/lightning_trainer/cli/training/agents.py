@@ -96,6 +96,7 @@ def command(
 
     Exit status: 0 done, 2 an option or a file is wrong, 3 the agent failed, 4 no task got a reward.
     """
+    from lightning_trainer.evaluation.subjects import name_rules
     from lightning_trainer.naming import parse_rules
     from lightning_trainer.report.agents import overview, unrewarded
     from lightning_trainer.rl.rewards.judge import read_rules
@@ -119,14 +120,15 @@ def command(
             )
         if data is None:
             raise LightningError("give the tasks to run: --data FILE.")
+        subject = _subject(model, endpoint)
         trial = Trial(
             job=Job(target=target, command=program, reward=reward, needs_reward=False, work=take_work(flags)),
             tasks=load_tasks(data)[:count],
             timeout_s=timeout_s,
             agents=chosen,
-            subject=_subject(model, endpoint),
+            subject=subject,
             max_tokens=max_tokens,
-            name_by=parse_rules(name_by),
+            name_by=parse_rules(name_by or name_rules(subject)),
         )
         traces, reward_error = run_trial(trial, store)
     elif model is not None or endpoint is not None:

@@ -68,11 +68,14 @@ if TYPE_CHECKING:
 @click.option("--workers", type=click.IntRange(1), help="Worker processes; one a core by default.")
 @click.option("--concurrency", type=click.IntRange(1), help="Samples at once in each. [default: 16]")
 @click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
+@click.option("--tool-format", help="How the model writes tool calls; as its run or its chat template does by default.")
 @click.option("--device", help="auto, cpu, cuda, ...")
 @click.option("--dtype", help="auto, float32 or bfloat16.")
 @click.option("--max-model-len", type=click.IntRange(2), help="Most tokens of prompt and answer together.")
 @click.option("--out", type=click.Path(path_type=Path), help="The evaluation's folder; evals/DATE by default.")
-@click.option("--store", metavar="URL", help="Where traces are kept; SQLite in the folder by default.")
+@click.option(
+    "--store", metavar="URL", help="Where traces are kept; SQLite in the folder by default."
+)
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on with the evaluation in this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -128,7 +131,7 @@ def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
     if flags.get("data") is None:
         raise ConfigError("give the tasks to run: --data FILE.")
     counting = Counting(failed=_failed(flags.pop("failed", "lowest")), success=flags.pop("success", Counting().success))
-    loading = ("chat_template", "device", "dtype", "max_model_len")
+    loading = ("chat_template", "device", "dtype", "max_model_len", "tool_format")
     load = {name: flags.pop(name) for name in loading if name in flags}
     if load and (flags.get("endpoint") or flags.get("model") is None):
         raise ConfigError(f"{', '.join(load)}: of weights that are loaded here. Give --model alone, or leave it out.")

@@ -64,7 +64,7 @@ def command(
     The prompts are read from what the agents ask. A model proposes others from rewards and tool errors (GEPA), each is
     tried on the wire, and the best is written to --out, with a diff beside it. attach(prompts="FILE") applies it.
     """
-    from lightning_trainer.evaluation.subjects import AsItIs, read_subject
+    from lightning_trainer.evaluation.subjects import AsItIs, chosen_agents, name_rules, read_subject
     from lightning_trainer.evaluation.subjects import endpoint as server
     from lightning_trainer.prompts.optimise import PromptsConfig, optimise
     from lightning_trainer.prompts.reflection import read_reflection
@@ -85,8 +85,9 @@ def command(
         agents=names,
         reflect=read_reflection(reflect, reflect_key),
         subject=subject,
+        answered=chosen_agents(subject) or ("*",),
         work=take_work(flags),
-        **given(flags),
+        **{"name_by": name_rules(subject), **given(flags)},
     )
     with Shown(f"prompts of {', '.join(names)} in {target or program}") as progress:
         found = optimise(config, progress, resume=resume)
