@@ -148,12 +148,15 @@ def test_what_answers_while_prompts_are_looked_for_is_what_eval_would_ask(folder
         raise ConfigError("that is enough")
 
     monkeypatch.setattr("lightning_trainer.prompts.optimise.session", started)
+    monkeypatch.setenv("LIGHTNING_UPSTREAM_KEY", "secret-of-the-endpoint")
     shutil.copytree(tiny_model, folder / "ran" / "checkpoint")
     (folder / "ran" / "config.json").write_text('{"agents": ["writer"], "name_by": ["writer=model:m"]}')
     args = ["--agents", "checker", "--reflect", "big=http://127.0.0.1:9/v1", "--budget", "30", "--out", "best.json"]
     assert "that is enough" in rl(*args, "--model", "ran").output
-    ((_, trained),) = asked
+    assert "that is enough" in rl(*args, "--model", "m", "--endpoint", "http://127.0.0.1:9/v1").output
+    (_, trained), (server, _) = asked
     assert (trained.agents, [rule.name for rule in trained.name_by]) == (("writer",), ["writer"])
+    assert server == Endpoint("http://127.0.0.1:9/v1", "m", "secret-of-the-endpoint")
 
 
 @pytest.mark.torch

@@ -63,9 +63,12 @@ def command(
     run. Says which records still succeed, and where each parts from what was recorded. Without ids, all rollouts of the
     store that succeeded are replayed.
     """
+    from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.replaying import Program, ReplayConfig, replay_all
     from lightning_trainer.report.progress import Shown
 
+    key = os.environ.get("LIGHTNING_UPSTREAM_KEY")
+    remember(key)
     config = ReplayConfig(
         store=store,
         rollouts=rollouts,
@@ -76,7 +79,7 @@ def command(
             reward=reward,
             agents=names(agents) or None if agents is not None else None,
             name_by=name_by,
-            subject=subject_of(model, endpoint, os.environ.get("LIGHTNING_UPSTREAM_KEY")),
+            subject=subject_of(model, endpoint, key),
             **sampling,
         ),
         run_tools=names(run_tools),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from lightning_trainer.report.terminal import decimal, printable
     "--model", help="What answers: a run, checkpoint or model folder, a model's name; its own endpoints else."
 )
 @click.option("--endpoint", metavar="URL", help="An OpenAI-compatible server answers; --model is then its model.")
-@click.option("--endpoint-key", type=click.Path(path_type=Path), help="File with its key.")
+@click.option("--endpoint-key", type=click.Path(path_type=Path), help="File with its key; else LIGHTNING_UPSTREAM_KEY.")
 @click.option("--minibatch", type=click.IntRange(1), help="Tasks that a proposal is made from. [default: 3]")
 @click.option("--seed", type=click.IntRange(0), help="Of the search.")
 @click.option("--concurrency", type=click.IntRange(1), help="Rollouts at once in each worker. [default: 16]")
@@ -66,6 +67,7 @@ def command(
     """
     from lightning_trainer.evaluation.subjects import AsItIs, chosen_agents, name_rules, read_subject
     from lightning_trainer.evaluation.subjects import endpoint as server
+    from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.prompts.optimise import PromptsConfig, optimise
     from lightning_trainer.prompts.reflection import read_reflection
     from lightning_trainer.report.progress import Shown
@@ -75,7 +77,8 @@ def command(
     names = tuple(name.strip() for name in agents.split(",") if name.strip())
     if not names or any(map(is_glob, names)):
         raise ConfigError(f"--agents {agents!r}: give the agents' exact names, with commas between.")
-    key = read_key(endpoint_key) if endpoint_key else None
+    key = read_key(endpoint_key) if endpoint_key else os.environ.get("LIGHTNING_UPSTREAM_KEY")
+    remember(key)
     subject = (
         server(endpoint, model=model, key=key) if endpoint else read_subject(model, key=key) if model else AsItIs()
     )
