@@ -22,6 +22,7 @@ from lightning_spans.store import open_store
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
+from lightning_trainer.evaluation import folder as files
 from lightning_trainer.evaluation.config import EvalConfig
 
 AGENT = """
@@ -125,6 +126,24 @@ def test_of_a_run_its_agents_are_measured_and_called_as_it_called_them(run: Path
     for more in ([], ["--agents", "checker", "--name-by", "checker=model:gpt"]):
         rl("app:run", "--data", "tasks.jsonl", "--model", str(run), *more)
     assert asked == [(("writer",), ("writer=model:gpt",)), (("checker",), ("checker=model:gpt",))]
+
+
+def test_the_store_of_an_evaluation_is_named_again_where_its_password_is_not_kept(folder, monkeypatch):
+    asked = []
+
+    def evaluated(config: EvalConfig, *_: Any, **__: Any) -> None:
+        asked.append(config.store)
+        raise ConfigError("that is enough")
+
+    store = "postgresql://me:secret@host/db"
+    (folder / "e").mkdir()
+    config = EvalConfig(data=Path("tasks.jsonl"), target="app:run", store=store)
+    files.write_asked(folder / "e", {"config": config.to_json()})
+    monkeypatch.setattr("lightning_trainer.evaluation.evaluate.evaluate", evaluated)
+    assert "that is enough" in rl("--resume", "e").output
+    assert "that is enough" in rl("--resume", "e", "--store", store).output
+    assert asked == ["postgresql://me@host/db", store]
+    assert "leave out --samples" in rl("--resume", "e", "--store", store, "--samples", "2").output
 
 
 def reply_to(body: dict[str, Any], seen: int) -> Reply:

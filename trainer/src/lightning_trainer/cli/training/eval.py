@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ if TYPE_CHECKING:
 @click.option("--max-model-len", type=click.IntRange(2), help="Most tokens of prompt and answer together.")
 @click.option("--out", type=click.Path(path_type=Path), help="The evaluation's folder; evals/DATE by default.")
 @click.option(
-    "--store", metavar="URL", help="Where traces are kept; SQLite in the folder by default."
+    "--store", metavar="URL", help="Where traces are kept; SQLite in the folder by default. May be given again."
 )
 @click.option("--resume", type=click.Path(path_type=Path), help="Go on with the evaluation in this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -120,10 +121,11 @@ def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
     from lightning_trainer.naming import parse_rules
 
     if resume is not None:
+        store = flags.pop("store", None)  # a password in its address is not kept
         if flags:
             wrong = ", ".join(f"--{name.replace('_', '-')}" for name in flags if name != "target") or "TARGET"
             raise ConfigError(f"an evaluation that goes on has the options that it began with: leave out {wrong}.")
-        return resumed(resume)
+        return resumed(resume) if store is None else replace(resumed(resume), store=store)
     flags = with_environment(flags)
     target, program = flags.get("target"), flags.pop("program", None)
     if (target is None) == (program is None):
