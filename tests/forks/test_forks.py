@@ -388,6 +388,22 @@ def test_the_key_of_one_server_is_not_sent_to_another(
     assert "--with-key is the key of a server" in refused.output
 
 
+def test_a_temperature_holds_for_the_forked_call_and_is_refused_where_nothing_is_drawn_here(
+    world: Any, tmp_path: Path
+) -> None:
+    with world("notes") as here:
+        here.rollout("r")
+    words = ["program:notes", "--store", str(tmp_path / "store.db"), "--rollout", "r", "--workers", "1", "--json"]
+    words += ["--temperature", "0.5"]
+    with ScriptedServer(lambda *_: Reply("fine")) as server:
+        _run("fork", *words, "--call", "1", "--with", f"m={server.url}")
+        assert [request.body["temperature"] for request in server.requests] == [0.5]
+    for refused in (["fork", *words, "--call", "1", "--say", "fine"], ["replay", *words]):
+        said = CliRunner().invoke(cli, refused)
+        assert said.exit_code == 2
+        assert "temperature: of calls that come to a model named here" in said.output
+
+
 def test_a_store_at_which_others_work_is_not_forked(world: Any, tmp_path: Path) -> None:
     with world("notes") as here:
         here.rollout("r")

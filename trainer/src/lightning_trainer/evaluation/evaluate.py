@@ -9,13 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.evaluation import folder as files
 from lightning_trainer.evaluation.config import BearerKeys, EvalConfig
 from lightning_trainer.evaluation.measurement import Measurement
-from lightning_trainer.evaluation.subjects import LocalModel, Subject, chosen_agents, name_rules, read_subject
+from lightning_trainer.evaluation.subjects import (
+    LocalModel,
+    Subject,
+    chosen_agents,
+    name_rules,
+    read_subject,
+    refuse_unheard,
+)
 from lightning_trainer.evaluation.summary import Summary, difference, summarise
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
@@ -25,6 +32,8 @@ from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.folders import held
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import opened
+
+_OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # that come to a model named here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +93,8 @@ def evaluate(
     judging = _judging(config)
     subject, other = config.subject(keys.endpoint), _other(config, tasks, keys)
     config.read_prompts()  # or refuse
+    if resume is None:
+        refuse_unheard({name: getattr(config, name) for name in _OF_CALLS}, subject, other)
     sides = [side for side in (subject, other) if isinstance(side, LocalModel)]
     agents = config.agents or next(filter(None, map(chosen_agents, sides)), None)
     rules = config.name_by or next(filter(None, map(name_rules, sides)), ())

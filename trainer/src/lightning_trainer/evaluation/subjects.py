@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,6 +135,24 @@ def chosen_format(subject: Subject) -> dict[str, Any]:
     config = _of_run(subject)
     name = config.get("tool_format") or (config.get("backend_options") or {}).get("tool_format")
     return {} if name is None else {"tool_format": name}
+
+
+def refuse_unheard(options: Mapping[str, object], *sides: object) -> None:
+    """Refuse options of calls that come to a model named here, where none is: own endpoints hear nothing of them.
+
+    Args:
+        options: by name. None, () and ``asked`` are as without.
+        sides: subjects, and whatever else is compared.
+
+    Raises:
+        ConfigError: says which.
+    """
+    given = [name for name, value in options.items() if value not in (None, (), "asked")]
+    if given and not any(isinstance(side, Endpoint | LocalModel) for side in sides):
+        raise ConfigError(
+            f"{', '.join(given)}: of calls that come to a model named here, and all go to the program's own endpoints."
+            " Name one with --model or --endpoint, or leave this out."
+        )
 
 
 @contextmanager

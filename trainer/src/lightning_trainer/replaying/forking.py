@@ -13,7 +13,7 @@ from lightning_trainer.evaluation.subjects import Subject
 from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.forks.results import ForkResult, result
 from lightning_trainer.gateway.replay.record import Record
-from lightning_trainer.replaying.running import Program, from_run, refuse_judge, refuse_unseen, running
+from lightning_trainer.replaying.running import Program, from_run, refuse_idle, refuse_judge, refuse_unseen, running
 from lightning_trainer.report.progress import IMPORTING, Progress, Silent
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.interrupts import deferred
@@ -92,6 +92,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
     program = from_run(config.program, config.store)
     if not config.dry_run:
         refuse_judge(program)
+        refuse_idle(config.program, program.subject, config.instead)
     with opened(config.store) as store, deferred() as check:
         source = recorded(store, rollout_id=config.rollout, attempt_id=config.attempt)
         _check_data(config, source)

@@ -16,7 +16,7 @@ from lightning_spans.schema.spans import Json
 from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.replaying.forking import policy_agents
-from lightning_trainer.replaying.running import Program, from_run, refuse_judge, refuse_unseen, running
+from lightning_trainer.replaying.running import Program, from_run, refuse_idle, refuse_judge, refuse_unseen, running
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.scores import total
 from lightning_trainer.run.interrupts import deferred
@@ -125,6 +125,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
     tried = config.program.subject is not None
     program = from_run(config.program, config.store)
     refuse_judge(program)
+    refuse_idle(config.program, config.program.subject)
     program = program if tried else replace(program, subject=None)  # the run's model is not what is tried
     with opened(config.store) as store, deferred() as check:
         sources: dict[str, Recorded | str] = {name: _source(store, name, task) for name, task in _wanted(config, store)}

@@ -14,7 +14,14 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import FRAMEWORK
 from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.workers import worker_count
-from lightning_trainer.evaluation.subjects import Answering, LocalModel, Subject, answering, read_subject
+from lightning_trainer.evaluation.subjects import (
+    Answering,
+    LocalModel,
+    Subject,
+    answering,
+    read_subject,
+    refuse_unheard,
+)
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.naming import parse_rules
@@ -131,6 +138,19 @@ def refuse_unseen(program: Program, record: Record, *, allowed: bool) -> None:
         )
 
 
+def refuse_idle(program: Program, *sides: Subject | None) -> None:
+    """Refuse options of calls that are drawn here, where none is.
+
+    Args:
+        program: as it was asked for.
+        sides: what answers calls here.
+
+    Raises:
+        ConfigError: says which.
+    """
+    refuse_unheard({"temperature": program.temperature, "max_tokens": program.max_tokens}, *sides)
+
+
 def refuse_judge(program: Program) -> None:
     """Refuse a judge, who ranks the rollouts of a group against each other.
 
@@ -217,8 +237,11 @@ def _refuse_busy(store: Store) -> None:
 
 def _routing(program: Program, main: Answering, agents: Sequence[str]) -> Routing:
     who, rules = unnamed(program.command, program.agents, program.name_by), parse_rules(program.name_by)
-    if main.model is None:
-        return Routing(seed=program.seed, unnamed=who, name_by=rules)
+    if main.model is None:  # what comes here all the same is the forked call
+        return Routing(
+            seed=program.seed, temperature=program.temperature, max_tokens=program.max_tokens, unnamed=who,
+            name_by=rules,
+        )  # fmt: skip
     return Routing(
         agents=tuple(main.policies.by_agent) or program.agents or tuple(agents),
         model=main.model,
