@@ -215,6 +215,9 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
         val=Path("val.jsonl"),
         model=str(model),
         max_model_len=99,
+        backend_options={"slots": 3, "micro_batch_tokens": 512},
+        workers=3,
+        max_attempts=5,
         **own,
         **asdict(work),
     )
@@ -231,8 +234,10 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     measured, sampled, searched = asked
     assert all((each.work, each.name_by) == (work, own["name_by"]) for each in asked)
     assert measured.counting.failed == sampled.failed == "exclude"
-    loaded = {"max_model_len": 99, "tool_format": "hermes"}
-    assert measured.load == sampled.backend_options == searched.load == loaded
+    assert {(each.workers, each.max_attempts) for each in asked} == {(3, 5)}
+    loaded = {"max_model_len": 99, "tool_format": "hermes", "slots": 3}
+    assert measured.load == searched.load == loaded
+    assert sampled.backend_options == {**loaded, "micro_batch_tokens": 512}
 
 
 @pytest.mark.parametrize(

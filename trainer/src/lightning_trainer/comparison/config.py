@@ -17,6 +17,7 @@ from lightning_trainer.judging import JUDGE
 
 METHODS: Final = ("rl", "sft", "prompts")
 _LOADING: Final = ("chat_template", "device", "dtype", "max_model_len")
+_GENERATING: Final = ("slots", "generate_threads", "threads")  # of the backend's own options
 ASKED_NAME: Final = "compare.json"  # in the comparison's folder
 
 
@@ -45,7 +46,8 @@ class CompareConfig:
     @property
     def load(self) -> dict[str, Any]:
         """Options with which the model is loaded where it is sampled and does not learn."""
-        own = {name: value for name in _LOADING if (value := getattr(self.train, name)) not in (None, "auto")}
+        own = {name: value for name, value in self.train.backend_options.items() if name in _GENERATING}
+        own |= {name: value for name in _LOADING if (value := getattr(self.train, name)) not in (None, "auto")}
         return {**own, "tool_format": self.train.tool_format}  # on every side, whatever the model's own run had
 
     @property

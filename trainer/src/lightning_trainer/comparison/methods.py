@@ -174,6 +174,8 @@ def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress
                 seed=train.seed,
                 concurrency=train.concurrency,
                 timeout_s=train.timeout_s,
+                max_attempts=train.max_attempts,
+                workers=train.workers,
             ),
             progress,
             resume=search.exists(),

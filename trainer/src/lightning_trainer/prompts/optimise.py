@@ -67,6 +67,8 @@ class PromptsConfig:
         seed: of GEPA's choices, and of answers that are drawn here: each batch draws with the same numbers.
         concurrency: rollouts at once in each worker.
         timeout_s: of an attempt.
+        max_attempts: tries of what failed by no fault of the model's.
+        workers: worker processes; None: at most two.
         name_by: rules that name the agents of calls; see `naming`.
         work: of a command: where it works, and what gives its reward.
     """
@@ -92,6 +94,8 @@ class PromptsConfig:
     seed: int = 0
     concurrency: int = 16
     timeout_s: float = 300.0
+    max_attempts: int = 2
+    workers: int | None = None
     name_by: tuple[str, ...] = ()
     work: Work = field(default_factory=Work)
 
@@ -162,6 +166,8 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
                     check=stack.enter_context(deferred()),
                     concurrency=config.concurrency,
                     timeout_s=config.timeout_s,
+                    max_attempts=config.max_attempts,
+                    workers=config.workers,
                     name=state["name"],
                     load=config.load,
                 )

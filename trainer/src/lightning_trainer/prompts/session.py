@@ -49,6 +49,7 @@ class Session:
         progress: told what happens.
         check: raises when somebody asked the program to stop.
         timeout_s: of an attempt.
+        max_attempts: tries of a rollout.
         name: of the search. The ids of its rollouts follow from it: one that goes on finds those of the batch in which
             it was cut.
         rollouts: that were run so far.
@@ -60,6 +61,7 @@ class Session:
     progress: Progress
     check: Callable[[], None]
     timeout_s: float
+    max_attempts: int
     name: str
     rollouts: int = 0
     again: int = 0
@@ -97,7 +99,9 @@ class Session:
         kept: dict[int, Rollout] = {}
         for turn in count():
             name = f"prompts-{self.name}.{self.rollouts}{f'.{turn}' if turn else ''}:p"
-            planned = plan(tasks, name=name, size=1, mode="prompts", max_attempts=2, timeout_s=self.timeout_s)
+            planned = plan(
+                tasks, name=name, size=1, mode="prompts", max_attempts=self.max_attempts, timeout_s=self.timeout_s
+            )
             there = store.rollouts(rollout_ids=[rollout.rollout_id for rollout in planned])
             if not there:
                 break
@@ -123,6 +127,8 @@ def session(
     check: Callable[[], None],
     concurrency: int,
     timeout_s: float,
+    max_attempts: int,
+    workers: int | None,
     name: str,
     load: Mapping[str, Any],
 ) -> Iterator[Session]:
@@ -137,12 +143,14 @@ def session(
         check: raises when somebody asked the program to stop.
         concurrency: rollouts at once in each worker.
         timeout_s: of an attempt.
+        max_attempts: tries of a rollout.
+        workers: worker processes; None: at most two.
         name: of the search, unique in the store.
         load: options of the torch backend, where the subject is loaded here.
     """
     apps: list[App] = []
     with temporary_folder("lightning-logs-") as logs, ExitStack() as stack:
-        runner = Runner(job, workers=min(cores(), 2), concurrency=concurrency, logs=logs)
+        runner = Runner(job, workers=workers or min(cores(), 2), concurrency=concurrency, logs=logs)
         progress.phase(IMPORTING)
         stack.callback(runner.stop)
         runner.start()
@@ -158,4 +166,4 @@ def session(
             with serving(
                 kept, runner, routing=routing, engine=engines, upstreams=answers.upstreams, extend=apps.append
             ) as local:
-                yield Session(local, apps[0], progress, check, timeout_s, name)
+                yield Session(local, apps[0], progress, check, timeout_s, max_attempts, name)
