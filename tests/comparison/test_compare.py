@@ -126,7 +126,8 @@ def test_each_way_spends_its_budget_and_all_are_measured_alike(
         assert "the machine is gone" in str(cut.exception)
         trained = (folder / "cmp" / "rl" / "metrics.jsonl").read_text()
         monkeypatch.setattr(methods, "_sft", taken)
-        assert "leave out --seed" in CliRunner().invoke(cli, ["compare", "--resume", "cmp", "--seed", "1"]).output
+        for more, name in ((["--seed", "1"], "--seed"), (["--out", "other"], "--out")):
+            assert f"leave out {name}" in CliRunner().invoke(cli, ["compare", "--resume", "cmp", *more]).output
         result = CliRunner().invoke(cli, ["compare", "--resume", "cmp", "--json"])
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout.splitlines()[-1])

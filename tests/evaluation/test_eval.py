@@ -287,6 +287,7 @@ def test_an_agent_that_is_selected_by_its_path_earns_what_its_name_was_given(fol
         (["app:run", "--data", "tasks.jsonl", "--device", "cpu"], "of weights that are loaded here"),
         (["app:run", "--data", "tasks.jsonl", "--temperature", "0"], "temperature: of calls that come to a model"),
         (["app:run", "--data", "tasks.jsonl", "--sampling", "plain", "--max-tokens", "9"], "max_tokens, sampling: of"),
+        (["app:nobody", "--data", "tasks.jsonl"], "app has no 'nobody'"),
         (["--resume", "nothing"], "holds no evaluation"),
     ],
 )
@@ -294,7 +295,7 @@ def test_a_mistake_is_told_and_leaves_no_folder(folder, args, said):
     result = rl(*args)
     assert result.exit_code == 2
     assert said in result.output
-    assert not list(folder.glob("evals/*"))
+    assert not (folder / "evals").exists()
 
 
 def test_where_no_sample_reached_a_model_the_status_is_the_agents_and_the_endpoint_is_told(folder, monkeypatch):

@@ -226,7 +226,7 @@ def _folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
         with held(resume):
             yield resume
         return
-    existed = out is not None and out.exists()
+    existed, alone = out is not None and out.exists(), out is None and not COMPARISONS.exists()
     folder = _new(out)
     try:
         with held(folder):
@@ -236,6 +236,8 @@ def _folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder)
             if existed:
                 folder.mkdir()
+            if alone and not any(COMPARISONS.iterdir()):
+                COMPARISONS.rmdir()
         raise
 
 

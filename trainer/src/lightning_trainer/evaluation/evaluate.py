@@ -166,7 +166,7 @@ def _folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
         with held(resume):
             yield resume
         return
-    existed = out is not None and out.exists()
+    existed, alone = out is not None and out.exists(), out is None and not files.EVALS.exists()
     folder = files.make(out)
     try:
         with held(folder):
@@ -176,6 +176,8 @@ def _folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
             shutil.rmtree(folder)
             if existed:
                 folder.mkdir()
+            if alone and not any(files.EVALS.iterdir()):
+                files.EVALS.rmdir()
         raise
 
 

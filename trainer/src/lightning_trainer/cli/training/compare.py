@@ -66,7 +66,7 @@ def command(*, resume: Path | None, out: Path | None, reflect_key: Path | None, 
     from lightning_trainer.comparison.compare import compare
     from lightning_trainer.report.progress import Shown
 
-    config = _config(resume, reflect_key, given(flags))
+    config = _config(resume, reflect_key, given(flags if resume is None else {**flags, "out": out}))
     with Shown(f"comparing {', '.join(config.methods)} for {config.train.target or config.train.command}") as progress:
         found = compare(config, progress, out=out, resume=resume)
     if as_json:
