@@ -131,7 +131,11 @@ def _run(
     groups = batch if algorithm.grouped else GRPO.batch(tried, outcomes, lambda ids: traces_of(store, attempt_ids=ids))
     compared = {call.group_id for call in groups.calls if call.left_out is None}
     return _Ran(
-        outcomes=outcomes, traces=traces, rows=batch.rows, seconds=seconds, teaching=compared - groups.flat_groups
+        outcomes=outcomes,
+        traces=traces,
+        rows=batch.rows,
+        seconds=seconds,
+        teaching=frozenset(compared - groups.flat_groups),
     )
 
 
