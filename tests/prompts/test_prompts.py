@@ -477,6 +477,24 @@ def test_a_prompt_stands_in_the_place_of_its_own_agents_alone():
     assert with_prompts(parts, "writer", attempt)["messages"][0]["content"] == [{"type": "text", "text": "Rhyme."}]
 
 
+@pytest.mark.parametrize(
+    ("before", "texts"),
+    [
+        ("You write.\nBe short.\nRhyme not.", ["Sing."]),
+        ("You write.\nBe", ["Sing. short.", "Rhyme not."]),
+        ("short.\nRhyme", ["You write.", "Be Sing. not."]),
+        ("short. Rhyme", None),
+    ],
+)
+def test_a_prompt_that_the_gateway_joined_stands_in_the_place_of_its_parts(before, texts):
+    attempt = Attempt("r", "a", prompts={"writer": {"before": before, "after": "Sing."}})
+    parts = [{"type": "text", "text": text} for text in ("You write.", "Be short.", "Rhyme not.")]
+    parts[2]["cache_control"] = {"type": "ephemeral"}
+    found = with_prompts({"system": parts, "messages": []}, "writer", attempt)
+    assert (found and [part["text"] for part in found["system"]]) == texts
+    assert texts is None or found["system"][-1]["cache_control"] == {"type": "ephemeral"}
+
+
 def test_a_prompt_that_does_not_fit_is_told_once_and_changes_nothing(caplog):
     attempt = Attempt("r", "a", prompts={"teller": {"before": "You tell.", "after": "Rhyme."}})
     body = {"messages": [{"role": "system", "content": "You sing."}]}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -100,7 +102,21 @@ def _content(content: Any, before: str, after: str) -> Any:
         if isinstance(part, Mapping) and isinstance(part.get("text"), str) and before in part["text"]:
             changed = {**part, "text": part["text"].replace(before, after, 1)}
             return [*content[:place], changed, *content[place + 1 :]]
-    return None
+    return _across(content, before, after) if isinstance(content, list) else None
+
+
+def _across(parts: Sequence[Any], before: str, after: str) -> list[Any] | None:
+    """Replace a text that goes on over several parts, read as the gateway joins them; these become one, the last."""
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    joined = "\n".join(texts)
+    start = joined.find(before)
+    if start < 0 or len(texts) < len(parts):
+        return None
+    ends = list(accumulate(len(text) + 1 for text in texts))
+    first, last = bisect_right(ends, start), bisect_left(ends, start + len(before))
+    begin = ends[first - 1] if first else 0
+    text = joined[begin:start] + after + joined[start + len(before) : ends[last] - 1]
+    return [*parts[:first], {**parts[last], "text": text}, *parts[last + 1 :]]
 
 
 def system_text(request: Mapping[str, Json]) -> str | None:
