@@ -464,6 +464,9 @@ FUNCTION_CALL: dict[str, Any] = {"role": "assistant", "content": None, "function
     [
         (CHAT, choice(DONE, None), {ABANDONED: True}, "the agent stopped reading the answer before its end"),
         (CHAT, choice(DONE, "content_filter"), {}, "answer cut by a filter of its content"),
+        (CHAT, choice(DONE, "max_tokens"), {}, "answer cut at its longest"),
+        (CHAT, choice(DONE, "MAX_TOKENS"), {}, "answer cut at its longest"),
+        (CHAT, choice(DONE, "SAFETY"), {}, "answer cut by a filter of its content"),
         ({"input": "hi"}, output("he", **INCOMPLETE), {}, "answer cut at its longest"),
         ({"input": "more", "previous_response_id": "r"}, output("hello"), {}, "its request names earlier messages"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, output("hello"), {}, "a tool or a call that is no"),

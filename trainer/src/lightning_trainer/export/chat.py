@@ -18,7 +18,12 @@ from lightning_trainer.gateway.surfaces.responses_request import messages_of_inp
 Message = dict[str, Any]
 THOUGHTS: Final = "reasoning_content"
 _OTHER_THOUGHTS: Final = "reasoning"  # as newer vLLM and OpenRouter name it
-_CUT: Final = {"length": CUT, "max_output_tokens": CUT, "content_filter": FILTERED}
+# In small letters, of OpenAI's APIs; and of Anthropic, Google and Bedrock, where a framework tells of a call to them.
+_CUT: Final = {
+    **dict.fromkeys(("length", "max_output_tokens", "max_tokens", "model_context_window_exceeded"), CUT),
+    **dict.fromkeys(("content_filter", "content_filtered", "guardrail_intervened", "refusal", "safety"), FILTERED),
+    **dict.fromkeys(("blocklist", "prohibited_content", "recitation", "spii"), FILTERED),
+}
 _KEPT = ("name", "tool_call_id", THOUGHTS)
 
 
@@ -49,8 +54,8 @@ def exchange(call: Transition) -> CallChat:
         UnreadableError: it has no messages, one that is no text, or no whole answer.
     """
     messages, tools = asked(call.request)
-    if call.finish_reason in _CUT:
-        raise UnreadableError(_CUT[call.finish_reason])
+    if (reason := (call.finish_reason or "").lower()) in _CUT:
+        raise UnreadableError(_CUT[reason])
     said = call.message
     if isinstance(said.get("output"), list):
         said = _said_in(said["output"])
