@@ -235,6 +235,18 @@ def test_nothing_to_export_is_an_error_that_leaves_no_file(made: Made, tmp_path:
     assert all(path.name.startswith("lightning.db") for path in tmp_path.iterdir())
 
 
+def test_every_field_is_filled_in_at_the_beginning_from_which_readers_take_the_columns(
+    made: Made, tmp_path: Path
+) -> None:
+    for n in range(3):
+        made.attempt({"n": n}, [Said([user(f"{n}")], says("a"))], 1.0)
+    two_turns(made)
+    made.attempt({}, [Said([user("b")], says("c"), agent="other")], 1.0)
+    made.attempt({"n": 4}, [Said([user("2+2?")], {**says("4"), "reasoning_content": "2 and 2"})], 1.0)
+    lines, _ = run(made, tmp_path / "out.jsonl")
+    assert [line["messages"][0]["content"] for line in lines] == ["0", "1+1?", "2+2?", "1", "2", "b"]
+
+
 def test_a_file_that_is_there_stays_until_the_new_one_is_whole(made: Made, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     two_turns(made)

@@ -106,6 +106,17 @@ def test_sft_trainer_takes_conversations_with_tools(
     assert trainer.train().training_loss > 0
 
 
+def test_a_large_file_whose_lines_hold_other_fields_is_loaded(made: Made, tokenizer: Any, tmp_path: Path) -> None:
+    from datasets import load_dataset
+
+    for n in range(50):
+        made.attempt({"n": n}, [Said([user(f"{n}?")], says(f"it is {n}"))], 1.0)
+    fill(made, tokenizer, tokens=True)
+    done = export(made.store, Wanted(format="sft"), tmp_path / "out.jsonl")
+    data = load_dataset("json", data_files=str(done.files[0]), chunksize=8192, cache_dir=str(tmp_path / "cache"))
+    assert len(data["train"]) == done.lines == 52
+
+
 def test_dpo_trainer_takes_pairs(made: Made, tokenizer: Any, tiny_model: Path, tmp_path: Path) -> None:
     fill(made, tokenizer, tokens=True)
     data, [line] = exported(made, tmp_path / "out.jsonl", format="dpo")

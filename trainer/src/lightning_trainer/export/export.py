@@ -84,7 +84,7 @@ def export(store: Store, wanted: Wanted, out: Path) -> Exported:
             files.append(stack.enter_context(closing(Draft(beside))))
         with_tokens: Counter[bool] = Counter()
         for draft, lines in zip(files, (chosen.training, chosen.held_out), strict=False):
-            draft.write(_counted(lines(), with_tokens))
+            draft.write(_counted(_columns_first(lines), with_tokens))
         if not files[0].lines:
             elsewhere = _origins(store) if wanted.origin is not None and not chosen.left_out else set[str]()
             raise DataError(_nothing(chosen, wanted, files[-1].lines if wanted.held_out else 0, elsewhere))
@@ -192,6 +192,32 @@ def _check(wanted: Wanted, seen: _Noted) -> None:
 
 def _places(candidates: Sequence[LineCandidate]) -> list[int]:
     return [each.place for each in candidates]
+
+
+def _columns_first(lines: Callable[[], Iterator[Line]]) -> Iterator[Line]:
+    """Return first the lines that fill in a field which none before did: readers take columns from a file's beginning.
+
+    `datasets` looks at 10 MB, and refuses the file where a later line has more.
+    """
+    seen, early = set[str](), set[int]()
+    for place, line in enumerate(lines()):
+        if new := set(_filled(line)) - seen:
+            seen |= new
+            early.add(place)
+            yield line
+    yield from (line for place, line in enumerate(lines()) if place not in early)
+
+
+def _filled(value: object, name: str = "") -> Iterator[str]:
+    """Return the names of the fields in which something stands, in objects and in lists of these."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if each is not None:
+                yield f"{name}.{key}"
+                yield from _filled(each, f"{name}.{key}")
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for each in value:
+            yield from _filled(each, name)
 
 
 def _counted(lines: Iterable[Line], with_tokens: Counter[bool]) -> Iterator[Line]:
