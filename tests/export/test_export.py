@@ -163,6 +163,16 @@ def test_thoughts_are_read_by_vllms_newer_name(made: Made, tmp_path: Path) -> No
     assert line["messages"][-1] == {**says("4"), "reasoning_content": "2 and 2"}
 
 
+def test_a_developers_message_is_the_systems_which_every_chat_template_knows(made: Made, tmp_path: Path) -> None:
+    asked = [{"role": "developer", "content": "Be brief."}, user("2+2?")]
+    made.attempt({}, [Said(asked, says("4"))], 1.0)
+    made.attempt({}, [Said(asked, says("four"))], 0.0)
+    [line, _], _ = run(made, tmp_path / "out.jsonl")
+    assert line["messages"][0] == {"role": "system", "content": "Be brief."}
+    [pair], _ = run(made, tmp_path / "pairs.jsonl", format="dpo")
+    assert pair["prompt"][0] == {"role": "system", "content": "Be brief."}
+
+
 # What is left out, and why.
 
 

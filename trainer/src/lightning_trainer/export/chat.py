@@ -87,6 +87,8 @@ def is_text(value: Any) -> bool:
 def plain(message: Any) -> Message:
     """Return a message as templates take it: content as text, arguments of tools as data, nothing that is None.
 
+    A developer's message is the system's: most templates know no other, and some drop what they do not know.
+
     Raises:
         UnreadableError: its content is more than text.
     """
@@ -94,7 +96,8 @@ def plain(message: Any) -> Message:
         raise UnreadableError(NO_MESSAGES)
     if message.get("function_call"):  # of before there were tools: no template writes it
         raise UnreadableError(NO_FUNCTION)
-    found: Message = {"role": message["role"], "content": _text(message.get("content"))}
+    role = "system" if message["role"] == "developer" else message["role"]  # as in the gateway's prompts
+    found: Message = {"role": role, "content": _text(message.get("content"))}
     found |= {name: message[name] for name in _KEPT if message.get(name) is not None}
     if THOUGHTS not in found and isinstance(message.get(_OTHER_THOUGHTS), str):
         found[THOUGHTS] = message[_OTHER_THOUGHTS]
