@@ -14,7 +14,7 @@ import dspy
 from dspy.adapters.types.tool import Tool, ToolCalls
 
 import lightning_dspy
-from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.program import record
 from lightning_spans.testing.plugins.script import Reply
@@ -528,6 +528,15 @@ def test_what_is_cached_is_no_call_but_a_policy_in_training_always_answers(tmp_p
         assert len(policy.requests) == 2
         assert len(answers) == 1
         assert len(origin.requests) == 1
+
+
+def test_a_prompt_is_also_that_of_an_agent_that_is_named_by_where_it_stands(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk")
+    attempt = Attempt("r", "a", prompts={"team/writer": {"before": instructions("writer"), "after": "Rhyme."}})
+    with ScriptedServer() as server, lightning_dspy.attach(store=str(tmp_path / "traces.db")):
+        with use_attempt(attempt), agent("team"):
+            ask("writer", server.url, "hello")
+        assert server.requests[-1].body["messages"][0]["content"] == "Rhyme."
 
 
 def test_detaching_ends_what_is_open(tmp_path, monkeypatch):

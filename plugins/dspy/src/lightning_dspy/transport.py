@@ -141,7 +141,7 @@ class _Request:
     def _send(self, body: dict[str, Json]) -> None:
         """Name the span in the request, and send it to the gateway where its agent is in training."""
         request, span, attempt = self.request, self._span, self._span.attempt
-        prompted = with_prompts(body, span.agent, attempt)
+        prompted = with_prompts(body, span.path, attempt)
         body = dict(prompted) if prompted is not None else body
         headers = [*request.headers, ("traceparent", span.traceparent)]
         url = request.url
