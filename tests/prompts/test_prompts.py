@@ -510,6 +510,38 @@ def test_an_attempts_prompts_go_through_its_environment():
     assert from_environment(attempt.environment()) == attempt
 
 
+class OneRun:
+    """A session in which every batch comes to one rollout."""
+
+    again = 0
+
+    def __init__(self, ran: Ran) -> None:
+        self._ran = ran
+
+    def check(self) -> None:
+        """Nobody asks to stop."""
+
+    def run(self, *_: Any) -> list[Ran]:
+        return [self._ran]
+
+
+def test_the_reflecting_model_is_told_which_tools_an_agent_called_before(tmp_path):
+    pytest.importorskip("gepa")
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    asked = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = json.dumps({"messages": [*asked, {"role": "tool", "tool_call_id": "c", "content": "2"}]})
+    span = Span(
+        operation=CHAT, name="m", trace_id="a" * 32, span_id="b" * 16, start_ns=1, end_ns=2, agent="writer",
+        attributes={REQUEST: body},
+    )  # fmt: skip
+    outcome = Outcome(rollout=Rollout(rollout_id="r", group_id="g", task={}), attempts=(), attempt=None)
+    ran = Ran(outcome, Trace.build([span]))
+    adapter = SpansAdapter(OneRun(ran), {"writer": "You add."}, Journal(tmp_path / "journal.jsonl"))
+    batch = adapter.evaluate([{}], {"writer": "You add."}, capture_traces=True)
+    (record,) = adapter.make_reflective_dataset({}, batch, ["writer"])["writer"]
+    assert record["Inputs"] == 'user: 1+1?\nassistant:  calls add({"x": 1})\ntool: 2'
+
+
 def test_the_file_has_only_what_changed_and_reads_back(tmp_path):
     before, after = {"a": "one\ntwo", "b": "same"}, {"a": "one\nthree\n", "b": "same"}
     write(tmp_path / "p.json", before, after, {"reward_before": 0.0})

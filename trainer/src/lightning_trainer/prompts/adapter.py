@@ -131,17 +131,18 @@ def _records(ran: Ran, agent: str) -> list[dict[str, Any]]:
 def _asked(node: Node) -> str:
     messages = messages_of(request_of(node)) or ()
     told = [m for m in messages if isinstance(m, Mapping) and m.get("role") not in {"system", "developer"}]
-    return _short("\n".join(f"{m.get('role')}: {m.get('content')}" for m in told))
+    return _short("\n".join(f"{m.get('role')}: {_text(m)}" for m in told))
 
 
 def _said(node: Node) -> str:
     if node.error is not None:
         return f"(the call failed: {node.error})"
-    parts = []
-    for choice in node.answer.choices:
-        calls = "".join(f" calls {call.name}({call.arguments})" for call in tool_calls(choice.message))
-        parts.append(f"{choice.message.get('content') or ''}{calls}")
-    return _short("\n".join(parts))
+    return _short("\n".join(_text(choice.message) for choice in node.answer.choices))
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    calls = "".join(f" calls {call.name}({call.arguments})" for call in tool_calls(message))
+    return f"{message.get('content') or ''}{calls}"
 
 
 def _feedback(ran: Ran, agent: str) -> str:
