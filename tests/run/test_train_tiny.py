@@ -30,6 +30,7 @@ from lightning_trainer.run import loop
 from lightning_trainer.run.interrupts import Interrupted
 
 AGENT = '''
+import collections
 import itertools
 import openai
 import lightning_openai
@@ -55,11 +56,11 @@ async def two(task):
     final = await say("rewriter", task["q"] + draft)
     return {"writer": sum(c.isascii() and c.isalpha() for c in draft) / 5, "rewriter": float(len(final))}
 
-turns = itertools.count()
+turns = collections.defaultdict(itertools.count)
 
 async def in_turns(task):
     await say("writer", task["q"])
-    mine = float(next(turns) % 2)
+    mine = float(next(turns[task["q"]]) % 2)
     return {"writer": mine, "checker": 1.0 - mine} if task["q"] == "say 0" else {"writer": 1.0, "checker": mine}
 '''
 PLAIN = """
