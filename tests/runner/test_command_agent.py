@@ -83,6 +83,12 @@ async def test_a_number_on_the_last_line_is_the_reward(attempt, project):
     assert await run(job, attempt, part=0.25) == 0.25
 
 
+@pytest.mark.parametrize("output", ['{"answer": "one\u2028two\x85"}', 'said\n{"answer": "one\u2028two\x85"}\r\n'])
+async def test_a_last_line_holds_whatever_letters_json_may(attempt, output):
+    program = f"import sys; sys.stdout.buffer.write({output.encode()!r})"
+    assert await run_command([sys.executable, "-c", program], {}, attempt) == {"answer": "one\u2028two\x85"}
+
+
 @pytest.mark.parametrize(
     ("status", "output", "reward"),
     [

@@ -136,7 +136,7 @@ def _result(output: str) -> Any:
     if not text:
         return None
     try:
-        return json.loads(text.splitlines()[-1])
+        return json.loads(re.split(r"[\r\n]", text)[-1])  # splitlines would cut at U+2028, which JSON strings may hold
     except ValueError:
         return text
 
