@@ -17,6 +17,7 @@ from lightning_spans.schema.spans import (
     UNASKABLE,
     Span,
 )
+from lightning_trainer.cli.training.agent_rows import print_joins
 from lightning_trainer.report.agents import misspelt_rewards, nothing_captured, overview, unrewarded
 from lightning_trainer.report.step_notes import no_rows
 from lightning_trainer.rl.account import NO_REWARD, Account
@@ -97,8 +98,14 @@ def test_each_reason_against_training_is_told() -> None:
 def test_agent_that_earned_nothing_is_told_so() -> None:
     rows = {row.agent: row for row in overview([trace((CHAT, "a", {}), (CHAT, "b", {}), rewards={"a": 1.0})], None)}
     assert rows["a"].trained
-    assert rows["b"].why.startswith("no reward")
+    assert rows["b"].why == "no reward: those that are given name a. Give b one too"
     assert list(rows["b"].to_json())[:2] == ["agent", "calls"]
+
+
+def test_a_reward_of_attempts_in_which_an_agent_never_spoke_is_not_its_own() -> None:
+    apart = [trace((CHAT, "a", {}), rewards={None: 1.0}), trace((CHAT, "b", {}))]
+    rows = {row.agent: row for row in overview(apart, None)}
+    assert rows["b"].why == "no reward: return one from run(), or give --reward"
 
 
 def test_why_attempts_got_no_reward_is_one_line_of_the_table() -> None:
@@ -124,6 +131,17 @@ def test_of_many_rewards_for_agents_that_never_spoke_the_first_are_named() -> No
 def test_what_to_do_depends_on_whether_anything_is_attached() -> None:
     assert "lightning_langchain.attach()" in nothing_captured(8, ())
     assert "although langchain is attached" in nothing_captured(8, ["langchain"])
+
+
+def test_calls_that_only_a_gateway_saw_are_not_said_to_be_at_their_own_endpoint(capsys) -> None:
+    ids = {"rollout_id": "r", "attempt_id": "a"}
+    call = Call(call_id="c", response_id="c", start_ns=1, end_ns=2, policy="p", policy_version=0, agent="shell", **ids)
+    print_joins([Trace.build([], [call])], as_json=False)
+    assert capsys.readouterr().err == "1 model calls recorded, by the gateway alone: the program is not attached.\n"
+    print_joins([trace((CHAT, "writer", {}))], as_json=False)
+    assert "1 model calls recorded, at their own endpoint" in capsys.readouterr().err
+    print_joins([trace((CHAT, "writer", {})), Trace.build([], [call])], as_json=False)
+    assert "0 of 2 model calls are joined" in capsys.readouterr().out
 
 
 ELSEWHERE = {"attributes": {FRAMEWORK: "langchain"}}

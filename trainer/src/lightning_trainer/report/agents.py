@@ -116,7 +116,8 @@ def overview(
     # One that is named for training is told so.
     agents = (name for name, count in counts.items() if count.calls or name in (chosen or ()))
     names = sorted(agents, key=lambda name: (name is None, name or ""))
-    return [_row(name, counts[name], _BesideCounts(chosen, reward_error, of_a_run)) for name in names]
+    beside = _BesideCounts(chosen, reward_error, of_a_run, _rewarded(traces))
+    return [_row(name, counts[name], beside) for name in names]
 
 
 def misspelt_rewards(traces: Iterable[Trace]) -> str | None:
@@ -204,11 +205,20 @@ def _count_rewards(count: _Count, trace: Trace, paths: set[str | None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _BesideCounts:
-    """What is known beside the counts: agents that were named, why rewards are missing, whether a policy answered."""
+    """What is known beside the counts: agents that were named, why rewards are missing, whether a policy answered.
+
+    `rewarded` are the agents that all rewards name; none where one is for a whole attempt.
+    """
 
     chosen: Sequence[str] | None
     reward_error: str | None
     of_a_run: bool
+    rewarded: Sequence[str]
+
+
+def _rewarded(traces: Iterable[Trace]) -> list[str]:
+    named = {reward.agent for trace in traces for reward in trace.rewards}
+    return [] if None in named else sorted(filter(None, named))
 
 
 def _row(name: str | None, count: _Count, asked: _BesideCounts) -> AgentRow:
@@ -260,7 +270,8 @@ def _problem(name: str | None, count: _Count, asked: _BesideCounts) -> str | Non
     if (problem := _unreached(count)) is not None:
         return problem
     if not count.earned:
-        why = asked.reward_error or "return one from run(), or give --reward"
+        others = f"those that are given name {some(asked.rewarded)}. Give {name} one too" if asked.rewarded else None
+        why = asked.reward_error or others or "return one from run(), or give --reward"
         return f"no reward: {why.splitlines()[0]}"  # what stands below is told once, by the error that ends the command
     return None
 

@@ -32,13 +32,17 @@ def print_joins(traces: Sequence[Trace], *, as_json: bool) -> None:
     if (warning := misspelt_rewards(traces)) is not None:
         click.echo(printable(warning), err=True)
     joins = count_joins(traces)
-    if joins.joined:
+    at_gateway = sum(node.call is not None for trace in traces for node in trace.chats)
+    if joins.joined or 0 < at_gateway < joins.calls:
         for line in joins.lines():
             click.echo(line, err=as_json)
     else:
-        click.echo(
-            f"{joins.calls} model calls recorded, at their own endpoint: tokens are recorded while training.", err=True
+        where = (
+            "by the gateway alone: the program is not attached."
+            if at_gateway
+            else "at their own endpoint: tokens are recorded while training."
         )
+        click.echo(f"{joins.calls} model calls recorded, {where}", err=True)
 
 
 def _print_table(rows: Sequence[AgentRow]) -> None:
