@@ -871,6 +871,14 @@ def test_serve_says_what_it_loads_before_it_does(folder: Path, tiny_model: Path)
     told(call("serve", tiny_model, "--dtype", "float16"), f"loading {tiny_model} ...", "dtype")
 
 
+@pytest.mark.parametrize("option", ["--key-file", "--store"])
+def test_serve_says_what_it_can_not_write_before_it_loads(folder: Path, tiny_model: Path, option: str) -> None:
+    (folder / "file").touch()
+    result = call("serve", tiny_model, option, folder / "file" / "kept")
+    told(result, "file/kept")
+    assert "loading" not in result.stderr
+
+
 def test_checkpoint_that_is_not_there(folder: Path) -> None:
     told(call("serve", "runs/none"), "runs/none does not exist")
 

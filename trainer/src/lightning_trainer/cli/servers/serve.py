@@ -63,13 +63,13 @@ def command(
     check_place(place)
     folder = models.resolve(checkpoint)
     own = chosen_format(read_subject(checkpoint))
-    click.echo(f"loading {checkpoint} ...", err=True)
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # to load weights may take minutes: whether key and calls can be kept is known before
+        files = stack.enter_context(key_files(key_file))
+        kept = stack.enter_context(opened(store)) if store else NullStore()
+        click.echo(f"loading {checkpoint} ...", err=True)
         learner = stack.enter_context(
             closing(open_torch(str(folder), **own | given({"name": _name(name, folder), **options})))
         )
-        kept = stack.enter_context(opened(store)) if store else NullStore()
-        files = stack.enter_context(key_files(key_file))
         app = create_app(kept, keys=files.keys, engine=learner.engines)
         names = [engine.model for engine in learner.engines]
         facts: dict[str, Any] = {"model": names[0]} if len(names) == 1 else {"models": names}
