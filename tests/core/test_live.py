@@ -24,6 +24,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.record.production import Live, read_live, sampled
 from lightning_spans.record.redaction import HIDES, MASK, read_rules
 from lightning_spans.schema.attempts import Rollout
+from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.spans import (
     CHAT,
     EXECUTE_TOOL,
@@ -382,6 +383,23 @@ def test_traces_become_tasks_when_asked(tmp_path: Path, monkeypatch: pytest.Monk
     lines = [json.loads(line) for line in call("traces", "--origin", "live", "--json").stdout.splitlines()]
     assert len(lines) == 2
     told(call("traces", "--origin", "nowhere", "--to-tasks", "none.jsonl"), "no task to write")
+
+
+def test_what_only_a_gateway_saw_is_shown_and_becomes_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_store(str(tmp_path / "lightning.db"))
+    asked = {"messages": [{"role": "user", "content": "where is my lamp?"}]}
+    answer = Choice(0, (3,), (0.0,), "stop", message={"role": "assistant", "content": "on its way"})
+    ids = {"call_id": "c", "response_id": "c", "start_ns": 1, "end_ns": 2, "policy": "small", "policy_version": 0}
+    store.add_calls([Call(agent="shell", request=asked, choices=(answer,), rollout_id="r", attempt_id="r.1", **ids)])
+    store.close()
+    shown = call("traces").stdout
+    assert "chat small  shell" in shown
+    assert "chat chat" not in shown
+    assert "< where is my lamp?" in shown
+    assert call("traces", "--to-tasks", "tasks.jsonl", "--task-field", "q").exit_code == 0
+    task = json.loads((tmp_path / "tasks.jsonl").read_text())
+    assert (task["q"], task["answer"]) == ("where is my lamp?", "on its way")
 
 
 def _fields(span: Span) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from lightning_spans.adapter.trace import Node, Trace
@@ -24,7 +24,7 @@ def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]
     """
     for trace in traces:
         chats = [node for node in trace.nodes if node.span.operation == CHAT]
-        messages = next(filter(None, (_messages(node.span.attributes.get(REQUEST)) for node in chats)), None)
+        messages = next(filter(None, map(_messages, chats)), None)
         if messages is None:
             continue
         answers = [_text(choice.message.get("content")) for node in chats for choice in node.answer.choices[:1]]
@@ -41,7 +41,7 @@ def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]
 
 def asked(node: Node) -> str:
     """Return the last message that a model call sent, as text; empty where it is not recorded."""
-    messages = _messages(node.span.attributes.get(REQUEST)) or []
+    messages = _messages(node) or []
     return _text(messages[-1].get("content")) if messages else ""
 
 
@@ -52,17 +52,24 @@ def answered(node: Node) -> str:
     return " ".join(filter(None, (_text(message.get("content")), json.dumps(calls) if calls else "")))
 
 
-def _messages(request: Any) -> list[dict[str, Any]] | None:
-    try:
-        body = json.loads(request)
-    except (TypeError, ValueError):
-        return None
-    if not isinstance(body, dict):
-        return None
+def _messages(node: Node) -> list[dict[str, Any]] | None:
+    body = _request(node)
     asked = next((body[name] for name in _ASKED if body.get(name)), None)
     if isinstance(asked, str):
         return [{"role": "user", "content": asked}]
     return [message for message in asked if isinstance(message, dict)] if isinstance(asked, list) else None
+
+
+def _request(node: Node) -> Mapping[str, Any]:
+    """Return what was asked as the program sent it; where it is not attached, as the gateway kept it."""
+    text = node.span.attributes.get(REQUEST)
+    if text is None:
+        return node.call.request if node.call is not None else {}
+    try:
+        body = json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 def _text(content: Any) -> str:

@@ -266,8 +266,9 @@ def _line(node: Node) -> Text:
     from rich.text import Text
 
     span = node.span
-    line = Text(f"{span.operation} ", style="dim").append(span.name, style="bold")
-    if span.agent and span.agent != span.name:
+    name = span.name.removeprefix(f"{span.operation} ")  # OpenTelemetry's names begin with it
+    line = Text(f"{span.operation} ", style="dim").append(name, style="bold")
+    if span.agent and span.agent != name:
         line.append(f"  {span.agent}", style="magenta")
     line.append(f"  {(span.end_ns - span.start_ns) / 1e6:.0f} ms", style="dim")
     if span.operation == CHAT:
