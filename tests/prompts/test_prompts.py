@@ -34,10 +34,12 @@ from lightning_trainer.cli import cli
 from lightning_trainer.evaluation.subjects import Endpoint
 from lightning_trainer.prompts.adapter import SpansAdapter
 from lightning_trainer.prompts.journal import Journal
+from lightning_trainer.prompts.optimise import _Told
 from lightning_trainer.prompts.reading import Prompt, read_prompts
 from lightning_trainer.prompts.reflection import Reflection
 from lightning_trainer.prompts.result import diff, write
 from lightning_trainer.prompts.session import Ran, Session
+from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.work import Work
@@ -294,6 +296,22 @@ def test_a_reflecting_model_that_gives_nothing_ends_the_search(folder, monkeypat
         result = rl(*args, "--resume")
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout.splitlines()[-1])["after"] == 1.0
+
+
+def test_what_candidates_earn_is_told_as_a_mean(tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    class Heard(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    told = _Told(Heard(), Journal(tmp_path / "j.jsonl"), 3)
+    told.on_candidate_rejected({"old_score": 1.5, "new_score": 1.2})
+    told.on_candidate_accepted({"new_candidate_idx": 2, "new_score": 2.4})
+    assert notes == [
+        "a candidate is dropped: reward 0.500 to 0.400 on its tasks",
+        "candidate 2 is kept: reward 0.800 on its tasks",
+    ]
 
 
 def test_a_proposal_with_half_a_character_is_none(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from lightning_trainer.prompts.reflection import Reflection
 from lightning_trainer.prompts.session import Ran, Session, session
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.report.terminal import decimal
 from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import unnamed
@@ -309,16 +310,17 @@ def _search(
             return True
         return not paid.waits and (opened.rollouts + opened.again >= config.budget or out_of_tokens())
 
+    minibatch = min(config.minibatch, len(train))
     found = gepa.optimize(
         seed_candidate=dict(before),
         trainset=list(train),
         valset=list(val),
         adapter=adapter,
         reflection_lm=reflection,
-        reflection_minibatch_size=min(config.minibatch, len(train)),
+        reflection_minibatch_size=minibatch,
         stop_callbacks=[spent],
         run_dir=str(folder),
-        callbacks=[_Told(progress, paid)],
+        callbacks=[_Told(progress, paid, minibatch)],
         logger=_Quiet(),
         seed=config.seed,
     )
@@ -353,20 +355,24 @@ class _Quiet:
 
 
 class _Told:
-    """Tells of GEPA's steps, of each once."""
+    """Tells of GEPA's steps, of each once: the mean reward on a minibatch, of which GEPA tells the sum."""
 
-    def __init__(self, progress: Progress, paid: journal.Journal) -> None:
+    def __init__(self, progress: Progress, paid: journal.Journal, minibatch: int) -> None:
         self._progress = progress
         self._paid = paid
+        self._minibatch = minibatch
 
     def on_candidate_accepted(self, event: Any) -> None:
         """Tell of a candidate that was better on its tasks."""
         if not self._paid.waits:
-            self._progress.note(f"candidate {event['new_candidate_idx']} is kept: {event['new_score']:g} on its tasks")
+            mean = self._mean(event["new_score"])
+            self._progress.note(f"candidate {event['new_candidate_idx']} is kept: reward {mean} on its tasks")
 
     def on_candidate_rejected(self, event: Any) -> None:
         """Tell of one that was not."""
         if not self._paid.waits:
-            self._progress.note(
-                f"a candidate is dropped: {event['old_score']:g} to {event['new_score']:g} on its tasks"
-            )
+            old, new = self._mean(event["old_score"]), self._mean(event["new_score"])
+            self._progress.note(f"a candidate is dropped: reward {old} to {new} on its tasks")
+
+    def _mean(self, total: float) -> str:
+        return decimal(total / self._minibatch)
