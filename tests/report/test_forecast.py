@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_trainer.report.forecast import Plan, Probe, Tried, forecast, lines, verdict
@@ -23,6 +25,7 @@ def probe(tried: list[Tried], **numbers: object) -> Probe:
         ([NEVER, NEVER], "nothing is ever solved: SFT first"),
         ([ALWAYS], "solved already"),
         ([NEVER, ALWAYS], "in each task all rollouts earn the same"),
+        ([replace(HALF, contrast=False)], "in each task each agent to train earns the same in all rollouts"),
         ([Tried(place=0, rewards=(), contrast=False, failed=2)], "no rollout earned a reward"),
     ],
 )

@@ -158,7 +158,9 @@ def verdict(tried: Sequence[Tried]) -> str:
         return "nothing is ever solved: SFT first, easier tasks, or a reward with more steps between bad and good"
     if min(rewards) >= 1:
         return "solved already: every rollout earned the full reward. Take harder tasks"
-    return "in each task all rollouts earn the same: more samples, a higher temperature, or a finer reward"
+    alike = all(min(task.rewards) == max(task.rewards) for task in counted)
+    who = "all rollouts earn the same" if alike else "each agent to train earns the same in all rollouts"
+    return f"in each task {who}: more samples, a higher temperature, or a finer reward"
 
 
 def _gpu(size: float, probe: Probe, plan: Plan, scale: float) -> dict[str, float]:
