@@ -10,13 +10,16 @@ from lightning_spans.record.delivery.http import Posts
 
 
 class Server(ThreadingHTTPServer):
-    """Counts its connections and keeps what it is sent; after `leaves` answers a connection is closed, unannounced."""
+    """Counts its connections and keeps what it is sent; after `leaves` answers a connection is closed, unannounced.
+
+    One that does not read bodies closes each connection over what comes.
+    """
 
     daemon_threads = True
 
-    def __init__(self, *, leaves: int = 0, status: int = 200) -> None:
+    def __init__(self, *, leaves: int = 0, status: int = 200, reads: bool = True) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.leaves, self.status = leaves, status
+        self.leaves, self.status, self.reads = leaves, status, reads
         self.connections = 0
         self.requests: list[tuple[str, bytes, dict[str, str]]] = []
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -36,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answered = 0
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
+        body = self.rfile.read(int(self.headers["content-length"])) if self.server.reads else b""
         self.server.requests.append((self.path, body, {name.lower(): value for name, value in self.headers.items()}))
         self.send_response(self.server.status)
         self.send_header("content-length", "2")
@@ -44,7 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"ok")
         self.answered += 1
-        self.close_connection = self.answered == self.server.leaves
+        self.close_connection = self.answered == self.server.leaves or not self.server.reads
 
     def log_message(self, *_: object) -> None:
         pass
@@ -119,3 +122,9 @@ def test_closed_connections_are_opened_when_needed(serve, post):
     post.close()
     post(server.url, b"2", {})
     assert server.connections == 2
+
+
+def test_the_answer_of_a_server_that_refuses_a_body_before_it_has_come_is_heard(serve, post):
+    server = serve(status=413, reads=False)
+    for _ in range(2):
+        assert post(server.url, bytes(64 << 20), {}).status == 413

@@ -74,8 +74,7 @@ class Posts:
     ) -> HttpResponse:
         path = f"{place.path or '/'}?{place.query}" if place.query else place.path or "/"
         try:
-            connection.request("POST", path, body=content, headers=dict(headers))
-            response = connection.getresponse()
+            response = _answer(connection, path, content, headers)
             about = {name.lower(): value for name, value in response.headers.items()}
             answer = HttpResponse(response.status, about, response.read())
         except BaseException:
@@ -96,6 +95,18 @@ class Posts:
         """Close the connections."""
         while self._open:
             self._open.popitem()[1].close()
+
+
+def _answer(
+    connection: http.client.HTTPConnection, path: str, content: bytes, headers: Mapping[str, str]
+) -> http.client.HTTPResponse:
+    try:
+        connection.request("POST", path, body=content, headers=dict(headers))
+    except (ConnectionResetError, BrokenPipeError):
+        if connection.sock is None:
+            raise
+        # A server that refuses a body for its size says so, and closes before it has all of it.
+    return connection.getresponse()
 
 
 def _context() -> ssl.SSLContext:
