@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -81,6 +83,17 @@ def test_a_reward_outside_any_attempt_is_an_error_and_not_lost_in_silence():
 def test_an_agent_with_only_its_own_key_can_not_reward_itself():
     with use_attempt(Attempt("r1", "a1", endpoint="http://127.0.0.1:1", key="k")), pytest.raises(RewardError):
         emit_reward(1.0)
+
+
+@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no process is forked here")
+def test_a_reward_from_a_forked_process_is_an_error_and_not_lost_in_silence():
+    with use_attempt(Attempt("r1", "a1")), collecting() as rewards:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            refused = pool.submit(emit_reward, 0.5).exception()
+        emit_reward(0.25)
+    assert isinstance(refused, RewardError)
+    assert "another process" in str(refused)
+    assert [reward.value for reward in rewards] == [0.25]
 
 
 def test_an_emitted_reward_says_when_it_was_given():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from opentelemetry import context as otel_context
 
@@ -17,11 +19,16 @@ from lightning_spans.schema.rewards import Reward, as_reward
 _COLLECTOR = "lightning-rewards"
 
 
+class _Collector(NamedTuple):
+    process: int  # what a forked one adds is in its own memory alone
+    rewards: list[Reward]
+
+
 @contextmanager
 def collecting() -> Iterator[list[Reward]]:
     """Collect what `emit_reward` gives inside the block; for runners, which deliver it with their own key."""
     rewards: list[Reward] = []
-    with entered(otel_context.set_value(_COLLECTOR, rewards)):
+    with entered(otel_context.set_value(_COLLECTOR, _Collector(os.getpid(), rewards))):
         yield rewards
 
 
@@ -37,13 +44,16 @@ def emit_reward(value: float, *, agent: str | None = None) -> None:
         agent: the agent that earned it.
 
     Raises:
-        RewardError: the value is not a finite number, or there is no attempt and nothing is attached.
+        RewardError: the value is not a finite number, there is no attempt and nothing is attached, or a process that
+            the attempt began gives it.
     """
     number = as_reward(value)
     attempt = current_attempt()
     collector = otel_context.get_value(_COLLECTOR)
-    if isinstance(collector, list) and attempt is not None:
-        collector.append(_given_now(attempt, number, agent))
+    if isinstance(collector, _Collector) and attempt is not None:
+        if collector.process != os.getpid():
+            raise RewardError("emit_reward() was called in another process than run(): return the number to run() first.")
+        collector.rewards.append(_given_now(attempt, number, agent))
         return
     pipeline = live_pipeline()
     if attempt is not None and attempt.endpoint:
