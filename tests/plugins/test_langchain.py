@@ -5,6 +5,7 @@ import gc
 import json
 import operator
 import sys
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -425,6 +426,40 @@ def test_a_tool_call_that_waited_for_approval_belongs_to_the_agent_that_asked_fo
     assert {span.agent for span in found.tools} == {"writer"}
     assert [span.attributes.get(names.TOOL_RESULT) for span in found.tools][-1] == "5"
     assert len(found.tools) == (2 if how == "in the tool" else 1)
+
+
+def test_calls_that_wait_for_approval_in_several_rollouts_are_kept_apart(spans_of):
+    """Each has a checkpointer of its own, and the same name for its conversation; they go on at once."""
+    both = threading.Barrier(2)
+
+    @tool
+    def pay(amount: int) -> int:
+        """Pay."""
+        both.wait(60)
+        return amount
+
+    def program(url):
+        def writer(state):
+            messages = [SystemMessage(instructions("writer")), *state["messages"]]
+            return {"messages": [model(url).bind_tools([pay]).invoke(messages)]}
+
+        builder = StateGraph(MessagesState).add_node(writer).add_node("tools", ToolNode([pay]))
+        builder.add_edge(START, "writer").add_edge("tools", "writer")
+        builder.add_conditional_edges("writer", tools_condition)
+        config = {"configurable": {"thread_id": "1"}}
+        graphs = [builder.compile(checkpointer=InMemorySaver(), interrupt_before=["tools"]) for _ in range(2)]
+
+        def go(number, given):
+            with use_attempt(Attempt(f"r{number}", f"a{number}")):
+                graphs[number].invoke(given, config)
+
+        for number in range(2):
+            go(number, user('call pay {"amount": 5}'))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(go, range(2), [None, None]))
+
+    found = spans_of(program)
+    assert {(span.attempt_id, span.agent) for span in found.tools} == {("a0", "writer"), ("a1", "writer")}
 
 
 @pytest.mark.parametrize("order", [("left", "right"), ("right", "left")])

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_langchain.libraries import AGENTS, LIBRARY, graph_below, packages_of
-from lightning_langchain.tools import WaitingRequests
+from lightning_langchain.tools import Conversation, WaitingRequests
 from lightning_openai.json_text import to_json
-from lightning_spans.record.context import current_agent, settled
+from lightning_spans.record.context import current_agent, current_attempt, settled
 from lightning_spans.record.instrument.scope import Scope
 from lightning_spans.record.instrument.tracker import EventTracker
 from lightning_spans.record.recorder import current_span
@@ -88,7 +88,7 @@ class ChainRuns(EventTracker[ChainRun]):
         """Take a run that starts."""
         run = ChainRun(self.scopes.get(parent_id), kind, name, metadata)
         if run.parent is None:
-            self._waiting.begin(run.requests, metadata.get("thread_id"))
+            self._waiting.begin(run.requests, _conversation(run))
         self.scopes[run_id] = run
         run.inner[run_id] = run
         return run
@@ -107,7 +107,7 @@ class ChainRuns(EventTracker[ChainRun]):
                 self.end(inner.span)
             for request in list(run.unknown.values()):
                 self.refuse(run, request, f"there is no tool {request.name!r}")
-            self._waiting.end(run.requests, run.metadata.get("thread_id"))
+            self._waiting.end(run.requests, _conversation(run))
         return run
 
     def refuse(self, run: ChainRun, request: ToolRequest, why: str) -> None:
@@ -216,6 +216,15 @@ class ChainRuns(EventTracker[ChainRun]):
         while inside is not None and inside is not home:
             inside = inside.parent
         return context if inside is home else home.context_in(context)
+
+
+def _conversation(root: ChainRun) -> Conversation | None:
+    """Name the conversation that a run is a part of, if it is: a program has the same name for one in each rollout."""
+    thread = root.metadata.get("thread_id")
+    if thread is None:
+        return None
+    attempt = current_attempt(root.context)
+    return None if attempt is None else attempt.attempt_id, str(thread)
 
 
 def _began_in_chain(span: OpenSpan, run: ChainRun | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import BaseTool
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from lightning_spans.record.instrument.tracker import Tracker
 
+Conversation: TypeAlias = tuple[str | None, str]  # the attempt that it is held in, and LangGraph's thread
 _CONVERSATIONS: Final = 1024  # that may wait for somebody's approval at once; the oldest are forgotten
 _CALLS: Final = 64  # and of one conversation
 _called: Final[ContextVar[str | None]] = ContextVar("lightning_langchain_tool_call", default=None)
@@ -87,22 +88,22 @@ def is_control_flow(error: BaseException) -> bool:
 
 
 class WaitingRequests:
-    """What was asked for in conversations that were interrupted before the tool was called, by LangGraph's thread."""
+    """What was asked for in conversations that were interrupted before the tool was called."""
 
     def __init__(self) -> None:
-        self._by_thread: OrderedDict[str, list[ToolRequest]] = OrderedDict()
+        self._left: OrderedDict[Conversation, list[ToolRequest]] = OrderedDict()
 
-    def begin(self, requests: list[ToolRequest], thread: object) -> None:
+    def begin(self, requests: list[ToolRequest], conversation: Conversation | None) -> None:
         """Add what an earlier run of a conversation left."""
-        if self._by_thread and thread is not None:
-            requests.extend(self._by_thread.pop(str(thread), ()))
+        if self._left and conversation is not None:
+            requests.extend(self._left.pop(conversation, ()))
 
-    def end(self, requests: list[ToolRequest], thread: object) -> None:
+    def end(self, requests: list[ToolRequest], conversation: Conversation | None) -> None:
         """Keep what is left of a run that has ended."""
-        if requests and thread is not None:
-            self._by_thread[str(thread)] = requests[-_CALLS:]  # some are never made: those that are an answer's form
-            if len(self._by_thread) > _CONVERSATIONS:
-                self._by_thread.popitem(last=False)
+        if requests and conversation is not None:
+            self._left[conversation] = requests[-_CALLS:]  # some are never made: those that are an answer's form
+            if len(self._left) > _CONVERSATIONS:
+                self._left.popitem(last=False)
 
 
 def requests_in(response: LLMResult, agent: str | None) -> Iterator[ToolRequest]:

@@ -52,7 +52,9 @@ def emit_reward(value: float, *, agent: str | None = None) -> None:
     collector = otel_context.get_value(_COLLECTOR)
     if isinstance(collector, _Collector) and attempt is not None:
         if collector.process != os.getpid():
-            raise RewardError("emit_reward() was called in another process than run(): return the number to run() first.")
+            raise RewardError(
+                "emit_reward() was called in another process than run(): return the number to run() first."
+            )
         collector.rewards.append(_given_now(attempt, number, agent))
         return
     pipeline = live_pipeline()
