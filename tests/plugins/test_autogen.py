@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ pytest.importorskip("autogen_agentchat")
 import openai
 from autogen_agentchat import teams
 from autogen_agentchat.agents import AssistantAgent, BaseChatAgent, CodeExecutorAgent, SocietyOfMindAgent
-from autogen_agentchat.base import Handoff, Response
+from autogen_agentchat.base import Handoff, Response, TaskResult
 from autogen_agentchat.conditions import HandoffTermination, MaxMessageTermination, SourceMatchTermination
 from autogen_agentchat.messages import ModelClientStreamingChunkEvent, TextMessage
 from autogen_agentchat.teams import (
@@ -54,6 +55,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel
 
 import lightning_autogen
+from lightning_autogen.agents import AutogenAgents
 from lightning_spans import Attempt, hooks, open_store, use_attempt
 from lightning_spans.record.context import current_agent
 from lightning_spans.schema import spans as names
@@ -544,6 +546,29 @@ class Worker(RoutedAgent):
         asked = [{"role": "system", "content": instructions("worker")}, {"role": "user", "content": str(number)}]
         said = await self._client.chat.completions.create(model=MODEL, messages=asked)
         return said.choices[0].message.content
+
+
+def test_teams_that_run_at_once_in_threads_are_known_until_they_end(recorder):
+    follower = AutogenAgents(recorder, "autogen")
+    switch_s = sys.getswitchinterval()
+
+    async def run_stream(team):
+        yield follower._teams[team._team_id]
+        yield TaskResult(messages=[])
+
+    async def work(team):
+        return [item async for item in follower.wrap_run_stream(run_stream)(team)]
+
+    def in_thread(number):
+        return [len(asyncio.run(work(SimpleNamespace(_team_id=f"{number} {turn}")))) for turn in range(100)]
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(in_thread, range(8))) == [[2] * 100] * 8
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert follower._teams == {}
 
 
 def test_an_agent_of_the_core_has_its_types_name(server, seen):

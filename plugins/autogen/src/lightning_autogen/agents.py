@@ -103,7 +103,8 @@ class AutogenAgents(Tracker):
         def run_stream(team: Any, *args: Any, **kwargs: Any) -> Any:
             items = original(team, *args, **kwargs)
             begin = functools.partial(self._begin_team, team)
-            return self._until(begin, items, TaskResult) if self.live else items
+            end = functools.partial(self._end_team, team)
+            return self._until(begin, items, TaskResult, end) if self.live else items
 
         return run_stream
 
@@ -182,8 +183,16 @@ class AutogenAgents(Tracker):
             return span
         return None
 
+    def _end_team(self, team: Any) -> None:
+        with self.guard():
+            self._teams.pop(team._team_id, None)
+
     async def _until(
-        self, begin: Callable[[], OpenSpan | None], items: AsyncGenerator[Any, None], last: type
+        self,
+        begin: Callable[[], OpenSpan | None],
+        items: AsyncGenerator[Any, None],
+        last: type,
+        end: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[Any]:
         """Return the items of a generator; its span begins with the first and ends with the last that counts."""
         span = begin()
@@ -208,8 +217,7 @@ class AutogenAgents(Tracker):
                         steps.enter()
             finally:
                 await steps.close(items)
-                if self._teams and span is not None:
-                    self._teams = {key: value for key, value in self._teams.items() if value is not span.context}
+                end()
 
 
 def _sender() -> Context:
