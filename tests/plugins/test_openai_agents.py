@@ -39,8 +39,10 @@ from agents.tracing import traces as sdk_traces
 
 import lightning_openai_agents
 from lightning_openai import other_clients
+from lightning_openai_agents.agents import SdkScope, SdkTracker
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans import hooks as plugins
+from lightning_spans.record.context import settled
 from lightning_spans.schema import spans as names
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.replayed import NOTES, run_twice
@@ -606,6 +608,20 @@ def test_detaching_ends_what_is_open(server, tmp_path, monkeypatch):
     store.close()
     assert sorted(s.operation for s in spans) == ["chat", "execute_tool", "invoke_agent", "invoke_workflow"]
     assert "traceparent" not in server.requests[-1].headers
+
+
+def test_detaching_ends_what_is_open_while_others_begin(recorder, sink):
+    tracker = SdkTracker(recorder, "openai-agents")
+
+    class Busy(SdkScope):
+        def is_mask(self):
+            tracker.scopes.setdefault("another", SdkScope(None, "agent", settled()))  # as a thread does
+            return False
+
+    tracker.scopes["one"] = Busy(None, "agent", settled())
+    tracker.begin_agent("writer")
+    tracker.stop()
+    assert [span.name for span in sink.spans] == ["writer"]
 
 
 def test_loops_in_threads_keep_their_attempts_apart(server, seen):

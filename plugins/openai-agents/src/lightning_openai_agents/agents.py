@@ -89,7 +89,7 @@ class SdkTracker(EventTracker[SdkScope]):
 
     def stop(self) -> None:
         """End what is open but for masks, and hear no more."""
-        for scope in self.scopes.values():
+        for scope in list(self.scopes.values()):
             if scope.is_mask():
                 self.drop(scope.span)
         super().stop()
