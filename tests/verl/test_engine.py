@@ -18,6 +18,7 @@ from lightning_trainer.backends.verl.options.describe import composed
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.steps.encoding import encode, prompt_length, spans_of
 from lightning_trainer.backends.verl.steps.estimators import estimate
+from lightning_trainer.backends.verl.steps.merged import merge_adapters
 from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape
@@ -65,7 +66,7 @@ def logprobs_of(causal, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate([[0.0], chosen.numpy()])
 
 
-def worker_of(model, aggregation: str):
+def worker_of(model, aggregation: str = "token-mean", **more):
     """verl's actor, in this process, with the options that a run would have."""
     from hydra.core.global_hydra import GlobalHydra
     from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -85,6 +86,7 @@ def worker_of(model, aggregation: str):
         loss_aggregation=aggregation,
         batch_size=2,
         group_size=3,
+        **more,
     )
     GlobalHydra.instance().clear()
     options = overrides(config, Site(folder=model.parent), read_shape(str(model)), flash_attention=False)
@@ -165,3 +167,25 @@ def test_one_update_is_that_of_the_torch_backend(model, rows, aggregation, tmp_p
     apart = max(float((after[name] - theirs[name]).abs().max()) for name in before)
     assert moved > 0.5 * LEARNING_RATE
     assert apart < 0.05 * moved
+
+
+def test_a_loras_checkpoint_is_the_model_that_vllm_got(model, tmp_path):
+    worker = worker_of(model, lora_rank=4)
+    engine = worker.actor.engine
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    sent = {name: value.float() for name, value in engine.get_per_tensor_param()[0]}
+    worker.save_checkpoint(str(tmp_path / "actor"), None, 1, 2)
+    merge_adapters(tmp_path / "actor" / "huggingface")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "actor" / "huggingface", dtype=torch.float32).state_dict()
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
+    assert max(float((saved[name] - base[name]).abs().max()) for name in sent) > 0.05
+    for name, value in sent.items():
+        torch.testing.assert_close(saved[name], value, atol=1e-2, rtol=1e-2)  # it was sent in bfloat16
+    with torch.no_grad():
+        engine.module.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight").zero_()
+    worker.load_checkpoint(str(tmp_path / "actor"))
+    again = {name: value.float() for name, value in engine.get_per_tensor_param()[0]}
+    assert all(torch.equal(again[name], value) for name, value in sent.items()), "and the run goes on from it"

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("verl.protocol")
 
 from readings import differs, lines, tokens_seen, weights
+from transformers import AutoModelForCausalLM
 
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.report.progress import Silent
@@ -99,6 +100,9 @@ def test_adapters_and_a_critic_learn(options):
     assert all(step["logprob_correlation"] > 0.9999 for step in steps)
     assert all(step["verl/critic/vf_loss"] > 0 for step in steps)
     assert steps[1]["grad_norm"] > 0
+    _, found = AutoModelForCausalLM.from_pretrained(result.folder / "checkpoint", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
 
 
 def test_collecting_while_learning_is_bounded_and_corrected(options):

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
+from lightning_trainer.backends.verl.steps.merged import merge_adapters
 from lightning_trainer.report.metrics import write_atomically
 
 POLICIES: Final = "policies.jsonl"
@@ -19,8 +20,9 @@ class RegisterCheckpoint(CheckpointCallback):  # type: ignore[misc]  # verl has 
 
     def on_save(self, *, global_step: int, checkpoint_dir: str, **_: Any) -> None:
         """Hear of a checkpoint that is written."""
-        folder = Path(self.config.trainer.default_local_dir).parent
-        register(folder, Path(checkpoint_dir), global_step)
+        folder, checkpoint = Path(self.config.trainer.default_local_dir).parent, Path(checkpoint_dir)
+        merge_adapters(checkpoint / "actor" / "huggingface")
+        register(folder, checkpoint, global_step)
 
 
 def register(folder: Path, checkpoint: Path, version: int) -> None:
