@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.store import Store
 from lightning_trainer.backends.verl.engine import VllmEngine
+from lightning_trainer.gateway.http.guard import is_loopback
 from lightning_trainer.judging.judge import GroupJudge
 from lightning_trainer.report.metrics import Kind
 from lightning_trainer.rl.rollouts import outcomes
@@ -141,9 +142,10 @@ class RunServerClient:
         self._post("step", {"kind": kind, "step": step, "values": numbers})
 
     def _post(self, name: str, body: Mapping[str, Any], limit_s: float = _ANSWER_S) -> dict[str, Any]:
-        headers = {"authorization": f"Bearer {self.key}"}
+        headers, url = {"authorization": f"Bearer {self.key}"}, httpx.URL(f"{self.url}/api/verl/{name}")
+        proxied = not is_loopback(url.host)  # a proxy set for the internet does not reach our own machine
         try:
-            response = httpx.post(f"{self.url}/api/verl/{name}", json=body, headers=headers, timeout=limit_s)
+            response = httpx.post(url, json=body, headers=headers, timeout=limit_s, trust_env=proxied)
             response.raise_for_status()
         except httpx.HTTPError as error:
             raise LightningError(f"the run's server at {self.url} does not answer: {error}. Was it stopped?") from error
