@@ -11,6 +11,7 @@ import orjson
 import pytest
 from aiohttp import web
 
+from lightning_trainer.backends.verl import engine as verl_engine
 from lightning_trainer.backends.verl.engine import ReplicaError, VllmEngine
 from lightning_trainer.backends.verl.serving import abilities_of
 from lightning_trainer.config.train import TrainConfig
@@ -101,6 +102,15 @@ async def test_tokens_and_log_probabilities_come_as_the_replica_drew_them():
     assert "".join(piece.text for piece in pieces) == "8 9 10 "
     assert pieces[-1].finish_reason == "length"
     assert engine.version == 3
+
+
+async def test_an_answer_may_wait_for_its_turn_as_long_as_at_any_upstream(monkeypatch):
+    monkeypatch.setattr(verl_engine, "SILENCE_S", 0.2)
+    replica = Replica()
+    replica.held = 8
+    async with engine_of(replica) as (engine, _):
+        with pytest.raises(ReplicaError, match="broke off"):
+            await drawn(engine, Sampling(max_tokens=1))
 
 
 async def test_the_replica_is_asked_for_ids_and_sampling_as_they_are():

@@ -25,12 +25,12 @@ from lightning_trainer.gateway.upstream.token_protocols import (
     CompletionsReader,
     TokenProtocolError,
 )
+from lightning_trainer.gateway.upstream.upstream import SILENCE_S
 
 if TYPE_CHECKING:
     import aiohttp
 
 _WIRE: Final = CompletionsProtocol(grammars=False)
-_QUIET_S: Final = 300.0  # longest silence of a replica within an answer
 
 
 class ReplicaError(LightningError):
@@ -160,7 +160,7 @@ class VllmEngine:
         import aiohttp
 
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=_QUIET_S)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=SILENCE_S)
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=timeout,
