@@ -152,6 +152,20 @@ def test_an_option_that_was_added_is_replaced_where_it_stands():
     assert "ray_kwargs.ray_init.num_gpus" not in cpu
 
 
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_an_own_ray_has_the_cores_that_verl_asks_for_however_few_the_machine_has(gpus):
+    units = 8  # TransferQueue's, by verl's default, each with a core; a controller, and who starts last
+    assert told(gpus=gpus)["ray_kwargs.ray_init.num_cpus"] >= units + 2 + 3 * gpus
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+@pytest.mark.parametrize("plus", ["", "+"])
+def test_another_ray_is_not_told_what_it_has(device, plus):
+    values = told(device=device, gpus=1, verl={f"{plus}ray_kwargs.ray_init.address": "auto"})
+    assert values["+ray_kwargs.ray_init.address"] == "auto"
+    assert not {name.lstrip("+") for name in values} & {f"ray_kwargs.ray_init.num_{kind}pus" for kind in "cg"}
+
+
 @pytest.mark.parametrize(
     ("dtype", "sampled", "learned"), [("auto", "float32", "fp32"), ("bfloat16", "bfloat16", "bf16")]
 )

@@ -15,6 +15,9 @@ Values = dict[str, Any]
 TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
 _ROWS_OF_TOKENS: Final = 16384  # tokens of one accelerator's micro-batch, verl's own default
 _ROWS_OF_TOKENS_CPU: Final = 1024  # logits over a vocabulary of 50,000: 0.2 GiB, several times over
+# What a Ray of the run's own is told that it has; one that is joined knows. verl and TransferQueue ask for ten cores,
+# and for three more for each accelerator, to leave them idle: where there are fewer, they wait without end.
+OF_OWN_RAY: Final = ("ray_kwargs.ray_init.num_cpus", "+ray_kwargs.ray_init.num_gpus")
 LOGPROBS_MODE: Final = "actor_rollout_ref.rollout.logprobs_mode"
 
 
@@ -60,6 +63,7 @@ def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_at
     else:
         values["+ray_kwargs.ray_init.address"] = "local"  # one of its own, whoever else uses Ray on this machine
         values["+ray_kwargs.ray_init.include_dashboard"] = False
+        values["ray_kwargs.ray_init.num_cpus"] = 12 + 4 * config.gpus  # logical
     if not flash_attention:
         values[f"+{model}.override_config.attn_implementation"] = "sdpa"
         values["+critic.model.override_config.attn_implementation"] = "sdpa"
@@ -113,10 +117,7 @@ def on_cpu(config: TrainConfig, context: int) -> Values:
         "+ray_kwargs.ray_init.runtime_env.env_vars": {"VERL_PLATFORM": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"},
     }
     if config.nodes == 1:
-        values |= {
-            "ray_kwargs.ray_init.num_cpus": 16,  # logical: placement groups ask for several
-            "+ray_kwargs.ray_init.num_gpus": config.gpus,  # logical: verl's workers ask for them
-        }
+        values["+ray_kwargs.ray_init.num_gpus"] = config.gpus  # logical: verl's workers ask for them
     if on_verl(config).critic:
         values |= {
             "critic.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS_CPU),
