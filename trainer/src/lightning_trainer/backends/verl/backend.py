@@ -41,7 +41,7 @@ class VerlBackend:
         describe.composed(overrides(config, site, shape, flash_attention=flash))
         if config.resume is None:
             return Start()
-        checkpoint = newest_checkpoint(config.resume, identity)
+        checkpoint = newest_checkpoint(config.resume, identity, accelerators=config.gpus * config.nodes)
         return Start(step=step_of(checkpoint), folder=checkpoint.parent.parent, checkpoint=checkpoint)
 
     def train(self, run: OpenRun) -> int:

@@ -13,17 +13,19 @@ from lightning_trainer.run.state import State, check_identity
 
 _IDENTITY: Final = "identity.json"
 _NEWEST: Final = "latest_checkpointed_iteration.txt"  # verl's
+_PARTS: Final = "fsdp_config.json"  # verl's
 
 
-def newest_checkpoint(resume: Path, identity: Mapping[str, Any]) -> Path:
+def newest_checkpoint(resume: Path, identity: Mapping[str, Any], *, accelerators: int) -> Path:
     """Find verl's newest whole checkpoint in the folder to go on from.
 
     Args:
         resume: a run's folder, or one of its checkpoints.
         identity: what must be the same for the next batch to be the same.
+        accelerators: number of them, all nodes together.
 
     Raises:
-        ConfigError: there is none, or the run was another one.
+        ConfigError: there is none, or the run was another one, or had another number of accelerators.
     """
     folder = resume.resolve()
     if folder.name.startswith("global_step_"):
@@ -34,6 +36,13 @@ def newest_checkpoint(resume: Path, identity: Mapping[str, Any]) -> Path:
         raise ConfigError(f"{resume} holds no checkpoint of a run on verl. Give a run's folder.") from None
     checkpoint = folder / "checkpoints" / f"global_step_{number}"
     check_identity(State(step=number, identity=_read(folder / _IDENTITY)), identity, checkpoint)
+    told = checkpoint / "actor" / _PARTS
+    if told.is_file() and (parts := _read(told)["world_size"]) != accelerators:
+        raise ConfigError(
+            f"{checkpoint} holds weights and moments in parts for {parts} GPUs, not {accelerators}. Go on with gpus and"
+            " nodes as they were, or start a new run from its weights, without --resume:"
+            f" --model {checkpoint}/actor/huggingface."
+        )
     return checkpoint
 
 
