@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.steps.encoding import encode, prompt_length, spans_of
 from lightning_trainer.backends.verl.steps.estimators import estimate
 from lightning_trainer.backends.verl.steps.merged import merge_adapters
+from lightning_trainer.backends.verl.steps.micro_batches import bounded
 from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape
@@ -124,7 +126,9 @@ def batch_of(rows: list[Row], aggregation: str):
         seed=0,
         dataloader_kwargs={"shuffle": False},
         compute_loss=True,
+        **bounded([len(row.tokens) for row in rows], 1, 60, packed=False),
     )
+    assert 1 < batch["micro_batch_size_per_gpu"] < len(rows), "several micro-batches of several rows"
     return batch
 
 
@@ -189,3 +193,25 @@ def test_a_loras_checkpoint_is_the_model_that_vllm_got(model, tmp_path):
     worker.load_checkpoint(str(tmp_path / "actor"))
     again = {name: value.float() for name, value in engine.get_per_tensor_param()[0]}
     assert all(torch.equal(again[name], value) for name, value in sent.items()), "and the run goes on from it"
+
+
+def test_a_trainer_tells_its_workers_how_many_rows_they_take_at_once():
+    from omegaconf import OmegaConf
+    from transfer_queue import KVBatchMeta
+
+    from lightning_trainer.backends.verl.steps.trainers import SyncTrainer
+
+    trainer = object.__new__(SyncTrainer)
+    actor = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 100}
+    trainer.config = OmegaConf.create({"actor_rollout_ref": {"actor": actor, "model": {"use_remove_padding": False}}})
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 1]})
+    trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 2)
+    lengths = [40, 10, 30, 20, 5, 50, 7, 8]
+    batch = KVBatchMeta(partition_id="train", keys=[*"abcdefgh"], tags=[{"seq_len": length} for length in lengths])
+    trainer._bound_micro_batches(batch)
+    assert "".join(batch.keys) == "bdcaeghf"
+    assert batch.extra_info == {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+    trainer.config.actor_rollout_ref.model.use_remove_padding = True
+    batch.extra_info.clear()
+    trainer._bound_micro_batches(batch)
+    assert batch.extra_info == {}, "verl's own packing holds every row"

@@ -175,11 +175,10 @@ def test_on_a_cpu_learning_computes_with_what_samples(dtype, sampled, learned):
     assert cpu["+actor_rollout_ref.actor.fsdp_config.mixed_precision"]["param_dtype"] == learned
 
 
-def test_micro_batches_are_small_on_a_cpu_and_hold_the_longest_row_everywhere():
+def test_micro_batches_are_small_on_a_cpu_and_do_not_grow_with_the_context():
     tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    assert told(device="cpu", gpus=1, max_model_len=512)[tokens] == 1024
-    assert told(device="cpu", gpus=1, max_model_len=4096)[tokens] == 4096
-    assert told(max_model_len=1024)[tokens] == 16384
+    assert told(device="cpu", gpus=1, max_model_len=4096)[tokens] == 1024
+    assert told(max_model_len=1024)[tokens] == told(max_model_len=32768)[tokens] == 16384
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,12 @@ def _needs(config: TrainConfig, values: Values, shape: Shape | None) -> str:
     if shape is None:
         return "\n".join([*lines, "memory: not known, the model's config.json is not here", ""])
     parts = int(values["actor_rollout_ref.rollout.tensor_model_parallel_size"])
+    longest = int(values["actor_rollout_ref.rollout.max_model_len"])
     needs = estimate(
         shape,
         accelerators=accelerators,
         tensor_parallel=parts,
-        tokens=int(values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"]),
+        tokens=max(longest, int(values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"])),
         lora=config.lora_rank > 0,
         reference=config.kl_coef > 0,
         critic=on_verl(config).critic,

@@ -63,9 +63,9 @@ def overrides(config: TrainConfig, site: Site, shape: Shape | None, *, flash_att
         raise ConfigError(f"max_model_len {context} is more than the {shape.context} tokens of {config.model}.")
     derived = _derived(config, site, context)
     connecting = _connecting(config, site)
-    values = defaults(config, shape, context, flash_attention=flash_attention)
+    values = defaults(config, shape, flash_attention=flash_attention)
     if config.device == "cpu":
-        values |= on_cpu(config, context)
+        values |= on_cpu(config)
     passed = dict(flatten(config.verl))
     _refuse(passed, derived, connecting)
     known = {key.lstrip("+"): key for key in values}

@@ -13,7 +13,7 @@ from lightning_trainer.models.shape import Shape
 Values = dict[str, Any]
 
 TRANSFER_S: Final = 600.0  # longest time for new weights to reach vLLM
-_ROWS_OF_TOKENS: Final = 16384  # tokens of one accelerator's micro-batch, verl's own default
+_ROWS_OF_TOKENS: Final = 16384  # tokens of one accelerator's micro-batch, verl's own default; a longer row is alone
 _ROWS_OF_TOKENS_CPU: Final = 1024  # logits over a vocabulary of 50,000: 0.2 GiB, several times over
 # What a Ray of the run's own is told that it has; one that is joined knows. verl and TransferQueue ask for ten cores,
 # and for three more for each accelerator, to leave them idle: where there are fewer, they wait without end.
@@ -29,7 +29,7 @@ def logprobs_mode(config: TrainConfig) -> str:
     return "raw_logprobs" if config.temperature in {None, 1.0} else "processed_logprobs"
 
 
-def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_attention: bool) -> Values:
+def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool) -> Values:
     """Options for which the user has no word of ours: the table `verl` changes them."""
     actor, rollout, model = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
     values: Values = {
@@ -37,7 +37,7 @@ def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_at
         f"{model}.enable_gradient_checkpointing": True,
         f"{actor}.strategy": "fsdp2",
         f"{actor}.use_dynamic_bsz": True,
-        f"{actor}.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS),
+        f"{actor}.ppo_max_token_len_per_gpu": _ROWS_OF_TOKENS,
         f"{actor}.clip_ratio_c": 1e9,  # the bound of dual-clip PPO, out of reach: the torch backend has none
         f"{actor}.optim.weight_decay": 0.0,
         f"{actor}.optim.betas": [0.9, 0.99],  # those of the torch backend
@@ -74,7 +74,7 @@ def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_at
         values |= {
             "critic.strategy": "fsdp2",
             "critic.model.path": model_path(config),
-            "critic.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS),
+            "critic.ppo_max_token_len_per_gpu": _ROWS_OF_TOKENS,
             "critic.optim.weight_decay": 0.0,
         }
     if config.staleness:
@@ -89,7 +89,7 @@ def defaults(config: TrainConfig, shape: Shape | None, context: int, *, flash_at
     return values
 
 
-def on_cpu(config: TrainConfig, context: int) -> Values:
+def on_cpu(config: TrainConfig) -> Values:
     """Options for a machine without an accelerator: logical devices, vLLM never asleep.
 
     Learning computes in float32, as vLLM does, unless ``dtype`` asks both for bfloat16: many times faster where the
@@ -102,7 +102,7 @@ def on_cpu(config: TrainConfig, context: int) -> Values:
         f"{model}.use_remove_padding": False,
         f"{model}.enable_gradient_checkpointing": False,
         f"+{model}.override_config.attn_implementation": "sdpa",
-        f"{actor}.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS_CPU),
+        f"{actor}.ppo_max_token_len_per_gpu": _ROWS_OF_TOKENS_CPU,
         f"{actor}.use_torch_compile": False,
         f"{actor}.fsdp_config.use_torch_compile": False,
         f"+{actor}.fsdp_config.mixed_precision": mixed,
@@ -120,7 +120,7 @@ def on_cpu(config: TrainConfig, context: int) -> Values:
         values["+ray_kwargs.ray_init.num_gpus"] = config.gpus  # logical: verl's workers ask for them
     if on_verl(config).critic:
         values |= {
-            "critic.ppo_max_token_len_per_gpu": max(context, _ROWS_OF_TOKENS_CPU),
+            "critic.ppo_max_token_len_per_gpu": _ROWS_OF_TOKENS_CPU,
             "critic.model.enable_gradient_checkpointing": False,
             "critic.fsdp.use_torch_compile": False,
             "+critic.fsdp.mixed_precision": mixed,

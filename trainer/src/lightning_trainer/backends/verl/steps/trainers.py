@@ -23,6 +23,7 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
 from lightning_trainer.backends.verl.control import RunServerClient
 from lightning_trainer.backends.verl.cpu.workers import CriticWorker
+from lightning_trainer.backends.verl.steps import micro_batches
 from lightning_trainer.backends.verl.steps.agreement import Agreement, WeightsError, agreement
 from lightning_trainer.report import learned_tokens
 from lightning_trainer.report.learned_tokens import SeenTokens
@@ -116,7 +117,21 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
             self.config.actor_rollout_ref.actor.ppo_mini_batch_size = prompts
             if self.use_critic:
                 self.config.critic.ppo_mini_batch_size = prompts
+        self._bound_micro_batches(batch)
         return batch
+
+    def _bound_micro_batches(self, batch: Any) -> None:
+        actor, workers = self.config.actor_rollout_ref.actor, max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        if not actor.use_dynamic_bsz:  # the table `verl` says how many rows
+            return
+        batch.reorder(micro_batches.in_order([tag["seq_len"] for tag in batch.tags], workers))
+        batch.extra_info |= micro_batches.bounded(
+            [tag["seq_len"] for tag in batch.tags],
+            workers,
+            actor.ppo_max_token_len_per_gpu,
+            packed=self.config.actor_rollout_ref.model.use_remove_padding,
+            sequence_parallel=self._get_n_gpus_for_throughput() // workers,
+        )
 
     def _serve(self) -> None:
         self._control.serve(self.llm_server_manager.server_addresses, self.global_steps)
