@@ -62,6 +62,22 @@ def test_our_own_errors_come_out_of_rays_wrapping(tmp_path):
     assert f"lightning-rl train --resume {tmp_path}" in str(died)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.28 GiB.",
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+        "ValueError: Free memory on device cuda:0 (30/79 GiB) on startup is less than desired GPU memory utilization",
+    ],
+)
+def test_a_gpu_without_room_is_said_first_with_what_to_do(words, tmp_path):
+    told = str(explained(RayTaskError("run", f"traceback\n{words}", RuntimeError("x")), Site(folder=tmp_path)))
+    first, *rest = told.splitlines()
+    assert first.startswith("a GPU has too little memory")
+    assert "--dry-run" in first
+    assert words in "\n".join(rest), "and verl's own words after it"
+
+
 def test_a_verl_that_cannot_be_imported_is_told(options, tmp_path, monkeypatch):
     """A run must not end as if it had been done."""
     monkeypatch.setitem(sys.modules, "verl.trainer.main_ppo", None)

@@ -17,6 +17,14 @@ from lightning_trainer.models.shape import read_shape
 _LOOK_S: Final = 0.5
 _END_S: Final = 60.0
 _START_S: Final = 600.0  # to import verl and to reach Ray, whose own connecting has no bound
+# What torch and vLLM say of it.
+_FULL: Final = ("out of memory", "No available memory for the cache blocks", "Free memory on device")
+_NO_ROOM: Final = (
+    "a GPU has too little memory; --dry-run estimates what each needs. Learning takes less with a smaller"
+    " max_model_len, with lora_rank, and with param_offload and optimizer_offload of"
+    " actor_rollout_ref.actor.fsdp_config in the table verl; sampling, with another"
+    " actor_rollout_ref.rollout.gpu_memory_utilization there."
+)
 
 
 def run_verl(config: TrainConfig, site: Site, check: Callable[[], None]) -> None:
@@ -120,4 +128,5 @@ def explained(error: BaseException, site: Site) -> BaseException:
     onward = f" Go on with: lightning-rl train --resume {site.folder}" if newest.exists() else ""
     if isinstance(inner, RayActorError):
         return LightningError(f"a process of verl died: {str(inner)[:2000]}{onward}")
-    return LightningError(f"verl failed: {str(error)[-4000:]}{onward}")
+    told = f"verl failed: {str(error)[-4000:]}{onward}"
+    return LightningError(f"{_NO_ROOM}\n{told}" if any(words in str(error) for words in _FULL) else told)
