@@ -195,9 +195,10 @@ def test_a_loras_checkpoint_is_the_model_that_vllm_got(model, tmp_path):
     assert all(torch.equal(again[name], value) for name, value in sent.items()), "and the run goes on from it"
 
 
-def test_a_trainer_tells_its_workers_how_many_rows_they_take_at_once():
+def test_a_trainer_tells_its_workers_how_many_rows_they_take_at_once(monkeypatch):
     from omegaconf import OmegaConf
     from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.v1 import PPOTrainer
 
     from lightning_trainer.backends.verl.steps.trainers import SyncTrainer
 
@@ -210,8 +211,11 @@ def test_a_trainer_tells_its_workers_how_many_rows_they_take_at_once():
     batch = KVBatchMeta(partition_id="train", keys=[*"abcdefgh"], tags=[{"seq_len": length} for length in lengths])
     trainer._bound_micro_batches(batch)
     assert "".join(batch.keys) == "bdcaeghf"
-    assert batch.extra_info == {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+    assert trainer._at_once == {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+    for name in ("_compute_ref_log_prob", "_compute_values", "_update_critic", "_update_actor"):
+        monkeypatch.setattr(PPOTrainer, name, lambda _, batch, metrics: dict(batch.extra_info))
+        written = KVBatchMeta(partition_id="train", keys=["a"], tags=[{}])  # as verl makes it anew when it has written
+        assert getattr(trainer, name)(written, {}) == trainer._at_once, name
     trainer.config.actor_rollout_ref.model.use_remove_padding = True
-    batch.extra_info.clear()
     trainer._bound_micro_batches(batch)
-    assert batch.extra_info == {}, "verl's own packing holds every row"
+    assert trainer._at_once == {}, "verl's own packing holds every row"

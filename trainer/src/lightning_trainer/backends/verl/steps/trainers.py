@@ -47,6 +47,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         self._transfer_s = float(config.lightning.transfer_s)
         self._agreement: Agreement | None = None
         self._ages: dict[str, float] = {}
+        self._at_once: dict[str, Any] = {}  # how many rows or tokens workers take, of this batch
         self._folder = Path(config.lightning.config).parent
 
     def fit(self, agent_loop_manager: Any) -> None:
@@ -92,6 +93,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         return {f"{_HELD_OUT}{name}": value for name, value in result.metrics().items()}
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info |= self._at_once
         batch = super()._compute_old_log_prob(batch, metrics)
         self._agreement = compare(batch, self.global_steps - 1)
         self._agreement.check()
@@ -125,13 +127,31 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
         if not actor.use_dynamic_bsz:  # the table `verl` says how many rows
             return
         batch.reorder(micro_batches.in_order([tag["seq_len"] for tag in batch.tags], workers))
-        batch.extra_info |= micro_batches.bounded(
+        self._at_once = micro_batches.bounded(
             [tag["seq_len"] for tag in batch.tags],
             workers,
             actor.ppo_max_token_len_per_gpu,
             packed=self.config.actor_rollout_ref.model.use_remove_padding,
             sequence_parallel=self._get_n_gpus_for_throughput() // workers,
         )
+
+    # What goes with a batch to the workers is gone when verl has written to it: each of these says it again.
+
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info |= self._at_once
+        return super()._compute_ref_log_prob(batch, metrics)
+
+    def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info |= self._at_once
+        return super()._compute_values(batch, metrics)
+
+    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info |= self._at_once
+        return super()._update_critic(batch, metrics)
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        batch.extra_info |= self._at_once
+        return super()._update_actor(batch, metrics)
 
     def _serve(self) -> None:
         self._control.serve(self.llm_server_manager.server_addresses, self.global_steps)
