@@ -213,9 +213,26 @@ def test_a_trainer_tells_its_workers_how_many_rows_they_take_at_once(monkeypatch
     assert "".join(batch.keys) == "bdcaeghf"
     assert trainer._at_once == {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
     for name in ("_compute_ref_log_prob", "_compute_values", "_update_critic", "_update_actor"):
-        monkeypatch.setattr(PPOTrainer, name, lambda _, batch, metrics: dict(batch.extra_info))
+        monkeypatch.setattr(PPOTrainer, name, lambda _, batch, metrics: batch)
         written = KVBatchMeta(partition_id="train", keys=["a"], tags=[{}])  # as verl makes it anew when it has written
-        assert getattr(trainer, name)(written, {}) == trainer._at_once, name
+        assert getattr(trainer, name)(written, {}).extra_info == trainer._at_once, name
     trainer.config.actor_rollout_ref.model.use_remove_padding = True
     trainer._bound_micro_batches(batch)
     assert trainer._at_once == {}, "verl's own packing holds every row"
+
+
+def test_what_verl_says_of_the_reference_is_not_said_to_the_critic(monkeypatch):
+    from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.v1 import PPOTrainer
+
+    from lightning_trainer.backends.verl.steps.trainers import SyncTrainer
+
+    def without_adapter(_, batch, metrics):
+        batch.extra_info["no_lora_adapter"] = True
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "_compute_ref_log_prob", without_adapter)
+    trainer = object.__new__(SyncTrainer)
+    trainer._at_once = {}
+    batch = trainer._compute_ref_log_prob(KVBatchMeta(partition_id="train", keys=["a"], tags=[{}]), {})
+    assert "no_lora_adapter" not in batch.extra_info

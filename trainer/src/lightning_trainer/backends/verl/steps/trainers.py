@@ -139,7 +139,9 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch.extra_info |= self._at_once
-        return super()._compute_ref_log_prob(batch, metrics)
+        batch = super()._compute_ref_log_prob(batch, metrics)
+        batch.extra_info.pop("no_lora_adapter", None)  # verl 0.9.1 leaves it there, and the critic has none to turn off
+        return batch
 
     def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch.extra_info |= self._at_once
