@@ -428,6 +428,18 @@ def test_a_tool_call_that_waited_for_approval_belongs_to_the_agent_that_asked_fo
     assert len(found.tools) == (2 if how == "in the tool" else 1)
 
 
+def with_tool(url, called):
+    """A graph of a writer and the tool that it calls."""
+
+    def writer(state):
+        messages = [SystemMessage(instructions("writer")), *state["messages"]]
+        return {"messages": [model(url).bind_tools([called]).invoke(messages)]}
+
+    builder = StateGraph(MessagesState).add_node(writer).add_node("tools", ToolNode([called]))
+    builder.add_edge(START, "writer").add_edge("tools", "writer")
+    return builder.add_conditional_edges("writer", tools_condition)
+
+
 def test_calls_that_wait_for_approval_in_several_rollouts_are_kept_apart(spans_of):
     """Each has a checkpointer of its own, and the same name for its conversation; they go on at once."""
     both = threading.Barrier(2)
@@ -439,15 +451,10 @@ def test_calls_that_wait_for_approval_in_several_rollouts_are_kept_apart(spans_o
         return amount
 
     def program(url):
-        def writer(state):
-            messages = [SystemMessage(instructions("writer")), *state["messages"]]
-            return {"messages": [model(url).bind_tools([pay]).invoke(messages)]}
-
-        builder = StateGraph(MessagesState).add_node(writer).add_node("tools", ToolNode([pay]))
-        builder.add_edge(START, "writer").add_edge("tools", "writer")
-        builder.add_conditional_edges("writer", tools_condition)
         config = {"configurable": {"thread_id": "1"}}
-        graphs = [builder.compile(checkpointer=InMemorySaver(), interrupt_before=["tools"]) for _ in range(2)]
+        graphs = [
+            with_tool(url, pay).compile(checkpointer=InMemorySaver(), interrupt_before=["tools"]) for _ in range(2)
+        ]
 
         def go(number, given):
             with use_attempt(Attempt(f"r{number}", f"a{number}")):
@@ -1301,14 +1308,7 @@ def test_a_tool_that_waits_for_approval_waits_in_a_replay_too(tmp_path):
         return noted(f"{amount} {interrupt('fine?')}")
 
     def program(url):
-        def writer(state):
-            messages = [SystemMessage(instructions("writer")), *state["messages"]]
-            return {"messages": [model(url).bind_tools([pay]).invoke(messages)]}
-
-        builder = StateGraph(MessagesState).add_node(writer).add_node("tools", ToolNode([pay]))
-        builder.add_edge(START, "writer").add_edge("tools", "writer")
-        builder.add_conditional_edges("writer", tools_condition)
-        graph = builder.compile(checkpointer=InMemorySaver())
+        graph = with_tool(url, pay).compile(checkpointer=InMemorySaver())
         config = {"configurable": {"thread_id": "t"}}
         graph.invoke(user('call pay {"amount": 5}'), config)
         return last(graph.invoke(Command(resume="yes"), config))

@@ -122,20 +122,26 @@ def test_prompts_are_found_written_resumed_and_applied(folder, monkeypatch):
         assert json.loads(result.stdout.splitlines()[-1])["mean"] == 1.0
 
 
-def test_a_command_works_where_it_is_told_to_while_prompts_are_looked_for(folder, monkeypatch):
-    pytest.importorskip("gepa")
+def sessions_asked(monkeypatch):
+    """End each search where it would begin, and keep what it would begin with: job, subject and routing."""
     asked = []
 
-    def started(job, subject, routing, **_):
-        asked.append((job, routing))
+    def started(*given, **_):
+        asked.append(given)
         raise ConfigError("that is enough")
 
     monkeypatch.setattr("lightning_trainer.prompts.optimise.session", started)
+    return asked
+
+
+def test_a_command_works_where_it_is_told_to_while_prompts_are_looked_for(folder, monkeypatch):
+    pytest.importorskip("gepa")
+    asked = sessions_asked(monkeypatch)
     args = ["--agents", "writer", "--reflect", "big=http://127.0.0.1:9/v1", "--budget", "30", "--out", "best.json"]
     args += ["--workdir", "project", "--reward-command", "make test", "--name-by", "writer=model:m"]
     told = CliRunner().invoke(cli, ["prompts", "--command", "true", "--data", "tasks.jsonl", *args])
     assert "that is enough" in told.output
-    ((job, routing),) = asked
+    ((job, _, routing),) = asked
     assert job.work == Work(workdir="project", reward_command="make test")
     assert [rule.name for rule in routing.name_by] == ["writer"]
 
@@ -143,20 +149,14 @@ def test_a_command_works_where_it_is_told_to_while_prompts_are_looked_for(folder
 @pytest.mark.torch
 def test_what_answers_while_prompts_are_looked_for_is_what_eval_would_ask(folder, monkeypatch, tiny_model):
     pytest.importorskip("gepa")
-    asked = []
-
-    def started(job, subject, routing, **_):
-        asked.append((subject, routing))
-        raise ConfigError("that is enough")
-
-    monkeypatch.setattr("lightning_trainer.prompts.optimise.session", started)
+    asked = sessions_asked(monkeypatch)
     monkeypatch.setenv("LIGHTNING_UPSTREAM_KEY", "secret-of-the-endpoint")
     shutil.copytree(tiny_model, folder / "ran" / "checkpoint")
     (folder / "ran" / "config.json").write_text('{"agents": ["writer"], "name_by": ["writer=model:m"]}')
     args = ["--agents", "checker", "--reflect", "big=http://127.0.0.1:9/v1", "--budget", "30", "--out", "best.json"]
     assert "that is enough" in rl(*args, "--model", "ran").output
     assert "that is enough" in rl(*args, "--model", "m", "--endpoint", "http://127.0.0.1:9/v1").output
-    (_, trained), (server, _) = asked
+    (_, _, trained), (_, server, _) = asked
     assert (trained.agents, [rule.name for rule in trained.name_by]) == (("writer",), ["writer"])
     assert server == Endpoint("http://127.0.0.1:9/v1", "m", "secret-of-the-endpoint")
 
