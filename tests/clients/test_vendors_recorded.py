@@ -20,7 +20,6 @@ from lightning_spans import Attempt as Attached
 from lightning_spans import agent, attach, use_attempt
 from lightning_spans.chat.response import read_answer
 from lightning_spans.record import unrecorded
-from lightning_spans.record.delivery import otlp
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.server import ScriptedServer
 
@@ -257,7 +256,7 @@ def test_under_langchain_a_call_is_recorded_once_and_answered_by_the_policy_wher
             answers.append("".join(part.text for part, _ in writer.stream(asked, stream_mode="messages")))
             answers += asyncio.run(ask_async())
         attachment.flush(30)
-        spans = chats([span for request in policy.traces for span in otlp.decode(request.raw)])
+        spans = chats(policy.spans)
         assert (len(policy.requests), len(vendors.asked)) == ((4, 0) if trained else (0, 4))
     assert answers == ["writer answers 'hello'" if trained else "Nineteen."] * 4
     told = [tuple(bool(span.attributes.get(n)) for n in (names.REROUTED, names.REROUTABLE)) for span in spans]

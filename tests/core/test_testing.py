@@ -10,13 +10,16 @@ import urllib.request
 
 import pytest
 
+from lightning_spans.record.delivery import otlp
 from lightning_spans.testing import PluginConformance, ScriptedServer
 from lightning_spans.testing.plugins.program import PROMPTS, SCENARIOS, instructions
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of, follow, tool_results, words_of
+from lightning_spans.testing.stores.samples import a_span
 
 
 def post(url, body, **headers):
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url, content, headers)
     try:
         with urllib.request.urlopen(request) as answer:
             return answer.status, answer.read().decode()
@@ -138,6 +141,13 @@ def test_marks_in_the_path_and_spans_are_taken(server):
     assert post(f"{server.url}/unheard-of", {})[0] == 404
     assert [request.path for request in server.requests] == ["/m1/v1/chat/completions"]
     assert [request.raw for request in server.traces] == [b'{"spans": []}']
+
+
+def test_spans_that_are_delivered_again_are_there_once(server):
+    first, second = a_span(span_id="1" * 16), a_span(span_id="2" * 16)
+    for spans in ([first], [first, second]):  # what is not confirmed in time is sent again
+        assert post(f"{server.base}/v1/traces", otlp.encode(spans))[0] == 200
+    assert server.spans == [first, second]
 
 
 def test_agents_and_results_are_found_in_both_formats():

@@ -26,7 +26,6 @@ import lightning_pydantic_ai
 from lightning_pydantic_ai.tools import TOOL_CALL, ToolManager
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.record.context import current_agent
-from lightning_spans.record.delivery import otlp
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.replayed import NOTES, run_twice
@@ -308,7 +307,7 @@ def test_runs_that_are_driven_in_turns_keep_their_agents(drive, tmp_path, monkey
         with lightning_pydantic_ai.attach(store=str(tmp_path / "traces.db")) as attachment, use_attempt(attempt):
             run(work(origin.url))
             attachment.flush(60)
-        spans = [span for delivered in policy.traces for span in otlp.decode(delivered.raw)]
+        spans = policy.spans
         agents = {span.span_id: span.name for span in spans if span.operation == names.INVOKE_AGENT}
         chats = {span.span_id: span.agent for span in spans if span.operation == names.CHAT}
         assert sorted(agents.values()) == ["left", "right"]

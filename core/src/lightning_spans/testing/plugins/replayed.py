@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final
 import pytest
 
 from lightning_spans import Attempt, attach, use_attempt
-from lightning_spans.record.delivery import otlp
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.spans import Span
@@ -142,7 +141,7 @@ def run_attempt(
             with use_attempt(attempt):
                 output = run(program, server.url)
             attachment.flush(kit.PATIENCE_S)
-        return output, [span for request in server.traces for span in otlp.decode(request.raw)]
+        return output, server.spans
 
 
 def run_twice(program: Callable[[str], Any], folder: Path, framework: str) -> tuple[list[Any], list[Span]]:

@@ -18,6 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
+from lightning_spans.record.delivery import otlp
+from lightning_spans.schema.spans import Span
 from lightning_spans.testing.plugins.script import Json, Reply, Script, answer, follow, pieces
 
 Tools: TypeAlias = Callable[[dict[str, Json]], tuple[int, Json]]
@@ -90,6 +92,12 @@ class ScriptedServer:
         """The deliveries of spans so far."""
         with self._lock:
             return [request for request in self._requests if request.body is None]
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans so far, each once, as a store keeps them: what is not confirmed in time is delivered again."""
+        found = {span.span_id: span for delivery in self.traces for span in otlp.decode(delivery.raw)}
+        return list(found.values())
 
     def close(self) -> None:
         """Stop serving."""
