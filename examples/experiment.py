@@ -34,7 +34,8 @@ from curves import publish  # noqa: E402
 MODEL = "smollm2-135m"
 LOCAL = {"folder", "evaluated", "against"}  # where something lay on the machine that measured
 NOTHING_TO_LEARN = 4  # exit status of `lightning-rl train`
-GOES_ON = {"eval": ("eval.json", ["--json"]), "train": ("checkpoint", [])}  # with --resume, once this is in the folder
+# with --resume, once this is in the folder
+GOES_ON = {"eval": ("eval.json", ["--json"]), "sft": ("learning.json", []), "train": ("checkpoint", [])}
 AFTER_SFT = "sft"  # as the model that is served to others: the one that SFT makes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +26,8 @@ from lightning_trainer.cli import cli
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.sft.config import RoundsConfig
-from lightning_trainer.sft.fit import Fitted
 from lightning_trainer.sft.rounds.loop import _is_better
-from lightning_trainer.sft.rounds.rejection import _again, rejection_sampling
-from lightning_trainer.sft.rounds.state import Round, RoundsState
+from lightning_trainer.sft.rounds.rejection import rejection_sampling
 
 MORE = """
 
@@ -221,6 +218,10 @@ def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
     monkeypatch.setattr(room.RoundLoop, "_round", taken)
     wrong = CliRunner().invoke(cli, ["sft", "--resume", "cut", "--seed", "3"])
     assert "leave out seed" in wrong.output
+    tasks = (folder / "tasks.jsonl").read_text()
+    (folder / "tasks.jsonl").write_text(tasks + '{"question": "another"}\n')
+    assert "the tasks have changed" in CliRunner().invoke(cli, ["sft", "--resume", "cut"]).output
+    (folder / "tasks.jsonl").write_text(tasks)
     result = CliRunner().invoke(cli, ["sft", "--resume", "cut"])
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout.splitlines()[-1])
@@ -228,22 +229,7 @@ def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
     assert told["reward_before"] == whole["reward_before"]
     weights = [(folder / run / "checkpoint" / "model.safetensors").read_bytes() for run in ("whole", "cut")]
     assert weights[0] == weights[1]
-    assert not list((folder / "cut").glob("checkpoint-*"))
+    assert not list((folder / "cut").glob("resume*"))
     again = CliRunner().invoke(cli, ["sft", "--resume", "cut"])
-    assert "has no rounds to go on with" in again.output
+    assert "has nothing to go on with" in again.output
     assert again.exit_code == 2
-
-
-def test_rounds_that_go_on_sweep_what_a_killed_life_left_half_written(tmp_path: Path) -> None:
-    own = {"checkpoint", "checkpoint-1-good", "checkpoint-2", "checkpoint-7"}
-    for name in (".checkpoint.7", ".checkpoint-3.7", "checkpoint-1", *own):
-        (tmp_path / name).mkdir()
-    fitted = Fitted(before=1.0, after=0.5, steps=1, best=1, tokens=1, seconds=1.0)
-    done = [Round(number=number, reward=0.5, rows=1, fitted=fitted) for number in (1, 2)]
-    state = RoundsState(data="d", done=tuple(done), weights="checkpoint-2")
-    (tmp_path / "rounds.json").write_text(json.dumps(asdict(state)))
-    with _again(tmp_path, "d") as found:
-        assert found == state
-        assert {path.name for path in tmp_path.glob("*checkpoint*")} == own
-    with pytest.raises(ConfigError, match="the tasks have changed"), _again(tmp_path, "others"):
-        pass

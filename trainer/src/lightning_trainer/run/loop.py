@@ -38,11 +38,10 @@ from lightning_trainer.run.forking import forked, planned, refuse_ended, told
 from lightning_trainer.run.group_ids import name_start
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.local import Local
-from lightning_trainer.run.state import State, save
+from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, save
 from lightning_trainer.teaching.teacher import Tutor
 
 PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
-LONGEST_UNSAVED_S: Final = 900.0  # of work that a kill may cost, where steps are long
 
 
 class Loop:

@@ -21,6 +21,7 @@ from lightning_trainer.run.data import Task, digest
 STATE_NAME: Final = "state.json"
 NEWEST: Final = "checkpoint"  # in the run's folder: a link to the newest one
 FOLDER: Final = "checkpoints"
+LONGEST_UNSAVED_S: Final = 900.0  # of work that a kill may cost, where steps are long
 OPEN: Final[tuple[RolloutStatus, ...]] = ("queued", "running")  # rollouts that nobody waits for once a process is gone
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -15,9 +15,11 @@ from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.run.state import LONGEST_UNSAVED_S
 from lightning_trainer.sft.batches import batches
+from lightning_trainer.sft.resume import CHECKPOINT
+from lightning_trainer.sft.standing import Standing
 
-CHECKPOINT: Final = "checkpoint"
 _LOOKED_AT: Final = 200  # most held-out rows: more tell little more, and cost
 _RISE: Final = 0.1  # of the steps, in which the learning rate rises
 _LONGEST_RISE: Final = 20
@@ -67,6 +69,8 @@ class Fit:
         from_step: number of the first step in the log, where others came before.
         update: learns from a batch; None: `Learner.update`.
         loss: what is looked at; None: the mean loss of a token.
+        standing: where an earlier life stood; the learner is as it was then.
+        keep: keeps where this one stands, and the learner as it is: every quarter of an hour, and when asked to stop.
     """
 
     learner: Learner
@@ -85,54 +89,75 @@ class Fit:
     from_step: int = 0
     update: Callable[[list[Row]], dict[str, float]] | None = None
     loss: Callable[[Sequence[Row]], float] | None = None
-    _lowest: float = field(default=math.inf, init=False)
-    _best: int = field(default=0, init=False)
-    _waited: int = field(default=0, init=False)
+    standing: Standing = field(default_factory=Standing)
+    keep: Callable[[Standing], None] | None = None
+    _began: float = field(default_factory=time.monotonic, init=False)
+    _kept_at: float = field(default_factory=time.monotonic, init=False)
 
     def run(self) -> Fitted:
         """Take the steps.
 
         Raises:
-            Interrupted: somebody asked to stop; the newest weights are kept, unless better ones are.
+            Interrupted: somebody asked to stop; the newest weights are saved, unless better ones are, and where it
+                stands is kept.
         """
-        began = time.monotonic()
-        before = self._look(0)
-        taken, tokens = 0, Counter[str]()
+        self._began -= self.standing.seconds
+        before = self._look(0) if self.standing.before is None else self.standing.before
+        self.standing = replace(self.standing, before=before)
         update = self.update or self.learner.update
         self.progress.begin(self.from_step, self.from_step + self.steps)
         drawn = batches(self.rows, self.batch_size, self.steps, self.seed, self.group_by_prefix)
         try:
-            for taken, batch in enumerate(drawn, 1):
+            for step, batch in islice(enumerate(drawn), self.standing.taken, None):
                 self.check()
-                self.progress.phase("learning", taken - 1, self.steps)
-                metrics = update(batch)
-                tokens.update(tokens=int(metrics["tokens"]))
-                shown = {name: metrics[name] for name in _SHOWN if name in metrics}
-                self.log.add("train", self.from_step + taken - 1, {**shown, "rows": float(len(batch))})
-                self.progress.step(self.from_step + taken - 1, shown)
-                if taken % self._every == 0 and taken < self.steps and self._stops(taken):
+                self.progress.phase("learning", step, self.steps)
+                self._took(update(batch), step, len(batch))
+                taken = step + 1
+                if taken % self._every == 0 and taken < self.steps and self._stops():
                     break
-            self._keep(taken, self._look(taken) if self._waited < self.patience else math.inf)
+                if taken < self.steps and time.monotonic() - self._kept_at >= LONGEST_UNSAVED_S:
+                    self._keep()
+            self._see(self._look(self.standing.taken) if self.standing.waited < self.patience else math.inf)
         except Interrupted:
-            if taken > 1 and self._best == 0:
-                self._save()
+            if self.standing.taken:
+                if self.standing.best == 0:
+                    self._save()
+                self._keep()
             raise
+        now = self.standing
         return Fitted(
-            before=before, after=self._lowest, steps=taken, best=self._best, tokens=tokens["tokens"],
-            seconds=time.monotonic() - began,
+            before=before, after=math.inf if now.lowest is None else now.lowest, steps=now.taken, best=now.best,
+            tokens=now.tokens, seconds=self._seconds,
         )  # fmt: skip
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def _took(self, metrics: dict[str, float], step: int, rows: int) -> None:
+        tokens = self.standing.tokens + int(metrics["tokens"])
+        self.standing = replace(self.standing, taken=step + 1, tokens=tokens)
+        shown = {name: metrics[name] for name in _SHOWN if name in metrics}
+        self.log.add("train", self.from_step + step, {**shown, "rows": float(rows)})
+        self.progress.step(self.from_step + step, shown)
+
+    def _keep(self) -> None:
+        if self.keep is not None:
+            self.progress.phase("saving")
+            self.keep(replace(self.standing, seconds=self._seconds))
+            self._kept_at = time.monotonic()
 
     @property
     def _every(self) -> int:
         in_epoch = math.ceil(len(self.rows) / self.batch_size)
         return self.eval_every or max(1, min(_SELDOMEST, in_epoch // _LOOKS))
 
-    def _stops(self, step: int) -> bool:
+    def _stops(self) -> bool:
         """Look, keep the weights if they are the best, and say whether it was long ago that any were."""
         if not self.held_out:
             return False
-        self._keep(step, self._look(step))
-        return self._waited >= self.patience
+        self._see(self._look(self.standing.taken))
+        return self.standing.waited >= self.patience
 
     def _look(self, step: int) -> float:
         rows = (self.held_out or self.rows)[:_LOOKED_AT]
@@ -143,12 +168,15 @@ class Fit:
         self.progress.note(f"loss {of} after {self.from_step + step} steps: {loss:.4f}")
         return loss
 
-    def _keep(self, step: int, loss: float) -> None:
-        if loss < self._lowest or (not self.held_out and loss < math.inf):
-            self._lowest, self._best, self._waited = loss, step, 0
+    def _see(self, loss: float) -> None:
+        """Save the weights if no loss was lower; else count the look."""
+        now = self.standing
+        lower = loss < math.inf and (not self.held_out or now.lowest is None or loss < now.lowest)
+        if lower:
+            self.standing = replace(now, lowest=loss, best=now.taken, waited=0)
             self._save()
         else:
-            self._waited += 1
+            self.standing = replace(now, waited=now.waited + 1)
 
     def _save(self) -> None:
         self.progress.phase("saving")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from lightning_spans import hooks
@@ -16,6 +17,7 @@ from lightning_spans.store import open_store
 from lightning_trainer import registry
 from lightning_trainer.backends.protocol import Backend, Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
+from lightning_trainer.export.episodes import digest
 from lightning_trainer.export.export import selected
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import Wanted
@@ -39,8 +41,11 @@ from lightning_trainer.sft.data import (
     read_pairs,
 )
 from lightning_trainer.sft.dpo import BETA, ONE_LEFT_OUT, SAME_ANSWERS, Dpo, matched
-from lightning_trainer.sft.fit import CHECKPOINT, Fit, Fitted, schedule
+from lightning_trainer.sft.fit import Fit, Fitted, schedule
 from lightning_trainer.sft.render import Renderer
+from lightning_trainer.sft.resume import CHECKPOINT, began_with, forget, held_again
+from lightning_trainer.sft.resume import read as read_state
+from lightning_trainer.sft.standing import STATE_NAME, Kept
 
 _EPOCHS = 2.0
 
@@ -68,8 +73,13 @@ class Learned:
     left_out: dict[str, int] = field(default_factory=dict)
 
 
-def sft(config: SftConfig, progress: Progress | None = None) -> Learned:
+def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | None = None) -> Learned:
     """Learn from conversations.
+
+    Args:
+        config: from what, and how; of what goes on, what `resumed` returned.
+        progress: told what happens; by default nobody is.
+        resume: folder of a run that was cut off.
 
     Raises:
         LightningError: an option or a file is wrong, or there is nothing to learn. No folder is left then.
@@ -82,32 +92,51 @@ def sft(config: SftConfig, progress: Progress | None = None) -> Learned:
     data = read(config)
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
-        folder = stack.enter_context(new_folder(config.out))
+        if resume is None:
+            folder = stack.enter_context(new_folder(config.out))
+            kept = Kept(folder=folder, data=data.digest)
+        else:
+            folder = resume
+            stack.enter_context(held_again(folder))
+            kept = Kept.read(folder, data.digest)
         progress.phase(f"loading {config.model}")
         learner = stack.enter_context(closing(backend.learner(config.model, options_of(config))))
         progress.phase(f"writing {len(data.training)} conversations as tokens")
         task = _task(config, learner, data)
         steps = steps_of(config, task.rows)
         learner.schedule(*schedule(steps))
-        log = stack.enter_context(closing(MetricLog(folder)))
+        kept.restore(learner)
+        log = stack.enter_context(closing(MetricLog(folder, from_step=kept.standing.taken)))
         write_atomically(folder / CONFIG_NAME, to_json(config).encode())
         _tell(progress, task, config.agents)
         fit = Fit(
             learner=learner, rows=task.rows, held_out=task.held_out, folder=folder, log=log, progress=progress,
             check=check, batch_size=config.batch_size, group_by_prefix=config.group_by_prefix, steps=steps,
             eval_every=config.eval_every, patience=config.patience, seed=config.seed, update=task.update,
-            loss=task.loss,
+            loss=task.loss, standing=kept.standing, keep=partial(kept.keep, learner),
         )  # fmt: skip
         try:
             fitted = fit.run()
         except Interrupted:
             saved = (folder / CHECKPOINT).exists()
             what = f"what was learned is in {folder / CHECKPOINT}" if saved else "before anything was learned"
-            raise Interrupted(f"stopped: {what}") from None
+            then = f". Go on with: lightning-rl sft --resume {folder}" if (folder / STATE_NAME).exists() else ""
+            raise Interrupted(f"stopped: {what}{then}") from None
+        forget(folder, STATE_NAME)
         return Learned(
             fitted=fitted, folder=folder, checkpoint=folder / CHECKPOINT, rows=len(task.rows),
             held_out=len(task.held_out), recorded=task.recorded, left_out=dict(task.left_out),
         )  # fmt: skip
+
+
+def resumed(folder: Path) -> SftConfig:
+    """Return the options of a run that goes on.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    read_state(folder, STATE_NAME)  # or refuse
+    return SftConfig(**began_with(folder))
 
 
 def options_of(config: SftConfig) -> dict[str, object]:
@@ -131,6 +160,12 @@ class Data:
     held_out: list[Example]
     left_out: Counter[str]
     worse: tuple[list[Example], list[Example]] | None = None
+
+    @property
+    def digest(self) -> str:
+        """Text that changes when anything of it does."""
+        parts = (self.training, self.held_out, *(self.worse or ()))
+        return digest([[replace(each, source="") for each in part] for part in parts])  # the same from another folder
 
 
 def read(config: SftConfig) -> Data:

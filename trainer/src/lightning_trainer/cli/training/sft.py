@@ -18,7 +18,7 @@ from lightning_trainer.sft.config import RoundsConfig, SftConfig
 @click.option(
     "--resume",
     type=click.Path(path_type=Path),
-    help="Go on with the rounds in this folder, after the last that was done.",
+    help="Go on with what was cut off in this folder: after the last round that was done, or where steps were kept.",
 )
 @config_options(RoundsConfig, leave_out=frozenset({"data", "target", "tasks"}))
 def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, **flags: Any) -> None:
@@ -39,7 +39,7 @@ def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, *
     if tasks is not None or of_rounds:
         names = ["data"] if tasks is not None else of_rounds
         raise ConfigError(f"--{names[0].replace('_', '-')} is of rejection sampling: add --rounds N.")
-    _learn(data, flags)
+    _sft(SftConfig(data=data, **flags))
 
 
 def _sample_and_learn(data: tuple[str, ...], tasks: Path | None, flags: dict[str, Any]) -> None:
@@ -52,11 +52,17 @@ def _sample_and_learn(data: tuple[str, ...], tasks: Path | None, flags: dict[str
 
 
 def _go_on(folder: Path, given_too: list[str]) -> None:
-    from lightning_trainer.sft.rounds.rejection import resumed
+    from lightning_trainer.sft.rounds import rejection, state
+    from lightning_trainer.sft.sft import resumed
 
     if given_too:
-        raise ConfigError(f"rounds that go on have the options that they began with: leave out {', '.join(given_too)}.")
-    _rounds(resumed(folder), folder)
+        raise ConfigError(
+            f"what was cut off goes on with the options that it began with: leave out {', '.join(given_too)}."
+        )
+    if (folder / state.STATE_NAME).exists():
+        _rounds(rejection.resumed(folder), folder)
+    else:
+        _sft(resumed(folder), folder)
 
 
 def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:
@@ -69,13 +75,12 @@ def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:
     print_json(done.to_json())
 
 
-def _learn(data: tuple[str, ...], flags: dict[str, Any]) -> None:
+def _sft(config: SftConfig, resume: Path | None = None) -> None:
     from lightning_trainer.report.progress import Shown
     from lightning_trainer.sft.sft import sft
 
-    config = SftConfig(data=data, **flags)
-    with Shown(f"learning from {', '.join(data)} with {config.model}") as progress:
-        done = sft(config, progress)
+    with Shown(f"learning from {', '.join(config.data)} with {config.model}") as progress:
+        done = sft(config, progress, resume=resume)
     click.echo(f"go on from it: lightning-rl train ... --model {done.checkpoint}", err=True)
     fitted = done.fitted
     print_json(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 import uuid
 from collections import Counter
@@ -34,8 +33,9 @@ from lightning_trainer.run.local import Local
 from lightning_trainer.sft.batches import make_rows
 from lightning_trainer.sft.config import RoundsConfig
 from lightning_trainer.sft.data import read_lines_of_store
-from lightning_trainer.sft.fit import CHECKPOINT, Fit, Fitted
+from lightning_trainer.sft.fit import Fit, Fitted
 from lightning_trainer.sft.render import Renderer
+from lightning_trainer.sft.resume import CHECKPOINT, forget, keep
 from lightning_trainer.sft.rounds.state import RESULT_NAME, STATE_NAME, Round, Rounds, RoundsState
 from lightning_trainer.sft.sft import steps_of
 
@@ -74,7 +74,7 @@ class RoundLoop:
             try:
                 done.append(self._round(number))
                 if number < self.config.rounds:
-                    self._keep(replace(self.state, done=tuple(done), before=before, weights=f"{CHECKPOINT}-{number}"))
+                    self._keep(replace(self.state, done=tuple(done), before=before))
             except NothingToLearnError as error:
                 if not done:
                     raise
@@ -85,7 +85,7 @@ class RoundLoop:
             seconds=self._seconds,
         )  # fmt: skip
         write_atomically(self.folder / RESULT_NAME, (json.dumps(rounds.to_json(), indent=2) + "\n").encode())
-        self._forget()
+        forget(self.folder, STATE_NAME)
         return rounds
 
     @property
@@ -95,17 +95,8 @@ class RoundLoop:
     def _keep(self, state: RoundsState) -> None:
         """Keep what going on exactly needs; what a round before kept goes."""
         self.progress.phase("saving")
-        self.learner.save(self.folder / state.weights)
-        text = json.dumps(asdict(replace(state, seconds=self._seconds)), indent=2) + "\n"
-        write_atomically(self.folder / STATE_NAME, text.encode())
-        if self.state.weights:
-            shutil.rmtree(self.folder / self.state.weights)
-        self.state = state
-
-    def _forget(self) -> None:
-        (self.folder / STATE_NAME).unlink(missing_ok=True)
-        if self.state.weights:
-            shutil.rmtree(self.folder / self.state.weights, ignore_errors=True)
+        values = asdict(replace(state, seconds=self._seconds))
+        self.state = replace(state, weights=keep(self.folder, STATE_NAME, values, self.learner, self.state.weights))
 
     def _round(self, number: int) -> Round:
         name, size = f"{self.name}:t{number}", self.config.samples

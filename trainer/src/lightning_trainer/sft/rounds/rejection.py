@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -13,7 +11,6 @@ from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_trainer import registry
 from lightning_trainer.backends.protocol import Backend
-from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import check_calls
@@ -26,14 +23,15 @@ from lightning_trainer.policies import parse
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import IMPORTING, Progress, Silent
 from lightning_trainer.run.data import digest, load_tasks
-from lightning_trainer.run.folders import STORE_NAME, held, new_folder
+from lightning_trainer.run.folders import STORE_NAME, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import UNKNOWN_POLICY, opened, serving, unnamed
 from lightning_trainer.run.state import OPEN
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 from lightning_trainer.sft.config import OF_FILES, RoundsConfig
-from lightning_trainer.sft.fit import CHECKPOINT, schedule
+from lightning_trainer.sft.fit import schedule
+from lightning_trainer.sft.resume import CHECKPOINT, began_with, held_again
 from lightning_trainer.sft.rounds.loop import RoundLoop
 from lightning_trainer.sft.rounds.state import STATE_NAME, Rounds, RoundsState
 from lightning_trainer.sft.sft import options_of
@@ -65,7 +63,9 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         if resume is None:
             folder = stack.enter_context(new_folder(config.out))
         else:
-            folder, state = resume, stack.enter_context(_again(resume, data))
+            folder = resume
+            stack.enter_context(held_again(folder))
+            state = _resumable(folder, data)
         runner = stack.enter_context(_started(config, folder, len(tasks), progress))
         check()
         store = stack.enter_context(opened(str(folder / STORE_NAME)))
@@ -105,12 +105,7 @@ def resumed(folder: Path) -> RoundsConfig:
         ConfigError: there are none.
     """
     RoundsState.read(folder)  # or refuse
-    try:
-        values = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / CONFIG_NAME} can't be read: {error}. Begin anew.") from None
-    own = {name: value for name, value in values.items() if value is not None and name not in OF_FILES}
-    return RoundsConfig(**{**own, "out": None})
+    return RoundsConfig(**{name: value for name, value in began_with(folder).items() if name not in OF_FILES})
 
 
 def _resumable(folder: Path, data: str) -> RoundsState:
@@ -118,18 +113,6 @@ def _resumable(folder: Path, data: str) -> RoundsState:
     if state.data != data:
         raise ConfigError(f"the tasks have changed since {folder} began. Begin anew, in another folder.")
     return state
-
-
-@contextmanager
-def _again(folder: Path, data: str) -> Iterator[RoundsState]:
-    """Hold a folder, and sweep what a life that was killed left: half-written weights, and those of earlier rounds."""
-    with held(folder):
-        state = _resumable(folder, data)
-        rounds = {f"{CHECKPOINT}-{number}" for number in range(1, len(state.done))}
-        for left in [*folder.glob(f".{CHECKPOINT}*"), *(folder / name for name in rounds - {state.weights})]:
-            if left.is_dir():
-                shutil.rmtree(left)
-        yield state
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_spans.errors import ConfigError
-from lightning_trainer.sft.fit import CHECKPOINT, Fitted
+from lightning_trainer.sft import resume
+from lightning_trainer.sft.fit import Fitted
 
 STATE_NAME: Final = "rounds.json"  # in the run's folder, while rounds are to come
 RESULT_NAME: Final = "result.json"  # there, once all are done: what they came to
@@ -79,16 +78,11 @@ class RoundsState:
         Raises:
             ConfigError: there is none, or it can't be read.
         """
+        values = resume.read(folder, STATE_NAME)
         try:
-            values = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
             return cls(**{**values, "done": tuple(Round.from_state(each) for each in values["done"])})
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{folder} has no rounds to go on with: none was done, or all were. Begin anew; from what all of them"
-                f" made with --model {folder / CHECKPOINT}."
-            ) from None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{folder / STATE_NAME} can't be read: {error!r}. Begin anew.") from None
+        except (TypeError, KeyError) as error:
+            raise resume.damaged(folder, STATE_NAME, error) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

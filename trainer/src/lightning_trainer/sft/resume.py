@@ -1,0 +1,101 @@
+"""What learning goes on from, kept in the run's folder until it has ended: where it stands, and what the learner needs.
+
+The learner's part is whole before the file that names it says so, and stays until a newer one is named: whenever a
+process is killed, one of the two is there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.protocol import Learner
+from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.report.metrics import write_atomically
+from lightning_trainer.run.folders import held
+
+CHECKPOINT: Final = "checkpoint"  # in the run's folder: the weights alone, of the best step or the newest round
+_SLOTS: Final = ("resume-a", "resume-b")  # there: the learner's part, in one of them
+
+
+def keep(folder: Path, name: str, values: Mapping[str, Any], learner: Learner, before: str) -> str:
+    """Keep where learning stands.
+
+    Args:
+        folder: of the run.
+        name: of the file.
+        values: what the file holds; ``weights`` is added.
+        learner: its weights, masters and moments are kept.
+        before: ``weights`` of what was kept before, which goes; "" where nothing was.
+
+    Returns:
+        ``weights``: the folder of the learner's part.
+    """
+    weights = next(slot for slot in _SLOTS if slot != before)
+    learner.save(folder / weights)
+    write_atomically(folder / name, (json.dumps({**values, "weights": weights}, indent=2) + "\n").encode())
+    if before:
+        shutil.rmtree(folder / before, ignore_errors=True)
+    return weights
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    """Read where learning stands.
+
+    Raises:
+        ConfigError: nothing is kept, or it can't be read.
+    """
+    try:
+        values: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+        return dict(values)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} has nothing to go on with: nothing was kept yet, or all is done. Begin anew; from what it"
+            f" learned with --model {folder / CHECKPOINT}."
+        ) from None
+    except (OSError, ValueError, TypeError) as error:
+        raise damaged(folder, name, error) from None
+
+
+def damaged(folder: Path, name: str, error: Exception) -> ConfigError:
+    """Return the error of a file that holds something else."""
+    return ConfigError(f"{folder / name} can't be read: {error!r}. Begin anew.")
+
+
+def forget(folder: Path, name: str) -> None:
+    """Remove what only going on needs."""
+    (folder / name).unlink(missing_ok=True)
+    for slot in _SLOTS:
+        shutil.rmtree(folder / slot, ignore_errors=True)
+
+
+@contextmanager
+def held_again(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run that goes on, and sweep what a life that was killed left half written.
+
+    Raises:
+        ConfigError: another process learns there.
+    """
+    with held(folder):
+        for name in (CHECKPOINT, *_SLOTS):
+            for left in folder.glob(f".{name}.*"):
+                shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def began_with(folder: Path) -> dict[str, Any]:
+    """Read the options that learning began with; those that were not set are left out.
+
+    Raises:
+        ConfigError: they can't be read.
+    """
+    try:
+        values: dict[str, Any] = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        return {name: value for name, value in values.items() if value is not None and name != "out"}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / CONFIG_NAME} can't be read: {error}. Begin anew.") from None
