@@ -366,3 +366,30 @@ def test_a_judge_gives_the_rewards_of_an_evaluation(folder, monkeypatch):
         assert "against each other" in refused.output
         assert "--reward module:function" in refused.output
         assert not (folder / "f").exists()
+
+
+def test_a_judge_that_does_not_answer_loses_no_sample(folder, monkeypatch):
+    """They are kept, and judged once it answers: the program does not run again."""
+    silent = [True]
+
+    def judge(body: dict[str, Any], seen: int) -> Reply:
+        if silent:
+            return Reply(status=500)
+        told = next(m["content"] for m in body["messages"] if m["role"] == "user")
+        count = told.count("<attempt number")
+        return Reply(text=json.dumps({"scores": [{"attempt": n, "score": 0.25} for n in range(1, count + 1)]}))
+
+    with ScriptedServer(lambda body, _: Reply(text="good")) as server, ScriptedServer(judge) as judges:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        args = ["app:run", "--data", "tasks.jsonl", "--samples", "2", "--workers", "1", "--json", "--out", "e"]
+        judged = [f"endpoint={judges.url}", "model=j", "retries=0"]
+        refused = rl(*args, "--reward", "judge", *(word for option in judged for word in ("--judge", option)))
+        assert refused.exit_code == 2
+        assert "go on with: lightning-rl eval --resume e" in refused.output.replace("\n", " ")
+        drawn = len(server.requests)
+        still = rl("--resume", "e", "--json")
+        assert "the judge gave no verdict on any of 3 groups" in still.output.replace("\n", " ")
+        silent.clear()
+        found = last(rl("--resume", "e", "--json"))
+    assert (found["mean"], found["counted"], found["left_out"]) == (0.25, 6, 0)
+    assert len(server.requests) == drawn

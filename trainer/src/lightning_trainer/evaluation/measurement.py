@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from lightning_trainer.evaluation.samples import Sample, read_samples
 from lightning_trainer.evaluation.subjects import Answering, Subject, answering
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging import JUDGE
-from lightning_trainer.judging.judge import GroupJudge
+from lightning_trainer.judging.judge import GroupJudge, silent
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
@@ -64,10 +65,14 @@ class Measurement:
     judge: GroupJudge | None = None
     prompted: bool = True
     samples: dict[tuple[int, int], Sample] = field(default_factory=dict)
+    _unjudged: list[Outcome] = field(default_factory=list, init=False)  # of before, of tasks whose samples all ended
 
     def measure(self) -> list[Sample]:
         """Draw what is missing, and return all samples."""
         generation = self._take_up()
+        if self._unjudged:
+            self._add(self._unjudged)
+            self._leave_failed()
         missing = [
             (task, sample)
             for task in range(len(self.tasks))
@@ -117,14 +122,27 @@ class Measurement:
         except BaseException:
             self._take_up()  # what has ended until now
             raise
+        self._refuse_unheard(self._add(found), answers, local.runner.attached)
+
+    def _add(self, found: Sequence[Outcome]) -> list[Sample]:
+        """Have samples judged, keep them, and return them.
+
+        Raises:
+            LightningError: the judge gave no verdict; what it is to judge is kept.
+        """
         if self.judge is not None:
             self.progress.phase("judging")
-            found = self.judge.judge(found)
-        ids = {rollout.rollout_id: place for rollout, place in zip(rollouts, places, strict=True)}
-        new = read_samples(self.store, ids, found, self.config.agents)
+            found = self.judge.verdicts(found)
+        places = {outcome.rollout.rollout_id: _place(outcome.rollout.rollout_id) for outcome in found}
+        new = read_samples(self.store, places, found, self.config.agents)
         self.samples |= {(sample.task, sample.sample): sample for sample in new}
         files.write_samples(self.folder, list(self.samples.values()))
-        self._refuse_unheard(new, answers, local.runner.attached)
+        if (problem := silent(found)) is not None:
+            raise LightningError(
+                f"{problem}. What it is to judge is kept: once it answers, go on with: lightning-rl eval --resume"
+                f" {self.folder}"
+            )
+        return new
 
     def _refuse_unheard(self, samples: Sequence[Sample], answers: Answering, attached: Sequence[str]) -> None:
         """Refuse an evaluation in which something else was measured than what was named.
@@ -167,14 +185,28 @@ class Measurement:
         self.store.cancel([rollout.rollout_id for rollout in old if rollout.status in {"queued", "running"}])
         ended = [rollout for rollout in old if rollout.status in _ENDED]
         places = {rollout.rollout_id: _place(rollout.rollout_id) for rollout in ended}
+        waiting: list[Outcome] = []
         for first in range(0, len(ended), _AT_ONCE):
-            some = [o for o in outcomes(self.store, ended[first : first + _AT_ONCE]) if self._has_verdict(o)]
-            for sample in read_samples(self.store, places, some, self.config.agents):
+            some = outcomes(self.store, ended[first : first + _AT_ONCE])
+            waiting += [outcome for outcome in some if not self._has_verdict(outcome)]
+            judged = [outcome for outcome in some if self._has_verdict(outcome)]
+            for sample in read_samples(self.store, places, judged, self.config.agents):
                 if sample.status != "failed" and sample.sample < self.config.samples:
                     self.samples[sample.task, sample.sample] = sample
         if self.samples:
             files.write_samples(self.folder, list(self.samples.values()))
+        there = Counter(task for task, _ in set(places.values()))
+        newest = {places[outcome.rollout.rollout_id]: outcome for outcome in sorted(waiting, key=_drawn)}
+        self._unjudged = [
+            outcome
+            for place, outcome in sorted(newest.items())
+            if place not in self.samples and there[place[0]] == self.config.samples
+        ]
         return 1 + max(_generation(rollout.rollout_id) for rollout in old)
+
+    def _leave_failed(self) -> None:
+        """Leave out samples that failed by no fault of the model's: they are drawn again."""
+        self.samples = {place: sample for place, sample in self.samples.items() if sample.status != "failed"}
 
     def _has_verdict(self, outcome: Outcome) -> bool:
         """Whether a sample of before needs no judge, or has had its reward of one."""
@@ -245,6 +277,10 @@ def _together(places: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int
         piece += group
     if piece:
         yield piece
+
+
+def _drawn(outcome: Outcome) -> int:
+    return _generation(outcome.rollout.rollout_id)
 
 
 def _generation(rollout_id: str) -> int:

@@ -30,6 +30,7 @@ from lightning_trainer.outgoing import at_once, bearer
 from lightning_trainer.rl.rollouts import Outcome
 
 CACHE_NAME: Final = "judge.jsonl"
+_NONE: Final = "the judge gave no verdict"
 
 
 class GroupJudge:
@@ -75,10 +76,8 @@ class GroupJudge:
             LightningError: it gave no verdict on any group.
         """
         judged = self.verdicts(outcomes)
-        asked = [outcome for outcome in judged if outcome.attempt is not None and outcome.crash is None]
-        if asked and all(outcome.unjudged is not None for outcome in asked):
-            groups = {outcome.rollout.group_id for outcome in asked}
-            raise LightningError(f"the judge gave no verdict on any of {len(groups)} groups: {asked[-1].unjudged}")
+        if (problem := silent(judged)) is not None:
+            raise LightningError(problem)
         return judged
 
     def verdicts(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -103,7 +102,7 @@ class GroupJudge:
         group = outcomes[0].rollout.group_id.rpartition(":")[2]
         passes = [self._verdict(different, group, number, ids) for number in range(self._options.passes)]
         if problem := next((found for found in passes if isinstance(found, str)), None):
-            return [replace(outcome, unjudged=f"the judge gave no verdict: {problem}") for outcome in outcomes]
+            return [replace(outcome, unjudged=f"{_NONE}: {problem}") for outcome in outcomes]
         verdicts = [found for found, _ in (each for each in passes if not isinstance(each, str))]
         asked = [trace_id for _, trace_id in (each for each in passes if not isinstance(each, str)) if trace_id]
         rewarded = []
@@ -204,6 +203,15 @@ class GroupJudge:
                 ATTEMPTS: list(attempt_ids),
             },
         )
+
+
+def silent(outcomes: Sequence[Outcome]) -> str | None:
+    """Say why a judge gave no verdict on any of these groups; None where it gave one, or none was asked for."""
+    asked = [outcome for outcome in outcomes if outcome.attempt is not None and outcome.crash is None]
+    if not asked or any(outcome.unjudged is None for outcome in asked):
+        return None
+    groups = {outcome.rollout.group_id for outcome in asked}
+    return f"{_NONE} on any of {len(groups)} groups: {(asked[-1].unjudged or '').removeprefix(f'{_NONE}: ')}"
 
 
 def _hash(value: Any) -> str:
