@@ -115,6 +115,19 @@ def test_a_runs_model_writes_tool_calls_as_it_did_in_the_run(run: Path, monkeypa
     assert asked == ["pythonic", "pythonic", "hermes"]
 
 
+def test_a_run_from_a_runs_model_writes_tool_calls_as_that_did(run: Path, tiny_model: Path) -> None:
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.run.origin import with_format
+
+    def written(model: Path, **options: Any) -> str | None:
+        return with_format(TrainConfig(target="app:run", data=Path("d.jsonl"), model=str(model), **options)).tool_format
+
+    assert [written(run), written(run / "checkpoint")] == ["pythonic", "pythonic"]
+    assert written(run, tool_format="hermes") == "hermes"
+    assert written(run, backend_options={"tool_format": "hermes"}) is None  # and that of the backend's options goes
+    assert [written(tiny_model), written(Path("owner/model"))] == [None, None]
+
+
 def test_of_a_run_its_agents_are_measured_and_called_as_it_called_them(run: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
 

@@ -677,7 +677,8 @@ def test_agents_with_a_model_needs_no_endpoint(folder: Path, tiny_model: Path, m
     assert "their own endpoint" not in result.stderr
     chosen = call(*look, "--model", tiny_model, "--agents", "checker")  # the writer stays where it was, as in training
     told(chosen, status=3)
-    told(call("agents", "--model", tiny_model), "name the TARGET")
+    for option in ("--model", "--data", "--reward", "--name-by", "--workdir"):
+        told(call("agents", option, tiny_model), f"{option}: of a program that runs here")
 
 
 def test_a_command_is_seen_by_the_model_that_answers_it(folder: Path, tiny_model: Path) -> None:

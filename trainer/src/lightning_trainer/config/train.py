@@ -82,7 +82,8 @@ class TrainConfig(BaseModel):
     """Jinja file that replaces the tokenizer's chat template, or `hermes` for ours, which knows tools."""
     tool_format: str | None = None
     """Format in which the model writes tool calls, such as `hermes` or `deepseek-v3`, where its chat template does not
-    show it; `none` where no agent has tools. By default the template is asked to write one."""
+    show it; `none` where no agent has tools. By default that of the run that the model comes from, or the template is
+    asked to write one."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of LoRA adapters; 0 trains all weights. 16 with policies."""
     lora_alpha: float | None = Field(default=None, gt=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -10,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
 from lightning_trainer.models import look
 from lightning_trainer.outgoing import bearer
 from lightning_trainer.policies import ADAPTERS_NAME, Policies, parse
-from lightning_trainer.run.state import NEWEST
+from lightning_trainer.run.origin import chosen_format, options_of, run_of
 
 if TYPE_CHECKING:
     import httpx
@@ -130,11 +128,9 @@ def name_rules(subject: Subject) -> tuple[str, ...]:
     return tuple(_of_run(subject).get("name_by") or ())
 
 
-def chosen_format(subject: Subject) -> dict[str, Any]:
-    """Return the option that says how a run's model writes tool calls, which no checkpoint has; {} where none was."""
-    config = _of_run(subject)
-    name = config.get("tool_format") or (config.get("backend_options") or {}).get("tool_format")
-    return {} if name is None else {"tool_format": name}
+def own_format(subject: Subject) -> dict[str, Any]:
+    """Return the option that says how the model of a run writes tool calls; {} where the subject is of no run."""
+    return chosen_format(_of_run(subject))
 
 
 def refuse_unheard(options: Mapping[str, object], *sides: object) -> None:
@@ -183,11 +179,11 @@ def _loaded(subject: LocalModel, options: dict[str, Any]) -> Iterator[Answering]
     from lightning_trainer.backends.torch.backend import open_torch
 
     adapters = (Path(subject.model) / ADAPTERS_NAME).is_file()
-    policies = parse(_config(subject.run).get("policies") or {}) if adapters and subject.run else Policies()
+    policies = parse(options_of(subject.run).get("policies") or {}) if adapters and subject.run else Policies()
     if adapters and not policies.by_agent:
         raise ConfigError(f"{subject.model} holds adapters of agents, and not whose they are. Give the run's folder.")
     name = None if adapters else _POLICY
-    with closing(open_torch(subject.model, **{"name": name, **chosen_format(subject), **options})) as learner:
+    with closing(open_torch(subject.model, **{"name": name, **own_format(subject), **options})) as learner:
         unknown = "policy"  # refused by the gateway where agents have policies of their own
         model = unknown if adapters else learner.engine.model
         yield Answering(model=model, engines=learner.engines, policies=policies)
@@ -202,29 +198,13 @@ def _weights(text: str) -> LocalModel:
     found = look(text)
     if found.folder is None:
         return LocalModel(text)
-    run = _run_of(found.folder.resolve(), steps=found.kind == "checkpoint")
+    run = run_of(found)
     return LocalModel(text) if run is None and found.kind != "checkpoint" else LocalModel(str(found.folder), run)
-
-
-def _run_of(folder: Path, *, steps: bool) -> Path | None:
-    """Return the run that weights come from: `train` keeps them by step, `sft` one below its folder."""
-    places = [folder.parent] if folder.name == NEWEST else [folder.parent.parent] if steps else []
-    return next((place for place in places if (place / CONFIG_NAME).is_file()), None)
 
 
 def _of_run(subject: Subject) -> dict[str, Any]:
     """Return the options of the run that weights come from; {} where they are of none."""
-    return _config(subject.run) if isinstance(subject, LocalModel) else {}
-
-
-def _config(run: Path | None) -> dict[str, Any]:
-    if run is None:
-        return {}
-    try:
-        values: dict[str, Any] = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run / CONFIG_NAME} can't be read: {error}. Give a run's folder, or a model.") from None
-    return values
+    return options_of(subject.run) if isinstance(subject, LocalModel) else {}
 
 
 def only_model(subject: Endpoint) -> str:

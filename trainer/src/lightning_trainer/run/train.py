@@ -25,6 +25,7 @@ from lightning_trainer.run.data import Task, digest, load_tasks, shared
 from lightning_trainer.run.folders import STORE_NAME, held, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import opened
+from lightning_trainer.run.origin import with_format
 from lightning_trainer.run.result import Result, result_of
 from lightning_trainer.run.state import NEWEST, OPEN, identity_of
 from lightning_trainer.runner.runner import Runner
@@ -53,6 +54,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     hooks.load_all()
     backend: Backend = registry.by_name("backend", config.backend)
     trackers.check(config.trackers)
+    config = with_format(config)
     _check_port(config.port)
     tasks, val = load_tasks(config.data), load_tasks(config.val) if config.val else []
     credit_of(config)  # or refuse
@@ -103,7 +105,7 @@ def describe(config: TrainConfig, progress: Progress | None = None) -> Described
     """
     hooks.load_all()
     backend: Backend = registry.by_name("backend", config.backend)
-    return backend.describe(config, progress or Silent())
+    return backend.describe(with_format(config), progress or Silent())
 
 
 def _check_port(port: int) -> None:

@@ -131,9 +131,9 @@ def command(
             name_by=parse_rules(name_by or name_rules(subject)),
         )
         traces, reward_error = run_trial(trial, store)
-    elif model is not None or endpoint is not None:
-        raise LightningError("--model answers a program's calls: name the TARGET, and tasks with --data FILE.")
     else:
+        own = {"model": model, "endpoint": endpoint, "reward": reward, "max_tokens": max_tokens, "name_by": name_by}
+        _refuse_program_options({**asked, **own, **flags})
         traces, reward_error = _kept(store, key_file), None
     rows = overview(with_automatic(traces, rules), chosen, reward_error=reward_error)
     if not rows:
@@ -149,6 +149,19 @@ def command(
         if target or program:
             raise NothingToLearnError(advice)
         click.echo(advice, err=True)
+
+
+def _refuse_program_options(options: dict[str, Any]) -> None:
+    """Refuse what is of a program that runs here, where none is named.
+
+    Raises:
+        LightningError: says which.
+    """
+    if names := [f"--{name.replace('_', '-')}" for name in given(options)]:
+        raise LightningError(
+            f"{', '.join(names)}: of a program that runs here, and none is named. Name the TARGET, and tasks with"
+            " --data FILE; to see what is in a store, leave this out."
+        )
 
 
 def _kept(store: str, key_file: Path | None) -> list[Trace]:

@@ -1,0 +1,56 @@
+"""The run that a model comes from, and what only that run knows of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.models import Model, look
+from lightning_trainer.run.state import NEWEST
+
+
+def run_of(model: Model) -> Path | None:
+    """Return the run that weights come from: `train` keeps them by step, `sft` one below its folder. None: of none."""
+    if model.folder is None:
+        return None
+    folder = model.folder.resolve()
+    places = [folder.parent] if folder.name == NEWEST else [folder.parent.parent] if model.kind == "checkpoint" else []
+    return next((place for place in places if (place / CONFIG_NAME).is_file()), None)
+
+
+def options_of(run: Path | None) -> dict[str, Any]:
+    """Read the options of a run; {} where there is none.
+
+    Raises:
+        ConfigError: they can't be read.
+    """
+    if run is None:
+        return {}
+    try:
+        values: dict[str, Any] = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run / CONFIG_NAME} can't be read: {error}. Give a run's folder, or a model.") from None
+    return values
+
+
+def chosen_format(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option that says how a run's model writes tool calls, which no checkpoint has; {} where none was."""
+    name = options.get("tool_format") or (options.get("backend_options") or {}).get("tool_format")
+    return {} if name is None else {"tool_format": name}
+
+
+def with_format(config: TrainConfig) -> TrainConfig:
+    """Return the options of a new run whose model writes tool calls as it did in the run that it comes from.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    of_folder = Path(config.model).expanduser().is_dir()  # what else may be meant is the backend's to say
+    if config.resume is not None or chosen_format(dict(config)) or not of_folder:
+        return config
+    return config.model_copy(update=chosen_format(options_of(run_of(look(config.model)))))
