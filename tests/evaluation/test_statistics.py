@@ -88,6 +88,14 @@ def test_without_rewards_by_agent_an_agent_has_those_of_the_samples_in_which_it_
     assert (agents["checker"].usage.calls, agents["checker"].usage.tool_errors) == (2, 1)
 
 
+def test_where_rewards_are_by_agent_one_whom_none_names_earned_nothing_that_is_known():
+    both = {"usage": {"writer": Usage(calls=1), "checker": Usage(calls=2)}}
+    drawn = [sample(0, 0, 1.0, rewards={"writer": 1.0}, **both), sample(1, 0, None, "crashed", **both)]
+    agents = summarise(drawn, Counting()).by_agent
+    assert (agents["writer"].reward.mean, agents["checker"].reward.mean) == (0.5, None)
+    assert agents["checker"].usage.calls == 4
+
+
 def test_a_difference_is_taken_task_by_task():
     # Rewards differ much between tasks, and little, always in the same direction, between the two.
     this = summarise([sample(task, 0, task + 0.1) for task in range(20)], Counting())

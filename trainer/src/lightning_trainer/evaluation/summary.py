@@ -171,8 +171,8 @@ def _by_agent(samples: Sequence[Sample], crash: float | None) -> dict[str, Agent
     for sample in samples:
         for name, its in sample.usage.items():
             usage[name] += its
-        for name in names:
-            if name and (value := _earned(sample, name, name in own, crash)) is not None:
+        for name in own or names:  # nobody said what the others earned, where some have rewards of their own
+            if name and (value := _earned(sample, name, bool(own), crash)) is not None:
                 earned[name][sample.task].append(value)
     return {
         name: AgentSummary(
