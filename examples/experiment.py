@@ -114,7 +114,7 @@ class Experiment:
     def _learned(self, stage: str, command: list[Any]) -> dict[str, Any]:
         folder = self._out / stage
         asked = [*command, *self._flags(stage), "--seed", self._seed]
-        return self._stage(f"{self._seed} {stage}", asked, folder)
+        return {**self._stage(f"{self._seed} {stage}", asked, folder), "tokens": _tokens(folder)}
 
     def _evaluated(
         self, stage: str, model: str, cost: Mapping[str, Any] | None = None, against: str | None = None
@@ -124,7 +124,7 @@ class Experiment:
         asked = ["eval", self._target("eval"), "--data", self._data / "val.jsonl", "--model", model, "--json"]
         beside = ["--against", against] if against else []
         found = self._stage(f"{self._seed} {stage}", [*asked, *flags, *beside], folder)
-        costs = {name: cost[name] if cost else 0.0 for name in ("seconds", "cpu_seconds")}
+        costs = {name: cost[name] if cost else 0.0 for name in ("seconds", "cpu_seconds", "tokens")}
         resumed = {"resumed": True} if cost and cost.get("resumed") else {}
         return {"stage": stage, "seed": self._seed, "folder": str(folder), "found": found, **costs, **resumed}
 
@@ -184,6 +184,14 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
+def _tokens(run: Path) -> int:
+    """Count the tokens that a run sampled, or, where it sampled none, those that it learned from."""
+    path = run / "metrics.jsonl"  # there is none where a small piece had nothing to learn
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    steps = [line for line in lines if line["kind"] == "train"]
+    return round(sum(step.get("tokens_generated", step["tokens"]) for step in steps))
+
+
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -209,8 +217,11 @@ def _without_places(row: dict[str, Any]) -> dict[str, Any]:
 
 def table(measured: list[dict[str, Any]]) -> str:
     """Return the figures as a table in Markdown."""
-    head = "| | seed | held out, 95 % | tasks | samples of each | more than after SFT, 95 % | CPU s | wall s |"
-    lines = [head, "|---|---|---|---|---|---|---|---|"]
+    head = (
+        "| | seed | held out, 95 % | tasks | samples of each | more than after SFT, 95 %"
+        " | tokens: SFT learned, RL sampled | CPU s | wall s |"
+    )
+    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
     for row in measured:
         found = row["found"]
         mean = _interval(found["mean"], found["low"], found["high"])
@@ -218,8 +229,10 @@ def table(measured: list[dict[str, Any]]) -> str:
         beside = _interval(*(found[f"difference{end}"] for end in ("", "_low", "_high"))) if compared else ""
         least = "over " if row.get("resumed") else ""
         costs = f"{least}{row['cpu_seconds']:.0f} | {least}{row['seconds']:.0f}" if row["seconds"] else " | "
+        tokens = f"{row['tokens']:,}" if row.get("tokens") else ""  # rows of before have none
         lines.append(
-            f"| {row['stage']} | {row['seed']} | {mean} | {found['tasks']} | {found['samples']} | {beside} | {costs} |"
+            f"| {row['stage']} | {row['seed']} | {mean} | {found['tasks']} | {found['samples']} | {beside} | {tokens} |"
+            f" {costs} |"
         )
     return "\n".join(lines)
 

@@ -21,8 +21,10 @@ resumed = "--resume" in words
 folder = pathlib.Path(words[words.index("--resume" if resumed else "--out") + 1])
 if not resumed:
     folder.mkdir()  # as the real one, which takes no folder that holds anything
-kept = {{"eval": "eval.json", "train": "checkpoint", "sft": "config.json"}}[words[0]]
+kept = {{"eval": "eval.json", "train": "checkpoint", "sft": "learning.json"}}[words[0]]
 (folder / kept).touch()
+steps = [{{"kind": "train", "tokens": 5, **({{"tokens_generated": 700}} if words[0] == "train" else {{}})}}] * 2
+(folder / "metrics.jsonl").write_text("".join(json.dumps(line) + chr(10) for line in [*steps, {{"kind": "val"}}]))
 if folder.name == pathlib.Path({stopped!r}).read_text():
     sys.exit(130)
 print(json.dumps({{"checkpoint": str(folder / "checkpoint"), "mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 2,
@@ -55,10 +57,12 @@ def test_a_measurement_that_was_stopped_midway_goes_on(
     [first, *_] = [json.loads(line) for line in log.read_text().splitlines()[len(begun) :]]
     command = json.loads(begun[-1])
     assert first[0] == command[0]
-    assert ("--resume" in first) is (stage != "sft")  # it keeps nothing midway, and begins again
+    assert "--resume" in first
     assert first[-1 if stage in ("sft", "train") else 2].endswith(stage)
     assert [row["stage"] for row in rows] == ["untrained", "after SFT", "after RL"]
-    assert ("over" in experiment.table(rows)) is (stage == "train")
+    assert ("over" in experiment.table(rows)) is (stage in ("sft", "train"))
+    assert [row["tokens"] for row in rows] == [0, 10, 1400]
+    assert "| 1,400 |" in experiment.table(rows)
     another = experiment.Experiment("musique", 1, out, quick=False).run()
     assert [row["stage"] for row in another] == ["after SFT", "after RL"]  # untrained, it is the same model
 
