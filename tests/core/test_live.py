@@ -313,6 +313,21 @@ def test_program_in_production_is_recorded_apart_from_training(tmp_path: Path) -
     assert "bob@" not in str(kept)
 
 
+def test_key_with_a_line_break_behind_it_is_the_key(tmp_path: Path) -> None:
+    with ScriptedServer() as model, served(tmp_path) as server:
+        production(tmp_path, server, model, key=f"{server.keys.issue('live')}\n")
+        assert len(traces_of(server.store, origin="live")) == 1
+    assert not list(tmp_path.rglob("*.spans"))
+
+
+def test_what_can_be_no_key_is_told_by_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightning_openai = pytest.importorskip("lightning_openai")
+    monkeypatch.setenv("LIGHTNING_STORE", "http://127.0.0.1:9")
+    monkeypatch.setenv("LIGHTNING_KEY", "lk-one\nlk-two")
+    with pytest.raises(ConfigError, match="LIGHTNING_KEY holds no key"):
+        lightning_openai.attach()
+
+
 def test_nothing_unmasked_is_spooled(tmp_path: Path) -> None:
     with ScriptedServer() as model:
         gone = Served("http://127.0.0.1:9", None, None, None, None)  # type: ignore[arg-type]

@@ -838,6 +838,13 @@ def test_runner_without_key_or_agent(folder: Path, args: list[str], words: list[
     told(call("runner", *args), *words)
 
 
+@pytest.mark.parametrize(("text", "word"), [("schlüssel", "holds no key"), ("", "is empty")])
+def test_key_file_that_holds_none(folder: Path, text: str, word: str) -> None:
+    (folder / "the.key").write_text(text)
+    for command in (["runner", "cli_plain:run", "--server"], ["traces", "--store"]):
+        told(call(*command, "http://127.0.0.1:9", "--key-file", "the.key"), f"key file the.key {word}")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lightning_spans.errors import LeaseLostError, RefusedError, RewardError, StoreError
+from lightning_spans.errors import ConfigError, LeaseLostError, RefusedError, RewardError, StoreError
 from lightning_spans.schema.attempts import End, Rollout
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.json import dumps, from_json, loads, to_json
@@ -187,6 +187,27 @@ def test_the_key_is_sent_and_taken_from_the_environment(monkeypatch: pytest.Monk
     HttpStore(URL, transport=transport).add_spans([a_span()])
     sent = [request.headers["authorization"] for request in transport.requests]
     assert sent == ["Bearer given", "Bearer from the environment"]
+
+
+def test_line_breaks_around_a_key_are_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = Scripted(KEPT)
+    monkeypatch.setenv("LIGHTNING_KEY", "lk-good\r\n")
+    HttpStore(URL, transport=transport).add_spans([a_span()])
+    assert transport.requests[0].headers["authorization"] == "Bearer lk-good"
+
+
+@pytest.mark.parametrize("text", ["schlüssel-geheim", "lk-geheim\nlk-geheim"])
+def test_what_can_be_no_key_is_refused_untold(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("LIGHTNING_KEY", text)
+    with pytest.raises(ConfigError, match="LIGHTNING_KEY holds no key") as told:
+        HttpStore(URL)
+    assert "geheim" not in str(told.value)
+
+
+def test_certificates_that_can_not_be_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/at/all.pem")
+    with pytest.raises(ConfigError, match=r"SSL_CERT_FILE=/nowhere/at/all\.pem"):
+        HttpStore(URL)
 
 
 def test_open_store_opens_a_server() -> None:

@@ -304,11 +304,13 @@ def _open_store(url: str) -> Store:
 
 def _route(options: Options) -> Callable[[Attempt | None], list[Destination]]:
     from lightning_spans.record.delivery.deliver import Destination, own_store
+    from lightning_spans.store.keys import read_bearer
 
     # A server takes them as OTLP, for which a live key is enough.
     own = Destination(own_store(options.store))
     if options.store.startswith(("http://", "https://")):
-        own = Destination(f"{options.store.rstrip('/')}/v1/traces", os.environ.get("LIGHTNING_KEY"))
+        key = read_bearer(os.environ.get("LIGHTNING_KEY"), "LIGHTNING_KEY")
+        own = Destination(f"{options.store.rstrip('/')}/v1/traces", key)
     extra = [Destination(options.otlp)] if options.otlp and options.tracer == "embedded" else []
 
     def route(attempt: Attempt | None) -> list[Destination]:

@@ -19,6 +19,7 @@ from lightning_spans.schema.rewards import Reward, as_reward
 from lightning_spans.schema.spans import Json, Span
 from lightning_spans.store.api import API
 from lightning_spans.store.commit import GroupCommit
+from lightning_spans.store.keys import read_bearer
 from lightning_spans.store.protocol import ANY, PAGE, Ids, Page, Store, Where, check_rollouts, listing_of
 from lightning_spans.store.tls import trusted
 
@@ -58,9 +59,12 @@ class HttpStore(Store):
             patience_s: how long to keep trying.
             transport: what carries requests; by default HTTP.
             auth: gives each request its key, instead of `key`.
+
+        Raises:
+            ConfigError: the key is none, or the certificates of `SSL_CERT_FILE` can't be read.
         """
         base = httpx.URL(url.rstrip("/"))
-        key = key or os.environ.get("LIGHTNING_KEY")
+        key = read_bearer(key, "key") or read_bearer(os.environ.get("LIGHTNING_KEY"), "LIGHTNING_KEY")
         self.name = str(base)
         self._patience_s = patience_s
         self._closed = False

@@ -108,14 +108,20 @@ def read_key(key_file: Path | None) -> str | None:
     """Read a key from its file, else from the environment.
 
     Raises:
-        ConfigError: the file can't be read.
+        ConfigError: the file can't be read, or holds no key.
     """
+    from lightning_spans.store.keys import read_bearer
+
     if key_file is None:
-        return os.environ.get("LIGHTNING_KEY")
+        return read_bearer(os.environ.get("LIGHTNING_KEY"), "LIGHTNING_KEY")
     try:
-        return key_file.read_text(encoding="utf-8").strip()
+        text = key_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"key file {key_file} can't be read: {error}. The server names its key file.") from None
+    key = read_bearer(text, f"key file {key_file}")
+    if key is None:
+        raise ConfigError(f"key file {key_file} is empty. The server names its key file.")
+    return key
 
 
 # The options of a run in the help: the first of each group, in the order of `TrainConfig`.
