@@ -4,17 +4,18 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import ConfigError, StoreError, UnauthorizedError
 from lightning_spans.schema.attempts import Attempt, AttemptRecord, Rollout
 from lightning_spans.store import Store, open_store
 from lightning_spans.testing import ScriptedServer
+from lightning_trainer.runner import runner as runners
 from lightning_trainer.runner.fleet import Fleet
 from lightning_trainer.runner.process import WorkerProcess
 from lightning_trainer.runner.protocol import attempt_to_json
@@ -399,6 +400,57 @@ def test_attempts_outlive_their_first_lease(store: Store, folder: Path) -> None:
     ids = enqueue(store, [{"how": "brief", "s": 2.6}])
     with running(store, Job(target="agents:behave"), folder, lease_s=2.0):  # a busy machine renews late
         assert [a.status for a in results(store, ids)[0]] == ["succeeded"]
+
+
+class Away:
+    """A store that has gone when an attempt ends, until it is back."""
+
+    def __init__(self, store: Store, error: Exception) -> None:
+        self.store, self.error, self.back, self.told = store, error, False, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def claim(self, *given: Any, **options: Any) -> list[AttemptRecord]:
+        if self.told and not self.back:
+            raise self.error
+        return self.store.claim(*given, **options)
+
+    def heartbeat(self, *given: Any, **options: Any) -> list[str]:
+        if not self.back:
+            raise self.error
+        return self.store.heartbeat(*given, **options)
+
+    def finish(self, *given: Any, **options: Any) -> Any:
+        if not self.back:
+            self.told += 1
+            raise self.error
+        return self.store.finish(*given, **options)
+
+
+@pytest.mark.parametrize("error", [StoreError("does it run?"), UnauthorizedError("answered 401")])
+def test_result_waits_for_a_server_that_is_away_for_longer_than_a_lease(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(runners, "RETRY_S", (0.4,))
+    away = Away(store, error)
+    ids = enqueue(store, [{"how": ""}], max_attempts=1)
+    with running(away, Job(target="agents:behave"), folder, lease_s=1.0):  # type: ignore[arg-type]
+        until(lambda: away.told > 4)  # the lease's clock stands still meanwhile: nobody uses the store
+        with closing(open_store(str(folder / "store.db"))) as again:
+            away.store, away.back = again, True
+            assert [a.status for a in results(again, ids)[0]] == ["succeeded"]
+
+
+def test_runner_that_is_stopped_does_not_wait_for_a_server_for_ever(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "RETRY_S", (0.1,))
+    away = Away(store, StoreError("does it run?"))
+    enqueue(store, [{"how": ""}])
+    with running(away, Job(target="agents:behave"), folder, lease_s=1.0) as runner:  # type: ignore[arg-type]
+        until(lambda: away.told > 0)
+    assert not runner.alive
 
 
 def test_agent_never_sees_the_runners_key(store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,10 @@ class RefusedError(StoreError):
     """The store will not do what it was asked, and would not another time: a record or request is wrong."""
 
 
+class UnauthorizedError(RefusedError):
+    """The server does not take the key: it is too old, revoked, or another server's."""
+
+
 class LeaseLostError(StoreError):
     """The attempt's lease was taken over (its fencing number is old), so its late result is refused."""
 

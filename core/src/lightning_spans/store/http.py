@@ -11,7 +11,14 @@ from urllib.parse import quote
 
 import httpx
 
-from lightning_spans.errors import LeaseLostError, LightningError, RefusedError, RewardError, StoreError
+from lightning_spans.errors import (
+    LeaseLostError,
+    LightningError,
+    RefusedError,
+    RewardError,
+    StoreError,
+    UnauthorizedError,
+)
 from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus, End, Rollout, RolloutStatus
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.json import dumps, from_json, loads, to_json
@@ -224,6 +231,7 @@ class HttpStore(Store):
 
         Raises:
             LeaseLostError: the server said 409.
+            UnauthorizedError: it said 401.
             RefusedError: it said another 4xx, or the body is not JSON-like.
             StoreError: the store is closed, the server can't be reached, failed, or answered something else.
         """
@@ -278,6 +286,8 @@ class HttpStore(Store):
         text = f"POST {path}: {self.name} answered {response.status_code}: {message}"
         if response.status_code == httpx.codes.CONFLICT:
             return LeaseLostError(text)
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            return UnauthorizedError(text)
         return RefusedError(text) if response.is_client_error else StoreError(text)
 
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
-from lightning_spans.errors import ConfigError, LeaseLostError, LightningError, RefusedError
+from lightning_spans.errors import ConfigError, LeaseLostError, LightningError, RefusedError, UnauthorizedError
 from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.store import Store
@@ -106,6 +106,7 @@ class Runner:
         self._finishing: dict[str, AttemptRecord] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._drain_s = 0.0
+        self._heard_since: float | None = time.monotonic()  # since when heartbeats come through; None: they don't
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="lightning-runner", daemon=True)
         self._ready = threading.Event()
@@ -260,9 +261,13 @@ class Runner:
             await self._pause(left_s)
 
     async def _settle(self, limit_s: float) -> None:
-        """Wait until every end is told."""
+        """Wait until every end is told, but no longer than that."""
         if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=limit_s)
+            _, left = await asyncio.wait(set(self._tasks), timeout=limit_s)
+            for record in self._finishing.values():
+                logger.error("the end of attempt %s can't be told before the runner ends", record.attempt_id)
+            for task in left:
+                task.cancel()
 
     def _ended(self, record: AttemptRecord, ended: Ended) -> None:
         self._finishing[record.attempt_id] = record
@@ -273,8 +278,7 @@ class Runner:
 
     async def _finish(self, record: AttemptRecord, ended: Ended) -> None:
         end = functools.partial(self._store.finish, status=ended.status, rewards=ended.rewards, error=ended.error)
-        until = time.monotonic() + self._lease_s
-        failures = 0
+        began, failures = time.monotonic(), 0
         wait = stalls.begin("runner result", f"the store {_name(self._store)} to take the end of {record.attempt_id}")
         try:
             while True:
@@ -284,6 +288,8 @@ class Runner:
                 except LeaseLostError:
                     logger.info("the result of attempt %s came too late", record.attempt_id)
                     return
+                except UnauthorizedError as error:  # the key may be renewed: the result is not at fault
+                    logger.warning("the end of attempt %s can't be told yet: %s", record.attempt_id, error)
                 except RefusedError as error:
                     if ended.status == "failed":
                         logger.exception("the end of attempt %s is refused", record.attempt_id)
@@ -293,7 +299,7 @@ class Runner:
                     end = functools.partial(self._store.finish, status="failed", error=ended.error)
                     continue
                 except Exception as error:
-                    if time.monotonic() > until:
+                    if self._gives_up(began):
                         logger.exception("the end of attempt %s can't be told", record.attempt_id)
                         return
                     logger.warning("the end of attempt %s can't be told yet: %s", record.attempt_id, error)
@@ -302,6 +308,11 @@ class Runner:
         finally:
             wait.end()
             self._finishing.pop(record.attempt_id, None)
+
+    def _gives_up(self, began: float) -> bool:
+        """Whether an end that can't be told since then is given up: a server that can't be reached is waited for."""
+        since = self._heard_since
+        return since is not None and time.monotonic() > max(began, since) + self._lease_s
 
     async def _beat(self) -> None:
         """Renew the leases, and end what has lost its own."""
@@ -319,7 +330,10 @@ class Runner:
                     lost = await asyncio.get_running_loop().run_in_executor(self._beats, beat)
             except Exception as error:  # noqa: BLE001 - the next beat may come through
                 logger.warning("leases can't be renewed: %s", error)
+                self._heard_since = None
                 continue
+            if self._heard_since is None:
+                self._heard_since = time.monotonic()
             for attempt_id in lost:
                 self._fleet.cancel(attempt_id)
 
