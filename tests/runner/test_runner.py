@@ -407,6 +407,7 @@ class Away:
 
     def __init__(self, store: Store, error: Exception) -> None:
         self.store, self.error, self.back, self.told = store, error, False, 0
+        self.wait: Callable[[], object] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
@@ -418,6 +419,7 @@ class Away:
 
     def heartbeat(self, *given: Any, **options: Any) -> list[str]:
         if not self.back:
+            self.wait()
             raise self.error
         return self.store.heartbeat(*given, **options)
 
@@ -437,6 +439,20 @@ def test_result_waits_for_a_server_that_is_away_for_longer_than_a_lease(
     ids = enqueue(store, [{"how": ""}], max_attempts=1)
     with running(away, Job(target="agents:behave"), folder, lease_s=1.0):  # type: ignore[arg-type]
         until(lambda: away.told > 4)  # the lease's clock stands still meanwhile: nobody uses the store
+        with closing(open_store(str(folder / "store.db"))) as again:
+            away.store, away.back = again, True
+            assert [a.status for a in results(again, ids)[0]] == ["succeeded"]
+
+
+def test_result_waits_also_while_a_heartbeat_still_tries(
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runners, "RETRY_S", (0.4,))
+    away = Away(store, StoreError("does it run?"))
+    ids = enqueue(store, [{"how": ""}], max_attempts=1)
+    away.wait = lambda: until(lambda: away.told > 4)
+    with running(away, Job(target="agents:behave"), folder, lease_s=1.0):  # type: ignore[arg-type]
+        until(lambda: away.told > 4)
         with closing(open_store(str(folder / "store.db"))) as again:
             away.store, away.back = again, True
             assert [a.status for a in results(again, ids)[0]] == ["succeeded"]

@@ -322,6 +322,7 @@ class Runner:
             if not held:
                 continue
             leases = list({record.attempt_id: record.fence for record in held}.items())
+            asked, since, self._heard_since = time.monotonic(), self._heard_since, None
             try:
                 with stalls.waiting(
                     "runner heartbeat", f"the store {_name(self._store)} to renew {len(leases)} leases"
@@ -330,10 +331,9 @@ class Runner:
                     lost = await asyncio.get_running_loop().run_in_executor(self._beats, beat)
             except Exception as error:  # noqa: BLE001 - the next beat may come through
                 logger.warning("leases can't be renewed: %s", error)
-                self._heard_since = None
                 continue
-            if self._heard_since is None:
-                self._heard_since = time.monotonic()
+            now = time.monotonic()
+            self._heard_since = now if since is None or now - asked > self._lease_s / 3 else since
             for attempt_id in lost:
                 self._fleet.cancel(attempt_id)
 
