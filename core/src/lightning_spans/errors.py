@@ -75,10 +75,7 @@ class RewardError(LightningError):
 
 
 class ReplayEndedError(LightningError):
-    """A replay can't go on: the program did something that the record does not have, or a tool is refused there.
-
-    It is raised where the program calls a tool, and is meant to reach it. The message says what differs.
-    """
+    """A replay can't go on, and the program's call of a tool says so: it is not in the record, or is refused there."""
 
     exit_status = 3
 
