@@ -3,10 +3,10 @@
 `python examples/experiment.py NAME [--seeds 0,1,2] [--quick] [--out FOLDER]`; NAME is a folder beside this file that
 has an `experiment.toml`: options of each stage, `[quick]` ones, `[variables]` of the program's environment, and in
 `[serve]` a model for its agents that are not trained, or `sft` for the one that SFT makes. Each stage is one command of
-`lightning-rl`, printed before it runs. It is not run again where its result is there, and one that was stopped midway
-goes on where it stopped; of such a stage only the cost of the part that ended it is known, and the table says so. The
-untrained model, which is the same for all seeds, is measured with seed 0 alone. The table goes between marks in the
-folder's README, with the seeds that were measured before with the same options.
+`lightning-rl`, printed before it runs. It is not run again where its result is there, in a folder of the same options,
+and one that was stopped midway goes on where it stopped; of such a stage only the cost of the part that ended it is
+known, and the table says so. The untrained model, which is the same for all seeds, is measured with seed 0 alone. The
+table goes between marks in the folder's README, with the seeds that were measured before with the same options.
 """
 
 from __future__ import annotations
@@ -66,9 +66,14 @@ class Experiment:
         self._passing = {0, NOTHING_TO_LEARN} if quick else {0}  # in so small a piece all rewards may be equal
 
     def run(self) -> list[dict[str, Any]]:
-        """Return what each stage measured: held-out reward with its interval, and what the stage cost."""
+        """Return what each stage measured: held-out reward with its interval, and what the stage cost.
+
+        Raises:
+            SystemExit: a stage failed, or the folder holds stages of other options.
+        """
         self._data.mkdir(parents=True, exist_ok=True)
         self._out.mkdir(parents=True, exist_ok=True)
+        self._hold()
         with self._others(None if self._serve == AFTER_SFT else self._serve):
             if not (self._data / "sft.jsonl").exists():
                 flags = _flags(self._options.get("data", {}))
@@ -77,6 +82,14 @@ class Experiment:
             sft = self._learned("sft", ["sft", self._data / "sft.jsonl", "--model", MODEL])
             with self._others(sft["checkpoint"] if self._serve == AFTER_SFT else None):
                 return [*untrained, *self._compared(sft)]
+
+    def _hold(self) -> None:
+        """Keep the options beside the stages that run with them, and refuse others."""
+        kept = self._data.parent / "options.json"
+        asked = json.dumps({"serve": self._serve, "variables": self._variables, **self._options}, sort_keys=True)
+        if kept.exists() and kept.read_text() != asked:
+            raise SystemExit(f"{kept.parent} has stages of other options: name another folder with --out.")
+        kept.write_text(asked)
 
     def _compared(self, sft: Mapping[str, Any]) -> list[dict[str, Any]]:
         after_sft = self._evaluated("after SFT", sft["checkpoint"], sft)
@@ -150,18 +163,28 @@ class Experiment:
         words = [str(word) for word in command]
         print("$", " ".join(words), flush=True)
         began, cpu = time.monotonic(), _cpu_s()
-        done = subprocess.run(
-            words, cwd=self.here, env=self._environment, stdout=subprocess.PIPE, text=True, check=False
-        )
-        if done.returncode not in self._passing:
-            raise SystemExit(f"{words[1]} ended with {done.returncode}: {done.stdout[-2000:]}")
-        last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "{}"
+        status, said = self._ended(words)
+        if status not in self._passing:
+            raise SystemExit(f"{words[1]} ended with {status}: {said[-2000:]}")
+        last = said.strip().splitlines()[-1] if said.strip() else "{}"
         told = json.loads(last) if last.startswith("{") else {}
         result = {**told, "seconds": time.monotonic() - began, "cpu_seconds": _cpu_s() - cpu}
         if resumed:
             result["resumed"] = True
         kept.write_text(json.dumps(result))
         return result
+
+    def _ended(self, words: list[str]) -> tuple[int, str]:
+        """Run a command to its end, and return its exit status and what it printed."""
+        with subprocess.Popen(
+            words, cwd=self.here, env=self._environment, stdout=subprocess.PIPE, text=True
+        ) as running:
+            try:
+                said, _ = running.communicate()
+            except KeyboardInterrupt:  # which it got, too: it keeps where it stands
+                running.wait()
+                raise
+        return running.returncode, said
 
 
 @contextmanager

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,3 +92,61 @@ def test_seeds_measured_before_stay_in_the_table_while_the_options_do(
     assert "/here" not in (tmp_path / "measured.jsonl").read_text()
     options.write_text("[train]\nsteps = 2\n")
     assert [each["seed"] for each in experiment.keep(tmp_path, [row("untrained", 2, 0.6)])] == [2]
+
+
+SLOW = """#!{python}
+import pathlib, time
+here = pathlib.Path({here!r})
+try:
+    (here / "begun").touch()
+    time.sleep(600)
+except KeyboardInterrupt:
+    time.sleep(1)
+    (here / "kept").touch()
+    raise SystemExit(130)
+"""
+
+
+def _measurement(tmp_path: Path, stages: str) -> dict[str, Any]:
+    """Lay out an experiment of its own, with a command in the trainer's place; how to start it."""
+    program, examples = tmp_path / "bin/lightning-rl", tmp_path / "examples"
+    program.parent.mkdir()
+    program.write_text(stages)
+    program.chmod(0o755)
+    (examples / "own").mkdir(parents=True)
+    for name in ("experiment.py", "curves.py"):
+        shutil.copy(EXAMPLES / name, examples / name)
+    (examples / "own/experiment.toml").write_text("[train]\nsteps = 1\n")
+    (examples / "own/README.md").write_text("<!-- measured -->\n<!-- /measured -->\n")
+    (tmp_path / "experiments/own/data").mkdir(parents=True)
+    (tmp_path / "experiments/own/data/sft.jsonl").touch()
+    return {
+        "args": [sys.executable, str(examples / "experiment.py"), "own", "--seeds", "0"],
+        "cwd": tmp_path, "env": {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"},
+    }  # fmt: skip
+
+
+def test_what_was_measured_with_other_options_is_not_told_as_of_these(tmp_path: Path) -> None:
+    (tmp_path / "stopped").write_text("none")
+    places = {"log": str(tmp_path / "log"), "stopped": str(tmp_path / "stopped")}
+    measurement = _measurement(tmp_path, STAGES.format(python=sys.executable, **places))
+    own = tmp_path / "examples/own"
+    assert subprocess.run(**measurement, check=False, timeout=200).returncode == 0
+    measured, begun = (own / "measured.jsonl").read_text(), (tmp_path / "log").read_text()
+    assert subprocess.run(**measurement, check=False, timeout=200).returncode == 0  # all is there
+    (own / "experiment.toml").write_text("[train]\nsteps = 2\n")
+    other = subprocess.run(**measurement, capture_output=True, text=True, check=False, timeout=200)
+    assert other.returncode == 1
+    assert "other options" in other.stderr
+    assert (own / "measured.jsonl").read_text() == measured
+    assert (tmp_path / "log").read_text() == begun
+
+
+def test_a_stage_that_is_interrupted_has_time_to_keep_where_it_stands(tmp_path: Path) -> None:
+    measurement = _measurement(tmp_path, SLOW.format(python=sys.executable, here=str(tmp_path)))
+    with subprocess.Popen(**measurement, start_new_session=True) as running:
+        while not (tmp_path / "begun").exists():
+            assert running.poll() is None
+        os.killpg(running.pid, signal.SIGINT)  # as Ctrl-C does
+        running.wait(timeout=200)
+    assert (tmp_path / "kept").exists()
