@@ -7,6 +7,7 @@ import os
 import sqlite3
 import time
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -89,10 +90,18 @@ def matches(database: str, query: str, gold: str) -> bool:
     columns = [Counter(column) for column in zip(*right, strict=True)]
     have = [Counter(column) for column in zip(*found, strict=True)]
     fits = [[at for at in range(width) if have[at] == column] for column in columns]
-    for order in itertools.islice(itertools.product(*fits), 1000):
-        if len(set(order)) < width:
-            continue
+    for order in itertools.islice(_orders(fits), 1000):
         turned = [tuple(row[at] for at in order) for row in found]
         if turned == right if ordered else Counter(turned) == Counter(right):
             return True
     return False
+
+
+def _orders(fits: list[list[int]], taken: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Give the orders of columns in which each stands at one of the places that fit, none twice."""
+    if len(taken) == len(fits):
+        yield taken
+        return
+    for at in fits[len(taken)]:
+        if at not in taken:
+            yield from _orders(fits, (*taken, at))
