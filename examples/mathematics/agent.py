@@ -36,10 +36,12 @@ def compute(expression: str) -> str:
     """Evaluate numbers, + - * / and brackets, exactly.
 
     Raises:
-        ValueError: it is none, or divides by zero.
+        ValueError: it is none, is longer than `LONGEST`, or divides by zero.
     """
+    if len(expression := expression.strip()) > LONGEST:
+        raise ValueError(f"can't compute more than {LONGEST} characters")
     try:
-        return shown(_value(ast.parse(expression.strip()[:LONGEST], mode="eval").body))
+        return shown(_value(ast.parse(expression, mode="eval").body))
     except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(f"can't compute {expression!r}") from error
 
@@ -62,9 +64,12 @@ TOOL = FunctionTool(calculator, description="Evaluate an arithmetic expression."
 
 
 def number_in(text: str) -> str | None:
-    """Return the number after ``Answer:``; None where there is none."""
-    found = re.findall(r"Answer:\s*\$?(-?[\d,]*\.?\d+)", text)
-    return shown(Fraction(found[-1].replace(",", ""))) if found else None
+    """Return the number or fraction after ``Answer:``; None where there is none."""
+    found = re.findall(r"Answer:\s*((?:-?\$?|\$-)[\d,]*\.?\d+)(?:\s*/\s*(0*[1-9]\d*))?", text)
+    if not found:
+        return None
+    above, below = found[-1]
+    return shown(Fraction(re.sub("[$,]", "", above)) / int(below or 1))
 
 
 def right(task: dict[str, Any]) -> str:

@@ -287,6 +287,11 @@ def test_answers_of_ones_own_may_be_written_as_a_number_is(data: Path, answer: A
         ("Answer: 1,000", "1000"),
         ("Answer: -3.0", "-3"),
         ("Answer: $1,250.50 in all", "1250.5"),
+        ("Answer: -$4", "-4"),
+        ("Answer: $-4", "-4"),
+        ("Answer: 1/2", "0.5"),
+        ("Answer: $1.5 / 2 each", "0.75"),
+        ("Answer: 5/0", "5"),
         ("Answer: 5. Answer: 6.", "6"),
         ("It is 5", None),
         ("Answer: none", None),
@@ -298,6 +303,8 @@ def test_number_of_an_answer(data: Path, monkeypatch: pytest.MonkeyPatch, text: 
     assert program.number_in(text) == number
     with pytest.raises(ValueError, match="can't compute"):
         program.compute("1e300 * 1e300 / 3")  # more than a float holds
+    with pytest.raises(ValueError, match="can't compute"):
+        program.compute(f"{'1+' * 59}100")  # longer than it reads: not what its beginning gives
     with pytest.raises(ValueError, match="no number"):
         asyncio.run(program.run({"problem": "How many?", "answer": "many"}))
 
