@@ -154,7 +154,9 @@ def tasks(rows: list[dict[str, Any]], number: Number) -> list[dict[str, Any]]:
     return [
         {
             "question": row["question"],
-            "answers": [str(right) for right in (row["answer"], *row.get("answer_aliases", ())) if right is not None],
+            "answers": [
+                str(right) for right in (row["answer"], *(row.get("answer_aliases") or ())) if right not in (None, "")
+            ],
             "support": sorted({number[_key(p)] for p in row["paragraphs"] if p.get("is_supporting")}),
         }
         for row in rows

@@ -471,6 +471,15 @@ def test_questions_of_ones_own_get_an_index_of_their_own(
     assert earned == {"searcher": 1.0, "answerer": 1.0}
 
 
+def test_questions_of_ones_own_may_have_no_other_right_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bm25s")
+    data = load("musique/data.py", monkeypatch)
+    row = data.whole({**_hops("test"), "answer_aliases": None})
+    _, number = data.corpus([row])
+    rows = [row, {**row, "answer_aliases": ["", "Port"]}]  # "" would be right where nothing is said
+    assert [task["answers"] for task in data.tasks(rows, number)] == [["Porttest"], ["Porttest", "Port"]]
+
+
 def test_questions_of_ones_own_do_not_take_the_place_of_what_was_trained_on(tmp_path: Path) -> None:
     pytest.importorskip("agents")
     pytest.importorskip("bm25s")
