@@ -116,8 +116,8 @@ def test_a_runs_model_writes_tool_calls_as_it_did_in_the_run(run: Path, monkeypa
 
 
 def test_a_run_from_a_runs_model_writes_tool_calls_as_that_did(run: Path, tiny_model: Path) -> None:
+    from lightning_trainer.config.origin import with_format
     from lightning_trainer.config.train import TrainConfig
-    from lightning_trainer.run.origin import with_format
 
     def written(model: Path, **options: Any) -> str | None:
         return with_format(TrainConfig(target="app:run", data=Path("d.jsonl"), model=str(model), **options)).tool_format

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config.origin import chosen_format, options_of, run_of
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
 from lightning_trainer.models import look
 from lightning_trainer.outgoing import bearer
 from lightning_trainer.policies import ADAPTERS_NAME, Policies, parse
-from lightning_trainer.run.origin import chosen_format, options_of, run_of
 
 if TYPE_CHECKING:
     import httpx

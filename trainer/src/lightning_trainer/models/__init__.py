@@ -30,12 +30,12 @@ from lightning_trainer.models import hub
 from lightning_trainer.models.folders import check_adapter, check_folder
 from lightning_trainer.models.smollm2 import SMOLLM2, cache_folder, made, make
 
-__all__ = ["SMOLLM2", "Model", "cache_folder", "check_adapter", "check_folder", "look", "resolve"]
+__all__ = ["NEWEST", "SMOLLM2", "Model", "cache_folder", "check_adapter", "check_folder", "look", "resolve"]
 
 Kind: TypeAlias = Literal["folder", "checkpoint", "hub", "made"]
 
 _HUB_ID: Final = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w][\w./-]*))?")
-_NEWEST: Final = "checkpoint"  # in a run's folder
+NEWEST: Final = "checkpoint"  # in a run's folder
 _ALL: Final = "checkpoints"
 _LOG: Final = "metrics.jsonl"
 _STATE: Final = "state.json"
@@ -107,7 +107,7 @@ def look(name: str | Path) -> Model:
 
 
 def _of_folder(name: str, folder: Path) -> Model:
-    newest = folder / _NEWEST
+    newest = folder / NEWEST
     if newest.exists():
         check_folder(newest)
         return Model(name=name, kind="checkpoint", folder=newest.resolve())

@@ -12,6 +12,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.store import Store
 from lightning_trainer import registry
 from lightning_trainer.backends.protocol import Backend, Described, OpenRun, Start
+from lightning_trainer.config.origin import with_format
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
@@ -25,7 +26,6 @@ from lightning_trainer.run.data import Task, digest, load_tasks, shared
 from lightning_trainer.run.folders import STORE_NAME, held, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import opened
-from lightning_trainer.run.origin import with_format
 from lightning_trainer.run.result import Result, result_of
 from lightning_trainer.run.state import NEWEST, OPEN, identity_of
 from lightning_trainer.runner.runner import Runner

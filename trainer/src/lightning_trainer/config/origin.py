@@ -10,8 +10,7 @@ from typing import Any
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.models import Model, look
-from lightning_trainer.run.state import NEWEST
+from lightning_trainer.models import NEWEST, Model, look
 
 
 def run_of(model: Model) -> Path | None:
