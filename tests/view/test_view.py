@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 from contextlib import closing
@@ -28,6 +29,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
+from lightning_trainer.cli.records import view as view_command
 from lightning_trainer.cli.training.viewed import Viewed
 from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore
 from lightning_trainer.judging.judge import GroupJudge
@@ -489,6 +491,41 @@ def test_a_run_is_running_while_a_process_holds_its_folder_or_an_attempt_its_lea
     store.claim("runner", limit=1, lease_s=1e-6)
     assert alone.state == "idle"  # its runner says nothing any more
     store.close()
+
+
+def test_a_run_without_a_store_shows_its_numbers_and_stops_no_other(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "kept")
+    shutil.copytree(run, tmp_path / "learned", ignore=shutil.ignore_patterns("lightning.db*"))  # as sft leaves one
+    (tmp_path / "latest").symlink_to(tmp_path / "deleted")
+    ask = Asked(tmp_path)
+    assert {row["name"] for row in ask("runs")} == {"kept", "learned"}
+    shown, kept = ask("run", run="learned"), ask("run", run="kept")
+    assert shown["train"] == kept["train"]
+    assert (shown["steps"], kept["steps"] != []) == ([], True)
+    assert "no store" in ask("step", 400, run="learned")["error"]["message"]
+    by_name = {each.name: each for each in Runs(tmp_path).all()}
+    assert by_name["learned"].state == "stopped"
+
+
+def test_view_opens_where_the_newest_run_has_no_store(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run, tmp_path / "kept")
+    shutil.copytree(run, tmp_path / "learned", ignore=shutil.ignore_patterns("lightning.db*"))
+    os.utime(tmp_path / "kept", (0, 0))
+    shown: list[str] = []
+
+    def stop(url: str, *, opened: bool) -> None:
+        shown.append(url)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(view_command, "_show", stop)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    for path in (tmp_path, tmp_path / "learned"):
+        view_command._serve(Runs(path), (), "127.0.0.1", 0, plain=False, opened=False)
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
+    assert len(shown) == 2
 
 
 def test_what_is_no_store_or_run_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from lightning_trainer.view.answers.calls import CallPage
 from lightning_trainer.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
 from lightning_trainer.view.answers.learning import AccountPage, CreditPage, RewardsPage
 from lightning_trainer.view.answers.rollouts import RolloutPage
-from lightning_trainer.view.answers.runs import RunPage, RunRow
+from lightning_trainer.view.answers.runs import RunPage, RunRow, StepRow
 from lightning_trainer.view.answers.store import FleetPage, LoosePage, SearchPage, ToolsPage
 from lightning_trainer.view.names import chosen_by
 from lightning_trainer.view.reader import StoreReader
@@ -77,8 +77,14 @@ class Views:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[tuple[Run, StoreReader]]:
-        """Open a run's store, to read it for one answer."""
+        """Open a run's store, to read it for one answer.
+
+        Raises:
+            RefusedError: there is no run of that name, or no store in its folder.
+        """
         run = self.named(name)
+        if run.folder is not None and not run.has_store:
+            raise RefusedError(f"the run {name!r} has no store: only its numbers are known")
         reader = StoreReader(run.store)
         try:
             yield run, reader
@@ -105,19 +111,23 @@ def runs(views: _Views) -> list[RunRow]:
 @router.get("/run")
 def run_page(views: _Views, name: _Run) -> RunPage:
     """Return a run: options, numbers of its steps, alarms, and what its store holds."""
-    with views.opened(name) as (run, reader):
-        lines = run.lines()
-        with reader.reading() as connection:
-            loose = has_loose(connection)
-        return RunPage(
-            name=run.name,
-            options=run.shown_options,
-            train=[line for line in lines if line["kind"] == "train"],
-            val=newest_validations(lines),
-            alarms=[line for line in lines if line["kind"] == "alarm"],
-            steps=overview(reader, run),
-            loose=loose,
-        )
+    run = views.named(name)
+    lines = run.lines()
+    loose, steps = False, list[StepRow]()
+    if run.folder is None or run.has_store:
+        with views.opened(name) as (_, reader):
+            steps = overview(reader, run)
+            with reader.reading() as connection:
+                loose = has_loose(connection)
+    return RunPage(
+        name=run.name,
+        options=run.shown_options,
+        train=[line for line in lines if line["kind"] == "train"],
+        val=newest_validations(lines),
+        alarms=[line for line in lines if line["kind"] == "alarm"],
+        steps=steps,
+        loose=loose,
+    )
 
 
 @router.get("/step")

@@ -73,6 +73,12 @@ class Run:
         """What the ids of its rollouts begin with, where other runs may share its store."""
         return prefix_of(self.folder) if self.folder is not None and self.shared else ""
 
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store to read; of supervised learning, and where somebody deleted it, there is none."""
+        file = self.store.removeprefix("sqlite:///")
+        return "://" in file or Path(file).is_file()
+
     def lines(self) -> list[Line]:
         """Read the numbers of its steps, of its validations, and its alarms."""
         return read(self.folder / LOG_NAME) if self.folder is not None else []
@@ -103,6 +109,8 @@ class Run:
         """
         if self.folder is not None and is_held(self.folder):
             return "running"
+        if self.folder is not None and not self.has_store:
+            return "stopped"
         with closing(StoreReader(self.store)) as reader:
             if reader.at_work():
                 return "running"
@@ -135,7 +143,7 @@ def runs_in(path: Path) -> list[Run]:
     own = run_of(path)
     if own is not None:
         return [own]
-    below = sorted(path.iterdir(), key=lambda each: each.stat().st_mtime) if path.is_dir() else []
+    below = sorted(path.iterdir(), key=lambda each: _stamp(each)[1]) if path.is_dir() else []
     found = [run for each in reversed(below) if each.is_dir() and (run := run_of(each)) is not None]
     if not found:
         raise ConfigError(

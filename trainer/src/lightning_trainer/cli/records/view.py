@@ -74,8 +74,9 @@ def _serve(runs: Runs, tokenizers: tuple[Path, ...], host: str, port: int, *, pl
     from lightning_trainer.view.reader import StoreReader
     from lightning_trainer.view.routes import Views
 
-    for first in runs.all()[:1]:
-        StoreReader(first.store).close()  # or refuse
+    found = runs.all()
+    if len(found) == 1 and (found[0].folder is None or found[0].has_store):
+        StoreReader(found[0].store).close()  # or refuse
     keys = Keys.fresh()
     asked = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
