@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 
@@ -69,6 +70,8 @@ def test_live_panel_shows_where_the_run_stands(monkeypatch: pytest.MonkeyPatch) 
 def test_small_drawings() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([1.0] * 100, width=10) == "▁" * 10
+    assert sparkline([0.0, math.nan, 0.5, math.inf, 1.0]) == "▁ ▅ █"
+    assert sparkline([math.nan]) == " "
     assert bar(1, 4, width=8) == "━━"
     assert bar(9, 4, width=8) == "━" * 8
     assert bar(0, 0) == ""

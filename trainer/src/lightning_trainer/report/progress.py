@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -215,10 +216,14 @@ def bar(done: int, total: int, width: int = 60) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
-    """Draw the newest values as bars, scaled from the lowest to the highest of all."""
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    return "".join(_BARS[1 + round((value - low) / span * (len(_BARS) - 2))] for value in values[-width:])
+    """Draw the newest values as bars, scaled from the lowest to the highest of all; a gap where one is not finite."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+
+    def drawn(value: float) -> str:
+        return _BARS[1 + round((value - low) / span * (len(_BARS) - 2))] if math.isfinite(value) else _BARS[0]
+
+    return "".join(drawn(value) for value in values[-width:])
 
 
 def duration(seconds: float) -> str:
