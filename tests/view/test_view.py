@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import sqlite3
 import stat
 from contextlib import closing
 from pathlib import Path
@@ -490,6 +491,13 @@ def test_a_run_is_running_while_a_process_holds_its_folder_or_an_attempt_its_lea
     store.enqueue([Rollout(rollout_id="y", group_id="g", task={})])
     store.claim("runner", limit=1, lease_s=1e-6)
     assert alone.state == "idle"  # its runner says nothing any more
+    with sqlite3.connect(run.store) as file:  # the store lay unused for a day: its clock stood still
+        file.execute("UPDATE lease_clock SET now_ns = now_ns - 86400000000000, wrote_ns = 0")
+    store.close()
+    store = open_store(run.store)
+    store.enqueue([Rollout(rollout_id="z", group_id="g", task={})])
+    store.claim("runner", limit=1, lease_s=60)
+    assert alone.state == "running"
     store.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -45,7 +45,7 @@ class StoreReader(NullStore):
     """
 
     def __init__(self, url: str) -> None:
-        self._engine = _engine(_parsed(url))
+        self._engine, self._elapsing_ns = _opened(_parsed(url))
         try:
             with self.reading() as connection:
                 version = max(connection.scalars(select(schema.schema_version.c.version)), default=0)
@@ -87,10 +87,15 @@ class StoreReader(NullStore):
             return tuple(number or 0 for number in connection.execute(select(*newest, *counts)).one())
 
     def at_work(self) -> bool:
-        """Whether any attempt runs whose runner still says so: its lease has not ended."""
-        leased = schema.attempts.c.lease_until_ns > time.time_ns()
+        """Whether any attempt runs whose runner still says so: its lease, by the store's own clock, has not ended."""
+        attempts, clock = schema.attempts.c, schema.lease_clock.c
         with self.reading() as connection:
-            return connection.scalar(select(schema.attempts.c.fence).where(schema.RUNNING, leased).limit(1)) is not None
+            now_ns, wrote_ns = connection.execute(select(clock.now_ns, clock.wrote_ns)).one()
+            passed = self._elapsing_ns(connection) - wrote_ns
+            if passed < 0:  # the machine was started anew since
+                return False
+            leased = attempts.lease_until_ns > now_ns + passed
+            return connection.scalar(select(attempts.fence).where(schema.RUNNING, leased).limit(1)) is not None
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -104,10 +109,11 @@ def _parsed(url: str) -> URL:
         raise ConfigError(f"store {without_secrets(url)!r} is no path and no database's URL.") from None
 
 
-def _engine(url: URL) -> Engine:
+def _opened(url: URL) -> tuple[Engine, Callable[[Connection], int]]:
+    """Open a database, with the clock that all who use it read alike, in nanoseconds."""
     if url.get_backend_name() != "sqlite":
-        engine = open_database(url.render_as_string(hide_password=False), create=False).engine
-        return engine.execution_options(postgresql_readonly=True)
+        database = open_database(url.render_as_string(hide_password=False), create=False)
+        return database.engine.execution_options(postgresql_readonly=True), database.elapsing_ns
     path = Path(str(url.database))
     if not path.is_file():
         raise StoreError(f"there is no store at {path}")
@@ -119,7 +125,7 @@ def _engine(url: URL) -> Engine:
     engine = create_engine("sqlite://", creator=connect, poolclass=QueuePool, pool_size=4, max_overflow=4)
     event.listen(engine, "connect", _on_connect)
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
-    return engine
+    return engine, lambda _: time.monotonic_ns()
 
 
 def _on_connect(connection: Any, _record: object) -> None:
