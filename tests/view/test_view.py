@@ -565,6 +565,26 @@ def test_traces_outside_of_rollouts_are_listed_and_opened(tmp_path: Path) -> Non
     assert ask("call", trace=trace["trace_id"], span="2" * 16)["agent"] == "writer"
 
 
+def test_traces_that_ran_at_the_same_time_are_counted_whole_and_listed_once(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "lightning.db"))
+    for place, operation in enumerate(("chat", "chat", "invoke_agent")):  # as many programs at once, or threads, end
+        store.add_spans([
+            Span(
+                operation=operation, name=operation, trace_id=f"{trace:032x}", span_id=f"{trace:08x}{place:08x}",
+                parent_id=None if operation == "invoke_agent" else f"{trace:08x}{2:08x}", start_ns=9 - place, end_ns=10,
+            )
+            for trace in range(1, 71)
+        ])  # fmt: skip
+    store.close()
+    ask = Asked(tmp_path)
+    pages = [ask("loose")]
+    while pages[-1]["next"] is not None:
+        pages.append(ask("loose", before=pages[-1]["next"]))
+    traces = [trace for page in pages for trace in page["traces"]]
+    assert [trace["trace_id"] for trace in traces] == [f"{number:032x}" for number in range(70, 0, -1)]
+    assert {(trace["name"], trace["spans"], trace["calls"]) for trace in traces} == {("invoke_agent", 3, 2)}
+
+
 def test_pieces_of_letters_are_shown_as_bytes(tmp_path: Path) -> None:
     described = {
         "added_tokens": [{"id": 9, "content": "<|end|>"}],

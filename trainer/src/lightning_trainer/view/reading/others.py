@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import func, select
+from sqlalchemy import Connection, func, select
 
 from lightning_spans.adapter.nodes import Node
 from lightning_spans.adapter.trace import Trace
@@ -204,24 +204,40 @@ def fleet_page(reader: StoreReader) -> FleetPage:
 def loose_page(reader: StoreReader, *, before: int | None, limit: int = 50) -> LoosePage:
     """Return traces that belong to no rollout, the newest first; one page looks through a bounded number of spans."""
     spans = schema.spans.c
-    columns = (
-        spans.seq, spans.trace_id, spans.parent_id, spans.operation, spans.name, spans.agent, spans.origin,
-        spans.start_ns, spans.status, spans.rollout_id,
-    )  # fmt: skip
-    query = select(*columns).order_by(spans.seq.desc()).limit(_NEWEST)
+    query = select(spans.seq, spans.trace_id, spans.rollout_id).order_by(spans.seq.desc()).limit(_NEWEST)
     query = query.where(spans.seq < before) if before is not None else query
-    found: dict[str, list[Any]] = {}
+    found: dict[str, None] = {}
     last = None
     with reader.reading() as connection:
         rows = connection.execute(query).all()
-    for row in rows:
-        if row.rollout_id is None:
-            if row.trace_id not in found and len(found) == limit:
-                break
-            found.setdefault(row.trace_id, []).append(row)
-        last = row.seq
+        for row in rows:
+            if row.rollout_id is None:
+                if row.trace_id not in found and len(found) == limit:
+                    break
+                found.setdefault(row.trace_id)
+            last = row.seq
+        whole = _outside_rollouts(connection, list(found))
     more = (bool(rows) and last != rows[-1].seq) or len(rows) == _NEWEST
-    return LoosePage(traces=[_loose(trace_id, its) for trace_id, its in found.items()], next=last if more else None)
+    traces = [  # what has a newer span stood on an earlier page
+        _loose(trace_id, its)
+        for trace_id in found
+        if (its := whole[trace_id]) and (before is None or max(row.seq for row in its) < before)
+    ]
+    return LoosePage(traces=traces, next=last if more else None)
+
+
+def _outside_rollouts(connection: Connection, trace_ids: Sequence[str]) -> defaultdict[str, list[Any]]:
+    """Return by trace all its spans that belong to no rollout, without what was said."""
+    spans = schema.spans.c
+    columns = (
+        spans.seq, spans.trace_id, spans.parent_id, spans.operation, spans.name, spans.agent, spans.origin,
+        spans.start_ns, spans.status,
+    )  # fmt: skip
+    chosen = among(connection, spans.trace_id, trace_ids)
+    found: defaultdict[str, list[Any]] = defaultdict(list)
+    for row in connection.execute(select(*columns).where(chosen, spans.rollout_id.is_(None))):
+        found[row.trace_id].append(row)
+    return found
 
 
 def _loose(trace_id: str, rows: Sequence[Any]) -> LooseRow:
