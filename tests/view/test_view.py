@@ -346,6 +346,19 @@ def test_tools_that_fail_are_found_with_their_error(ask: Asked, run: Path) -> No
     assert "SyntaxError" in row["error"]
 
 
+def test_search_marks_what_it_found_behind_letters_that_fold_to_two(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "lightning.db"))
+    store.add_spans([
+        Span(
+            operation="execute_tool", name="Straße, Maße, Füße: the Word here", trace_id="a" * 32, span_id="1" * 16,
+            start_ns=1, end_ns=2,
+        )
+    ])  # fmt: skip
+    store.close()
+    (hit,) = Asked(tmp_path)("search", text="word")["hits"]
+    assert (hit["before"], hit["match"], hit["behind"]) == ("Straße, Maße, Füße: the ", "Word", " here")
+
+
 @pytest.mark.parametrize("text", ["invalid syntax", '"expression"', "with the calculator", "no such thing anywhere"])
 def test_search_finds_what_was_said_however_it_is_kept(ask: Asked, text: str) -> None:
     hits = ask("search", text=text)["hits"]

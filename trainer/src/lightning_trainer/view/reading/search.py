@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from typing import Any, Final
 
@@ -91,9 +92,9 @@ def _hit(row: Any, text: str) -> Hit:
     else:
         values = [row.request, row.message]
     places = [row.name, row.agent or "", row.status_message, *values]
-    forms = [form.casefold() for form in _forms(text)]
-    holder, form = next(((p, f) for p in places for f in forms if f in p.casefold()), ("", ""))
-    at = max(0, holder.casefold().find(form))
+    forms = [re.compile(re.escape(form), re.IGNORECASE) for form in _forms(text)]
+    found = next((place for holder in places for form in forms if (place := form.search(holder))), None)
+    holder, (at, end) = (found.string, found.span()) if found is not None else ("", (0, 0))
     return Hit(
         rollout_id=row.rollout_id,
         attempt_id=row.attempt_id,
@@ -102,6 +103,6 @@ def _hit(row: Any, text: str) -> Hit:
         name=row.name,
         agent=row.agent,
         before=holder[max(0, at - _AROUND) : at],
-        match=holder[at : at + len(form)],
-        behind=holder[at + len(form) : at + len(form) + _AROUND],
+        match=holder[at:end],
+        behind=holder[end : end + _AROUND],
     )
