@@ -40,6 +40,7 @@ from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import outcomes
 from lightning_trainer.run.folders import held
 from lightning_trainer.view.reader import StoreReader
+from lightning_trainer.view.reading import transcripts
 from lightning_trainer.view.reading.pieces import pieces_of
 from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Runs, runs_in
@@ -596,6 +597,16 @@ def test_traces_that_ran_at_the_same_time_are_counted_whole_and_listed_once(tmp_
     traces = [trace for page in pages for trace in page["traces"]]
     assert [trace["trace_id"] for trace in traces] == [f"{number:032x}" for number in range(70, 0, -1)]
     assert {(trace["name"], trace["spans"], trace["calls"]) for trace in traces} == {("invoke_agent", 3, 2)}
+
+
+def test_a_trace_of_very_many_spans_says_how_many_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transcripts, "MOST_EVENTS", 3)
+    run = make_run(tmp_path / "r", steps=1, groups=1, size=2)
+    rollout = Asked(run)("step")["groups"][0]["rollouts"][0]
+    lines = printed(run, "--rollout", rollout["rollout_id"])
+    page = Asked(run)("rollout", rollout=rollout["rollout_id"])
+    counts = [sum(line["operation"] == kind for line in lines) for kind in ("chat", "execute_tool")]
+    assert [len(page["events"]), page["spans"], page["calls"], page["tools"]] == [3, len(lines), *counts]
 
 
 def test_pieces_of_letters_are_shown_as_bytes(tmp_path: Path) -> None:

@@ -843,7 +843,10 @@ export interface components {
         };
         /**
          * RolloutPage
-         * @description An attempt as it went. `task_json` is the whole task, as a line of a data file.
+         * @description An attempt as it went.
+         *
+         *     `task_json` is the whole task, as a line of a data file. `spans`, `calls` (of models) and `tools` (their calls)
+         *     count all that happened; `events` holds the first of it where that is very much.
          */
         RolloutPage: {
             /** Rollout Id */
@@ -874,6 +877,12 @@ export interface components {
             rewards: components["schemas"]["RewardRow"][];
             /** Events */
             events: components["schemas"]["Event"][];
+            /** Spans */
+            spans: number;
+            /** Calls */
+            calls: number;
+            /** Tools */
+            tools: number;
             /** Unjoined */
             unjoined: {
                 [key: string]: number;

@@ -61,8 +61,6 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
     if (item && (!first.current || span)) item.scrollIntoView({ block: "nearest", behavior: "instant" });
     first.current = false;
   }, [chosen]);
-  const calls = page.events.filter((event) => event.turn !== null).length;
-  const tools = page.events.filter(isTool).length;
   return (
     <>
       <div class="head">
@@ -99,13 +97,13 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
         {page.status && page.status !== "succeeded" && <Chip kind="bad">{page.status}</Chip>}
         <Rewards rewards={page.rewards.filter((each) => each.span_id === null)} />
         <span data-testid="calls">
-          <b>{calls}</b> {calls === 1 ? "model call" : "model calls"}
+          <b>{page.calls}</b> {page.calls === 1 ? "model call" : "model calls"}
         </span>
         <span>
-          <b>{tools}</b> {tools === 1 ? "tool call" : "tool calls"}
+          <b>{page.tools}</b> {page.tools === 1 ? "tool call" : "tool calls"}
         </span>
         <span data-testid="spans">
-          <b>{page.events.length}</b> spans
+          <b>{page.spans}</b> spans
         </span>
         <span>
           took <b>{duration(page.ms)}</b>
@@ -130,6 +128,11 @@ function One({ run, page, trace, span }: { run: string; page: RolloutPage; trace
           {count(n, "call")}: {reason}
         </p>
       ))}
+      {page.spans > page.events.length && (
+        <p class="note">
+          The first {count(page.events.length, "span")} are shown here, of {number(page.spans)}.
+        </p>
+      )}
       <div class="rollout">
         <Lanes page={page} chosen={chosen} onChoose={setChosen} />
         <div class="transcript">

@@ -104,7 +104,11 @@ class AttemptRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPage:
-    """An attempt as it went. `task_json` is the whole task, as a line of a data file."""
+    """An attempt as it went.
+
+    `task_json` is the whole task, as a line of a data file. `spans`, `calls` (of models) and `tools` (their calls)
+    count all that happened; `events` holds the first of it where that is very much.
+    """
 
     rollout_id: str | None
     attempt_id: str | None
@@ -120,5 +124,8 @@ class RolloutPage:
     agents: list[str]
     rewards: list[RewardRow]
     events: list[Event]
+    spans: int
+    calls: int
+    tools: int
     unjoined: dict[str, int]
     ms: float

@@ -193,6 +193,9 @@ def page_of(
         agents=[name for name in names_of(trace.agent_paths, chosen).values() if name is not None],
         rewards=[reward_row(reward) for reward in trace.rewards],
         events=events,
+        spans=len(trace),
+        calls=len(trace.chats),
+        tools=len(trace.tools),
         unjoined=unjoined,
         ms=_took(events),
     )  # fmt: skip
