@@ -609,6 +609,26 @@ def test_a_trace_of_very_many_spans_says_how_many_there_are(tmp_path: Path, monk
     assert [len(page["events"]), page["spans"], page["calls"], page["tools"]] == [3, len(lines), *counts]
 
 
+def test_a_long_conversation_is_read_once_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def grows(scene: Scene, skill: float) -> tuple[Any, list[Reward], str | None]:
+        agent, messages = scene.agent("writer", None, 900), [user("begin")]
+        for number in range(20):
+            scene.call(agent, list(messages), assistant(f"answer {number}"))
+            messages += [assistant(f"answer {number}"), user(f"go on {number}")]
+        scene.call(agent, [user("begin"), user("otherwise")], assistant("yes"))
+        return "succeeded", [], None
+
+    run = make_run(tmp_path / "r", steps=1, groups=1, size=2, play=grows)
+    marked: list[Any] = []
+    mark = transcripts._mark
+    monkeypatch.setattr(transcripts, "_mark", lambda message: marked.append(message) or mark(message))
+    row = Asked(run)("step")["groups"][0]["rollouts"][0]
+    marked.clear()
+    calls = [e for e in Asked(run)("rollout", rollout=row["rollout_id"])["events"] if e["turn"] is not None]
+    assert [call["known"] for call in calls] == [0, *range(2, 40, 2), 1]
+    assert len(marked) == sum(range(1, 41, 2)) + 2 + len(calls)  # each of a prompt, and each answer
+
+
 def test_pieces_of_letters_are_shown_as_bytes(tmp_path: Path) -> None:
     described = {
         "added_tokens": [{"id": 9, "content": "<|end|>"}],

@@ -46,7 +46,7 @@ def events_of(
     rewards, names = rewards_by_node(trace), names_in(trace, chosen)
     first = min((node.span.start_ns for node in trace), default=0)
     depths: dict[Node, int] = {}
-    earlier: list[list[str]] = []
+    earlier = _Heard()
     found: list[Event] = []
     size = 0
     for node in trace.nodes[:MOST_EVENTS]:
@@ -85,13 +85,13 @@ def _event(node: Node, depth: int, first_ns: int, rewards: Mapping[str | None, S
     return Event(**values)
 
 
-def _of_call(node: Node, turn: int, earlier: list[list[str]], limit: int) -> dict[str, Json]:
+def _of_call(node: Node, turn: int, earlier: _Heard, limit: int) -> dict[str, Json]:
     asked, answer = messages(node), node.answer
-    known = _known(asked, earlier)
+    heard = [_mark(message) for message in asked]
+    known = earlier.known(heard)
     prompt, response = tokens_of(node)
     answers = [said(choice.message, limit) for choice in answer.choices]
-    heard = [_mark(message) for message in asked]
-    earlier.append([*heard, *([_mark(answer.choices[0].message)] if answer.choices else [])])
+    earlier.add([*heard, *([_mark(answer.choices[0].message)] if answer.choices else [])])
     return {
         "turn": turn,
         "known": known,
@@ -121,14 +121,26 @@ def _of_judge(node: Node, limit: int) -> dict[str, Json]:
     }
 
 
-def _known(asked: Sequence[Json], earlier: Sequence[Sequence[str]]) -> int:
-    """Count the messages that begin a prompt and that one earlier call had, its answer among them."""
-    marks = [_mark(message) for message in asked]
-    best = 0
-    for before in earlier:
-        alike = next((n for n, (one, other) in enumerate(zip(marks, before, strict=False)) if one != other), None)
-        best = max(best, min(len(marks), len(before)) if alike is None else alike)
-    return best
+class _Heard:
+    """The prompts of earlier calls, each with its answer: a tree of messages, as most begin like others."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, str], int] = {}  # by place in the tree and message
+
+    def add(self, marks: Iterable[str]) -> None:
+        """Take in the messages of a call."""
+        at = 0
+        for mark in marks:
+            at = self._next.setdefault((at, mark), len(self._next) + 1)
+
+    def known(self, marks: Sequence[str]) -> int:
+        """Count the messages that begin a prompt and that one earlier call had, its answer among them."""
+        at: int | None = 0
+        for count, mark in enumerate(marks):
+            at = self._next.get((at, mark))
+            if at is None:
+                return count
+        return len(marks)
 
 
 def _mark(message: Json) -> str:
