@@ -135,11 +135,11 @@ class _Heard:
 
     def known(self, marks: Sequence[str]) -> int:
         """Count the messages that begin a prompt and that one earlier call had, its answer among them."""
-        at: int | None = 0
+        at = 0
         for count, mark in enumerate(marks):
-            at = self._next.get((at, mark))
-            if at is None:
+            if (at, mark) not in self._next:
                 return count
+            at = self._next[at, mark]
         return len(marks)
 
 
