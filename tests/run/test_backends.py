@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,7 @@ from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import score
 from lightning_trainer.run.embedded import Embedded
 from lightning_trainer.run.local import Local, opened, routing_of, serving
+from lightning_trainer.run.train import describe
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 
@@ -75,7 +77,8 @@ class Scripted:
         return run.steps
 
     def describe(self, config: TrainConfig, progress: Progress) -> Described:
-        return Described(f"a script of {config.steps} steps")
+        told = f", tools as {config.tool_format}" if config.tool_format else ""
+        return Described(f"a script of {config.steps} steps{told}")
 
 
 class Remembering:
@@ -164,6 +167,23 @@ def test_a_backend_of_a_plugin_says_what_it_would_do(folder: Path) -> None:
     flags = ["--data", "tasks.jsonl", "--model", "m", "--backend", "scripted", "--steps", "7", "--dry-run"]
     result = CliRunner().invoke(cli, ["train", "strange_agent:run", *flags])
     assert result.stdout == "a script of 7 steps\n"
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.torch
+def test_a_run_writes_tool_calls_as_the_run_did_that_its_model_is_of(folder: Path, tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, folder / "warm/checkpoint")
+    (folder / "warm/config.json").write_text('{"tool_format": "pythonic"}')
+    config = TrainConfig(**options(backend="scripted", model="warm"))
+    assert describe(config).text == "a script of 2 steps, tools as pythonic"
+    train(config)
+    assert json.loads((folder / "out/config.json").read_text())["tool_format"] == "pythonic"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_backend_may_know_models_of_a_kind_that_we_do_not(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    assert train(TrainConfig(**options(backend="scripted", model="mine"))).steps == 2
 
 
 @pytest.mark.usefixtures("plugin")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from email.utils import formatdate
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,7 +18,8 @@ def posted(
 ) -> tuple[httpx.Response, list[float], int]:
     """Post to a server that answers so; return what came of it, the pauses, and the answers that are left."""
     left, pauses = list(answers), []
-    monkeypatch.setattr(outgoing.time, "sleep", pauses.append)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pauses.append)  # others sleep on
+    monkeypatch.setattr(outgoing, "time", clock)
     with httpx.Client(transport=httpx.MockTransport(lambda request: left.pop(0))) as client:
         return outgoing.post_json(client, "http://x/v1", {"a": 1}, within_s=within_s), pauses, len(left)
 

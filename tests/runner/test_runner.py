@@ -430,29 +430,18 @@ class Away:
         return self.store.finish(*given, **options)
 
 
+@pytest.mark.parametrize("beating", [False, True], ids=["heartbeats fail", "a heartbeat still tries"])
 @pytest.mark.parametrize("error", [StoreError("does it run?"), UnauthorizedError("answered 401")])
 def test_result_waits_for_a_server_that_is_away_for_longer_than_a_lease(
-    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, beating: bool
 ) -> None:
     monkeypatch.setattr(runners, "RETRY_S", (0.4,))
     away = Away(store, error)
     ids = enqueue(store, [{"how": ""}], max_attempts=1)
+    if beating:
+        away.wait = lambda: until(lambda: away.told > 4)
     with running(away, Job(target="agents:behave"), folder, lease_s=1.0):  # type: ignore[arg-type]
         until(lambda: away.told > 4)  # the lease's clock stands still meanwhile: nobody uses the store
-        with closing(open_store(str(folder / "store.db"))) as again:
-            away.store, away.back = again, True
-            assert [a.status for a in results(again, ids)[0]] == ["succeeded"]
-
-
-def test_result_waits_also_while_a_heartbeat_still_tries(
-    store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runners, "RETRY_S", (0.4,))
-    away = Away(store, StoreError("does it run?"))
-    ids = enqueue(store, [{"how": ""}], max_attempts=1)
-    away.wait = lambda: until(lambda: away.told > 4)
-    with running(away, Job(target="agents:behave"), folder, lease_s=1.0):  # type: ignore[arg-type]
-        until(lambda: away.told > 4)
         with closing(open_store(str(folder / "store.db"))) as again:
             away.store, away.back = again, True
             assert [a.status for a in results(again, ids)[0]] == ["succeeded"]

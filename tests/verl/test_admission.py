@@ -6,7 +6,9 @@ trainer takes a unit of time, and a trainer that waits for its batch moves the c
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,7 +71,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, staleness: int, *
     sampler = composed(overrides(config, Site(folder=tmp_path), None, flash_attention=False)).trainer.v1.sampler
     world = World()
     monkeypatch.setattr(replay_buffer, "tq", world)
-    monkeypatch.setattr(replay_buffer.time, "sleep", lambda _: world.pass_time())
+    clock = SimpleNamespace(**{**vars(time), "sleep": lambda _: world.pass_time()})  # other threads sleep as they did
+    monkeypatch.setattr(replay_buffer, "time", clock)
     buffer = AsyncReplay(
         trainer_mode="colocate_async",
         trainer_config=None,

@@ -47,9 +47,12 @@ def with_format(config: TrainConfig) -> TrainConfig:
     """Return the options of a new run whose model writes tool calls as it did in the run that it comes from.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: the options of that run can't be read.
     """
-    of_folder = Path(config.model).expanduser().is_dir()  # what else may be meant is the backend's to say
-    if config.resume is not None or chosen_format(dict(config)) or not of_folder:
+    if config.resume is not None or chosen_format(dict(config)):
         return config
-    return config.model_copy(update=chosen_format(options_of(run_of(look(config.model)))))
+    try:
+        found = look(config.model)
+    except ConfigError:  # the backend says what is wrong with it, or knows models of another kind
+        return config
+    return config.model_copy(update=chosen_format(options_of(run_of(found))))

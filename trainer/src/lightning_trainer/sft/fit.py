@@ -69,7 +69,7 @@ class Fit:
         from_step: number of the first step in the log, where others came before.
         update: learns from a batch; None: `Learner.update`.
         loss: what is looked at; None: the mean loss of a token.
-        standing: where an earlier life stood; the learner is as it was then.
+        standing: where it stands: at first where an earlier life did, and the learner is as it was then.
         keep: keeps where this one stands, and the learner as it is: every quarter of an hour, and when asked to stop.
     """
 
@@ -171,8 +171,7 @@ class Fit:
     def _see(self, loss: float) -> None:
         """Save the weights if no loss was lower; else count the look."""
         now = self.standing
-        lower = loss < math.inf and (not self.held_out or now.lowest is None or loss < now.lowest)
-        if lower:
+        if loss < math.inf and (not self.held_out or now.lowest is None or loss < now.lowest):
             self.standing = replace(now, lowest=loss, best=now.taken, waited=0)
             self._save()
         else:
