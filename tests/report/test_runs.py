@@ -3,9 +3,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
+from lightning_spans.errors import ConfigError
 from lightning_trainer.cli import cli
+from lightning_trainer.config.origin import options_of
+from lightning_trainer.replaying.running import Program, from_run
+from lightning_trainer.sft.resume import began_with
 
 
 def make(folder: Path, rate: float, rewards: list[float]) -> None:
@@ -55,3 +60,20 @@ def test_options_of_another_command_are_no_difference(tmp_path: Path, monkeypatc
     config.write_text(json.dumps({**json.loads(config.read_text()), "held_out": 0.05}))
     last = CliRunner().invoke(cli, ["runs", "--json"]).stdout.splitlines()[-1]
     assert set(json.loads(last)["differ"]) == {"learning_rate"}
+
+
+@pytest.mark.parametrize("kept", ["{", "[]", "null", "7"])
+def test_a_run_whose_options_cannot_be_read_is_listed_and_told_where_they_are_needed(tmp_path: Path, kept: str) -> None:
+    make(tmp_path / "a", 1e-5, [0.1, 0.5])
+    make(tmp_path / "b", 1e-5, [0.1, 0.5])
+    (tmp_path / "a/config.json").write_text(kept)
+    rows = [json.loads(line) for line in CliRunner().invoke(cli, ["runs", str(tmp_path), "--json"]).stdout.splitlines()]
+    assert [row["options"] for row in rows[:2] if row["folder"].endswith("a")] == [{}]
+    (tmp_path / "a/checkpoint").mkdir()
+    for reader in (
+        lambda: began_with(tmp_path / "a"),
+        lambda: options_of(tmp_path / "a"),
+        lambda: from_run(Program(), str(tmp_path / "a/lightning.db")),
+    ):
+        with pytest.raises(ConfigError, match=r"config\.json (can't be read|is no JSON object)"):
+            reader()

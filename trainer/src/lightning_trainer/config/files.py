@@ -84,6 +84,26 @@ def read_toml(path: Path) -> dict[str, Any]:
     return values
 
 
+def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:
+    """Read the options that a run's folder keeps.
+
+    Args:
+        folder: of a run.
+        otherwise: what to do where they can't be read, for the error.
+
+    Raises:
+        ConfigError: they can't be read.
+    """
+    path = folder / CONFIG_NAME
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}. {otherwise}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} is no JSON object, so it holds no options. {otherwise}")
+    return values
+
+
 def _is_heading(key: str) -> bool:
     """Whether a table is no option, and none misspelt."""
     return not difflib.get_close_matches(key, TrainConfig.model_fields, n=1, cutoff=0.8)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import NEWEST, Model, look
 
@@ -28,13 +27,7 @@ def options_of(run: Path | None) -> dict[str, Any]:
     Raises:
         ConfigError: they can't be read.
     """
-    if run is None:
-        return {}
-    try:
-        values: dict[str, Any] = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run / CONFIG_NAME} can't be read: {error}. Give a run's folder, or a model.") from None
-    return values
+    return {} if run is None else read_kept(run, "Give a run's folder, or a model.")
 
 
 def chosen_format(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_spans.adapter.join import GATEWAY
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import FRAMEWORK
-from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.evaluation.subjects import (
     Answering,
@@ -85,13 +84,13 @@ def from_run(program: Program, store: str) -> Program:
     A command works where that of the run did, also another one.
 
     Raises:
-        ConfigError: nobody says what to run.
+        ConfigError: nobody says what to run, or what the run keeps can't be read.
     """
     path = store.removeprefix("sqlite:///")
     run = None if "://" in path else Path(path).expanduser().parent
     values: dict[str, Any] = {}
     if run is not None and (run / CONFIG_NAME).is_file():
-        values = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
+        values = read_kept(run, "Say what to run.")
         if program.target is None and program.command is None:
             program = replace(program, target=values.get("target"), command=values.get("command"))
             program = replace(program, reward=program.reward or values.get("reward"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_trainer.config.files import CONFIG_NAME
+from lightning_spans.errors import ConfigError
+from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.report.metrics import LOG_NAME, newest_validations, read
 
 _WHERE: Final = ("out", "resume", "port", "store")  # options that say where, and nothing of what
@@ -65,8 +65,8 @@ def row_of(folder: Path) -> RunSummary:
     steps = [line for line in lines if line["kind"] == "train"]
     held = [(line["step"], line["reward"]) for line in newest_validations(lines) if "reward" in line]
     try:
-        options = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    except ValueError:
+        options = read_kept(folder, "")
+    except ConfigError:
         options = {}
     return RunSummary(
         folder=str(folder),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from typing import Any, Final
 import psutil
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.report.metrics import LOG_NAME, read
 from lightning_trainer.report.runs import is_run
 from lightning_trainer.run.state import FOLDER, NEWEST, find
@@ -189,8 +188,5 @@ def read_config(resume: Path) -> dict[str, Any]:
     if not (resume / NEWEST).exists() and is_held(resume):
         raise ConfigError(_in_use(resume))
     run, _ = find(resume)
-    try:
-        values: dict[str, Any] = json.loads((run / CONFIG_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run / CONFIG_NAME} can't be read: {error}. Give all options again.") from None
+    values = read_kept(run, "Give all options again.")
     return {name: value for name, value in values.items() if value is not None and name != "out"}

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.protocol import Learner
-from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.files import read_kept
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.run.folders import held
 
@@ -94,8 +94,5 @@ def began_with(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: they can't be read.
     """
-    try:
-        values: dict[str, Any] = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        return {name: value for name, value in values.items() if value is not None and name != "out"}
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{folder / CONFIG_NAME} can't be read: {error}. Begin anew.") from None
+    values = read_kept(folder, "Begin anew.")
+    return {name: value for name, value in values.items() if value is not None and name != "out"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.config.files import CONFIG_NAME
+from lightning_trainer.config.files import read_kept
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import LOG_NAME, Line, read
@@ -39,10 +38,9 @@ class Run:
     def options(self) -> Mapping[str, Any]:
         """The options it was started with; {} where they are not known."""
         try:
-            values = json.loads((self.folder / CONFIG_NAME).read_text(encoding="utf-8")) if self.folder else {}
-        except (OSError, ValueError):
+            return read_kept(self.folder, "") if self.folder else {}
+        except ConfigError:
             return {}
-        return values if isinstance(values, dict) else {}
 
     @property
     def shown_options(self) -> dict[str, Any]:
