@@ -140,8 +140,9 @@ def test_a_claim_whose_answer_was_lost_is_not_repeated(pauses: list[float]) -> N
     assert len(transport.requests) == 1
 
 
-def test_a_busy_server_is_given_the_time_it_asks_for(pauses: list[float]) -> None:
-    busy = httpx.Response(503, headers={"retry-after": "2"}, json={"error": {"message": "too many spans wait"}})
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_a_busy_server_is_given_the_time_it_asks_for(pauses: list[float], status: int) -> None:
+    busy = httpx.Response(status, headers={"retry-after": "2"}, json={"error": {"message": "too many spans wait"}})
     store = HttpStore(URL, transport=Scripted(busy, busy, KEPT))
     assert store.add_spans([a_span()]) == 1
     assert all(1.5 <= pause <= 2 for pause in pauses)

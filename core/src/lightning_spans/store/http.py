@@ -37,16 +37,18 @@ _BATCH: Final = 1000  # records in one request
 _ANSWER_S: Final = 60.0
 _CONNECT_S: Final = 5.0
 _LONGEST_PAUSE_S: Final = 5.0
+_BUSY: Final = frozenset({408, 429, 503})  # of the server, or of what stands before it
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 
 class HttpStore(Store):
     """A store kept by a server. What the server refuses is a `RefusedError`; threads share its connections.
 
-    A call that can't reach the server, loses the connection, or is told to come back (503), is repeated with growing
-    pauses for up to `patience_s`. That is safe because the store takes everything twice and counts it once, but for
-    `claim`: one whose answer was lost is not repeated, since its attempts would wait for their leases to run out. The
-    numbers of newly kept records are too small where an answer was lost and the records were there the second time.
+    A call that can't reach the server, loses the connection, or is told to come back (408, 429 or 503), is repeated
+    with growing pauses for up to `patience_s`. That is safe because the store takes everything twice and counts it
+    once, but for `claim`: one whose answer was lost is not repeated, since its attempts would wait for their leases to
+    run out. The numbers of newly kept records are too small where an answer was lost and the records were there the
+    second time.
     """
 
     def __init__(
@@ -261,7 +263,7 @@ class HttpStore(Store):
         while True:
             try:
                 response = self._client.post(path, content=content, headers={"content-type": "application/json"})
-                if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                if response.status_code not in _BUSY:
                     return response
                 failure: str | httpx.TransportError = self._refusal(path, response).args[0]
                 wait_s = max(pause_s, _retry_after_s(response))
