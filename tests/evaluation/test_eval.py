@@ -88,31 +88,32 @@ def test_of_what_sft_learned_the_run_says_whose_it_is(tmp_path: Path, tiny_model
 def run(folder: Path, tiny_model: Path) -> Path:
     """A run of which nobody but its own options knows who was trained, and how its model writes tool calls."""
     shutil.copytree(tiny_model, folder / "warm" / "checkpoint")
-    options = {"agents": ["writer"], "name_by": ["writer=model:gpt"], "tool_format": "pythonic"}
+    options = {"agents": ["writer"], "name_by": ["writer=model:gpt"], "tool_format": "pythonic", "max_model_len": 96}
     (folder / "warm" / "config.json").write_text(json.dumps(options))
     return folder / "warm"
 
 
 @pytest.mark.torch
-def test_a_runs_model_writes_tool_calls_as_it_did_in_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runs_model_writes_and_reads_as_it_did_in_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from lightning_trainer.backends.torch import backend
     from lightning_trainer.evaluation.subjects import answering, read_subject
 
-    for more, written in (({}, "pythonic"), ({"tool_format": "hermes"}, "hermes")):
+    for more, loaded in (({}, ("pythonic", 96)), ({"tool_format": "hermes", "max_model_len": 64}, ("hermes", 64))):
         with answering(read_subject(str(run)), **more) as found:
-            assert [engine.tool_format for engine in found.engines] == [written]  # type: ignore[attr-defined]
+            (engine,) = found.engines
+            assert (engine.tool_format, engine.max_model_len) == loaded  # type: ignore[attr-defined]
     asked = []
 
     def opened(folder: str, **options: Any) -> None:
-        asked.append(options["tool_format"])
+        asked.append((options["tool_format"], options["max_model_len"]))
         raise ConfigError("that is enough")
 
     monkeypatch.setattr(backend, "open_torch", opened)
     for command in ("run", "run/checkpoint"):
         CliRunner().invoke(cli, ["serve", command.replace("run", str(run))])
     CliRunner().invoke(cli, ["serve", str(run), "--tool-format", "hermes"])
-    assert asked == ["pythonic", "pythonic", "hermes"]
+    assert asked == [("pythonic", 96), ("pythonic", 96), ("hermes", 96)]
 
 
 def test_a_run_from_a_runs_model_writes_tool_calls_as_that_did(run: Path, tiny_model: Path) -> None:

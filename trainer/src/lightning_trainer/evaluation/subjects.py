@@ -128,9 +128,11 @@ def name_rules(subject: Subject) -> tuple[str, ...]:
     return tuple(_of_run(subject).get("name_by") or ())
 
 
-def own_format(subject: Subject) -> dict[str, Any]:
-    """Return the option that says how the model of a run writes tool calls; {} where the subject is of no run."""
-    return chosen_format(_of_run(subject))
+def own_loading(subject: Subject) -> dict[str, Any]:
+    """Return how a run loaded its model: the form of its tool calls and its most tokens; {} where it is of no run."""
+    options = _of_run(subject)
+    longest = options.get("max_model_len")
+    return chosen_format(options) | ({} if longest is None else {"max_model_len": longest})
 
 
 def refuse_unheard(options: Mapping[str, object], *sides: object) -> None:
@@ -183,7 +185,7 @@ def _loaded(subject: LocalModel, options: dict[str, Any]) -> Iterator[Answering]
     if adapters and not policies.by_agent:
         raise ConfigError(f"{subject.model} holds adapters of agents, and not whose they are. Give the run's folder.")
     name = None if adapters else _POLICY
-    with closing(open_torch(subject.model, **{"name": name, **own_format(subject), **options})) as learner:
+    with closing(open_torch(subject.model, **{"name": name, **own_loading(subject), **options})) as learner:
         unknown = "policy"  # refused by the gateway where agents have policies of their own
         model = unknown if adapters else learner.engine.model
         yield Answering(model=model, engines=learner.engines, policies=policies)

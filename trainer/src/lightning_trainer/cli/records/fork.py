@@ -59,7 +59,11 @@ _SHORT = 80  # characters of an answer that a line shows
 @click.option("--workers", type=click.IntRange(1), help="Worker processes; one a core by default.")
 @click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
 @click.option("--device", help="auto, cpu, cuda, ...")
-@click.option("--max-model-len", type=click.IntRange(2), help="Most tokens of prompt and answer together.")
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(2),
+    help="Most tokens of prompt and answer together; by default as its run, else its model.",
+)
 @store_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(

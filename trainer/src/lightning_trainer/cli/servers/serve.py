@@ -21,7 +21,11 @@ from lightning_trainer.cli.servers.serving import tls_options
 @click.option("--tool-format", help="How the model writes tool calls; as its run or its chat template does by default.")
 @click.option("--device", help="auto, cpu, cuda, ...")
 @click.option("--dtype", help="auto, float32 or bfloat16.")
-@click.option("--max-model-len", type=click.IntRange(2), help="Most tokens of prompt and answer together.")
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(2),
+    help="Most tokens of prompt and answer together; by default as its run, else its model.",
+)
 @click.option(
     "--key-file", type=click.Path(path_type=Path), help="Where to keep the key; else it goes with the server."
 )
@@ -54,7 +58,7 @@ def command(
     from lightning_trainer import models
     from lightning_trainer.backends.torch.backend import need_torch, open_torch
     from lightning_trainer.cli.servers.serving import Place, check_place, key_files, serve_until_stopped
-    from lightning_trainer.evaluation.subjects import own_format, read_subject
+    from lightning_trainer.evaluation.subjects import own_loading, read_subject
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.run.local import opened
 
@@ -62,7 +66,7 @@ def command(
     place = Place(host, port, tls_cert, tls_key, plain_http)
     check_place(place)
     folder = models.resolve(checkpoint)
-    own = own_format(read_subject(checkpoint))
+    own = own_loading(read_subject(checkpoint))
     with ExitStack() as stack:  # to load weights may take minutes: whether key and calls can be kept is known before
         files = stack.enter_context(key_files(key_file))
         kept = stack.enter_context(opened(store)) if store else NullStore()

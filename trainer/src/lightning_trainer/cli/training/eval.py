@@ -72,7 +72,11 @@ if TYPE_CHECKING:
 @click.option("--tool-format", help="How the model writes tool calls; as its run or its chat template does by default.")
 @click.option("--device", help="auto, cpu, cuda, ...")
 @click.option("--dtype", help="auto, float32 or bfloat16.")
-@click.option("--max-model-len", type=click.IntRange(2), help="Most tokens of prompt and answer together.")
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(2),
+    help="Most tokens of prompt and answer together; by default as its run, else its model.",
+)
 @click.option("--out", type=click.Path(path_type=Path), help="The evaluation's folder; evals/DATE by default.")
 @click.option(
     "--store", metavar="URL", help="Where traces are kept; SQLite in the folder by default. May be given again."
