@@ -103,6 +103,13 @@ def load(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("SELECT '4.0'", "SELECT price FROM item WHERE id = 2", False),
         ("SELECT length(zeroblob(900000000))", "SELECT 900000000", False),
         ("SELECT 0, 0, 0, 0, 0, 0", "SELECT 0, 0, 0, 0, 0, 0", True),  # columns that can't be told apart
+        ("SELECT 1, 2 UNION ALL SELECT 2, 1", "SELECT 1, 1 UNION ALL SELECT 2, 2", False),  # no column stands for two
+        # 12! orders of columns, none of which is right
+        (
+            f"SELECT {'1, 2, ' * 6}0 UNION SELECT {'2, 1, ' * 6}0",
+            f"SELECT {'1, ' * 12}0 UNION SELECT {'2, ' * 12}0",
+            False,
+        ),
         ("WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT max(n) FROM t", "SELECT 1", False),
     ],
 )
