@@ -21,10 +21,11 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.credit_report import CreditReport, TurnCredit, credit_report, turns_of
 
 
-def judged(world: World, credit: str, chosen: Sequence[str] | None = None) -> tuple[list[TurnCredit], CreditReport]:
-    batch = world.batch(credit=credit, normalise_std=False)
-    rewards = [reward for outcome in world.outcomes for reward in outcome.rewards]
-    return turns_of(batch.calls, chosen), credit_report(batch, world.outcomes, rewards, credit)
+def judged(
+    world: World, credit: str, chosen: Sequence[str] | None = None, **options: Any
+) -> tuple[list[TurnCredit], CreditReport]:
+    batch = world.batch(credit=credit, normalise_std=False, **options)
+    return turns_of(batch.calls, chosen), credit_report(batch, world.outcomes, credit)
 
 
 def team() -> World:
@@ -66,6 +67,24 @@ def test_the_report_says_whether_credit_was_conserved() -> None:
         world.rollout("a", [("worker", "w"), ("rider", "r"), ("worker", "w")], {None: value})
     assert any("credit +1.250 over calls, conserved" in line for line in judged(world, "last")[1].lines())
     assert any("+2.500 over agents, shared by several" in line for line in judged(world, "identical")[1].lines())
+
+
+@pytest.mark.parametrize(("failed", "given"), [("lowest", {"run": 0.5, "failed": 0.0}), ("exclude", {"run": 1.5})])
+def test_what_a_retry_earned_after_a_crash_is_given_only_where_it_counts(failed: str, given: dict[str, float]) -> None:
+    world = World()
+    world.rollout("a", [("worker", "w")], {None: 1.0}, failed_before=[("worker", "crashes")])
+    world.rollout("a", [("worker", "w")], {None: 0.5})
+    _, report = judged(world, "identical", failed=failed)
+    assert report.given == {source: {None: value} for source, value in given.items()}
+    assert report.rewards == report.credited == sum(given.values())
+
+
+def test_what_forks_earned_is_given_only_where_they_are_compared() -> None:
+    world = World()
+    world.rollout("a", [("worker", "w")], {None: 1.0})
+    world.rollout("a", [("worker", "w")], {None: 0.5})
+    world.rollout("a", [("worker", "v")], {None: 9.0}, replays=("r0.1", 0))
+    assert judged(world, "identical")[1].given == {"run": {None: 1.5}}
 
 
 @pytest.fixture
@@ -138,6 +157,19 @@ def test_another_credit_a_step_and_automatic_rewards_can_be_asked_for(run: Path)
     assert found[-1]["account"]["attempts"] == 2
     assert found[-1]["account"]["given"]["tool_status"] == {"worker": 0.0}
     assert found[-1]["account"]["credited"] == pytest.approx(found[-1]["account"]["rewards"])
+
+
+@pytest.mark.parametrize(
+    "forked",
+    [
+        pytest.param({"forks": 6, "alternatives": 2, "fork_at": "entropy", "fork_tools": {"*": "run"}}, id="calls"),
+        pytest.param({"credit": "shapley", "orders": 4, "policies": {"worker": "lora", "b": "lora"}}, id="agents"),
+    ],
+)
+def test_a_run_with_forks_is_shown_under_another_credit(run: Path, forked: dict[str, Any]) -> None:
+    values = {"target": "a:b", "data": Path("x.jsonl"), "model": "m", "credit": "counterfactual", **forked}
+    (run / "config.json").write_text(to_json(TrainConfig(**values)))
+    assert lines(str(run), "--credit", "per-agent")[-1]["account"]["credit"] == "per-agent"
 
 
 def test_one_rollout_is_shown_call_by_call(run: Path) -> None:

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_spans.schema.agents import label, selects
-from lightning_spans.schema.rewards import Reward
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rollouts import Outcome
@@ -58,8 +57,8 @@ class CreditReport:
         failed: how many of them never succeeded.
         attempts: how many count.
         calls: model calls of all attempts.
-        given: sum of rewards, by source and by whom it names (None: the whole attempt).
-        rewards: sum of all that was given.
+        given: sum of the rewards of attempts that count, by source and by whom it names (None: the whole attempt).
+        rewards: sum of all of these.
         credited: sum of the credit of all calls, the choices of a call counted once.
         by_agent: sum of credit over attempts of each agent, one call of each counted in an attempt.
         unclaimed: number of rewards that reached no call, by the agent that they name.
@@ -127,18 +126,16 @@ def turns_of(calls: Iterable[Judged], chosen: Sequence[str] | None) -> list[Turn
     ]
 
 
-def credit_report(batch: Batch, outcomes: Sequence[Outcome], rewards: Iterable[Reward], credit: str) -> CreditReport:
+def credit_report(batch: Batch, outcomes: Sequence[Outcome], credit: str) -> CreditReport:
     """Draw up the report.
 
     Args:
         batch: of these outcomes.
         outcomes: of all rollouts that have ended.
-        rewards: that were given to the attempts that count, automatic ones among them.
         credit: name of the assigner.
     """
-    kept = {reward.reward_id: reward for reward in rewards}.values()
     given: defaultdict[str, defaultdict[str | None, float]] = defaultdict(lambda: defaultdict(float))
-    for reward in kept:
+    for reward in batch.given:
         given[reward.source][reward.agent] += reward.value
     credited = [call for call in batch.calls if not math.isnan(call.credit)]
     each = {(call.transition.attempt_id, call.transition.span_id): call.credit for call in credited}
@@ -153,7 +150,7 @@ def credit_report(batch: Batch, outcomes: Sequence[Outcome], rewards: Iterable[R
         attempts=len({call.transition.attempt_id for call in batch.calls}),
         calls=batch.account.seen,
         given={source: dict(by) for source, by in given.items()},
-        rewards=sum(reward.value for reward in kept),
+        rewards=sum(reward.value for reward in batch.given),
         credited=sum(each.values()),
         by_agent=dict(by_agent),
         unclaimed=dict(batch.account.unclaimed),

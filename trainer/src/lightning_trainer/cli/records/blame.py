@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.report.credit_report import CreditReport, TurnCredit
     from lightning_trainer.rl.batch.calls import Judged
+
+_OF_FORKS: Final = ("forks", "alternatives", "orders", "fork_at", "fork_tools")
 
 
 @click.command(name="blame")
@@ -57,8 +59,7 @@ def command(
     with reading(elsewhere or str(run / "lightning.db"), key_file) as source:
         chosen = _chosen(run, source.rollouts(), steps, held_out=held_out, shared=elsewhere is not None)
         batch, outcomes = judged(config, source, chosen)
-        rewards = [reward for outcome in outcomes for reward in outcome.rewards]
-    report = credit_report(batch, outcomes, [*rewards, *batch.automatic], config.credit)
+    report = credit_report(batch, outcomes, config.credit)
     calls = [call for call in batch.calls if call.transition.rollout_id in rollouts]
     if rollouts and not calls:
         raise ConfigError(f"no call of {', '.join(rollouts)} counts. See lightning-rl traces --rollout {rollouts[0]}.")
@@ -90,6 +91,7 @@ def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[st
         ) from None
     if credit is not None:
         values |= {"credit": credit, "gamma": None, "credit_options": {}}
+        values |= dict.fromkeys(_OF_FORKS)  # what was drawn again is there; nothing is now
     if gamma is not None:
         values["gamma"] = gamma
     values["rewards"] = {**(values.get("rewards") or {}), **rewards}

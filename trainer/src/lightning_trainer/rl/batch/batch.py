@@ -30,6 +30,7 @@ class Batch:
         flat_groups: groups in which there was nothing to compare.
         tied_groups: these, and groups in which only automatic rules, where others gave rewards, or penalties found a
             difference.
+        given: all rewards of the attempts that count; those of failures, which nobody gave, among them.
     """
 
     rows: list[Row]
@@ -39,6 +40,7 @@ class Batch:
     calls: tuple[Judged, ...] = ()
     flat_groups: frozenset[str] = frozenset()
     tied_groups: frozenset[str] = frozenset()
+    given: tuple[Reward, ...] = ()
 
 
 def batch_of(calls: Calls, advantages_M: FloatArray, still: NoContrast, *, merge: bool = True) -> Batch:
@@ -56,4 +58,4 @@ def batch_of(calls: Calls, advantages_M: FloatArray, still: NoContrast, *, merge
         for call, advantage in zip(calls.compared, advantages_M, strict=True)
     ]
     every, account = (*judged, *calls.left_out), calls.account + trained
-    return Batch(rows, account, calls.agents, calls.automatic, every, still.flat, still.tied)
+    return Batch(rows, account, calls.agents, calls.automatic, every, still.flat, still.tied, calls.given)

@@ -79,6 +79,7 @@ class Calls:
         agents: number of calls by agent.
         automatic: what automatic rules gave to the attempts that count.
         judged: whether anybody but automatic rules gave a reward.
+        given: all rewards of the attempts that count; those of failures, which nobody gave, among them.
     """
 
     compared: tuple[CreditedCall, ...]
@@ -87,6 +88,7 @@ class Calls:
     agents: Mapping[str | None, int]
     automatic: tuple[Reward, ...]
     judged: bool
+    given: tuple[Reward, ...] = ()
 
     @property
     def transitions(self) -> list[Transition]:

@@ -84,7 +84,8 @@ def calls_of(
         account = account.plus_dropped(reason, count)
     automatic = tuple(reward for its in counted for reward in its.automatic)
     judged = any(episode.judged for episode in episodes)
-    return Calls(tuple(chosen), tuple(left_out), account, seen_agents, automatic, judged)
+    given = tuple(reward for its in counted for reward in its.rewards)
+    return Calls(tuple(chosen), tuple(left_out), account, seen_agents, automatic, judged, given)
 
 
 def _went_elsewhere(half: Unjoined, patterns: Sequence[str]) -> bool:

@@ -191,8 +191,7 @@ def credit_of(reader: StoreReader, run: Run, step: int | None, credit: str | Non
     if made is None or config is None:
         raise ConfigError("there is no credit: the run's options are not known, or nothing of this step has ended.")
     batch, outcomes = made
-    rewards = [reward for outcome in outcomes for reward in outcome.rewards]
-    report = credit_report(batch, outcomes, [*rewards, *batch.automatic], config.credit)
+    report = credit_report(batch, outcomes, config.credit)
     ranked = sorted((c for c in batch.calls if not math.isnan(c.advantage)), key=lambda call: call.advantage)
     return CreditPage(
         credit=config.credit,
