@@ -96,6 +96,12 @@ def line(folder: Path) -> dict[str, Any]:
     return next(found for found in lines if found["kind"] == "train")
 
 
+def test_what_a_rule_gave_forks_is_no_reward_of_the_rollouts(tiny_model: Path, folder: Path) -> None:
+    always = {"answer_format": {"weight": 1, "pattern": "(?s).*", "agents": ["planner"]}}
+    train(config(tiny_model, rewards=always, forks=6))
+    assert line(folder)["reward_source/answer_format"] == 1.0
+
+
 def test_a_free_rider_learns_nothing_and_its_team_does(tiny_model: Path, folder: Path) -> None:
     train(config(tiny_model))
     metrics = line(folder)

@@ -134,6 +134,20 @@ def total(rewards: Sequence[Reward]) -> float:
     return shared + (sum(agents.values()) / len(agents) if agents else 0.0)
 
 
+def given_to(outcomes: Sequence[Outcome], automatic: Sequence[Reward], failed: Failed) -> list[Reward]:
+    """Return what successes that count were given.
+
+    Args:
+        outcomes: of the rollouts.
+        automatic: what automatic rules gave, to other attempts such as forks, too.
+        failed: the reward of a rollout that failed by the policy's doing; ``exclude`` leaves it out.
+    """
+    counted = [o for o in outcomes if o.attempt is not None and o.counts(failed) is o.attempt]
+    names = {outcome.attempt.attempt_id for outcome in counted if outcome.attempt is not None}
+    own = [reward for outcome in counted for reward in outcome.rewards]
+    return own + [reward for reward in automatic if reward.attempt_id in names]
+
+
 def by_source(rewards: Sequence[Reward], attempts: int) -> dict[str, float]:
     """Return the mean over attempts of what each source gave, for logs: `reward_source/NAME`."""
     totals: dict[str, float] = defaultdict(float)

@@ -31,7 +31,7 @@ from lightning_trainer.rl.batch.comparison import Penalty
 from lightning_trainer.rl.credit.counterfactual import Cells
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
 from lightning_trainer.rl.rollouts import Outcome, plan
-from lightning_trainer.rl.scores import Score, by_source, reward_of_failures, score
+from lightning_trainer.rl.scores import Score, by_source, given_to, reward_of_failures, score
 from lightning_trainer.run.capture import FirstTask
 from lightning_trainer.run.data import batch_at
 from lightning_trainer.run.forking import forked, planned, refuse_ended, told
@@ -171,11 +171,11 @@ class Loop:
         self._whole = False
         learned = self._learn(batch)
         result = score(outcomes, config.failed)
-        given = [r for o in outcomes if o.counts(config.failed) is o.attempt for r in o.rewards]
+        given = given_to(outcomes, batch.automatic, config.failed)
         metrics = {
             **result.metrics(),
             **batch.account.metrics(),
-            **by_source([*given, *batch.automatic], result.rollouts - result.failed),
+            **by_source(given, result.rollouts - result.failed),
             **step_metrics.of_groups(*step_metrics.compared(batch)),
             **step_metrics.of_traces(_without(traces.found, forks)),
             **of_forks,

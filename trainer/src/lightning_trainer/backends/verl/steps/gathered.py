@@ -11,7 +11,7 @@ from lightning_trainer.report import step_metrics
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rollouts import Failed, Outcome
-from lightning_trainer.rl.scores import by_source, score
+from lightning_trainer.rl.scores import by_source, given_to, score
 
 
 class Gathered:
@@ -41,11 +41,11 @@ class Gathered:
         """Return the numbers of what came since the last time."""
         with self._lock:
             result = score(self._outcomes, self._failed)
-            given = [r for o in self._outcomes if o.counts(self._failed) is o.attempt for r in o.rewards]
+            given = given_to(self._outcomes, self._automatic, self._failed)
             numbers = {
                 **result.metrics(),
                 **self._account.metrics(),
-                **by_source([*given, *self._automatic], result.rollouts - result.failed),
+                **by_source(given, result.rollouts - result.failed),
                 **step_metrics.of_groups(self._compared, self._flat),
                 **step_metrics.of_traces(self._traces),
             }
