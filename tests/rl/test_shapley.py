@@ -6,15 +6,20 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.attempts import AttemptRecord, Rollout
+from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.transitions import Tokens, Transition
+from lightning_trainer.rl.batch.attempts import played_of
 from lightning_trainer.rl.credit.assigners import credit_by_name
 from lightning_trainer.rl.credit.played import AcrossAttempts, Fork, Played
 from lightning_trainer.rl.credit.shapley import Share, added, coalitions, orders, shapley, shares, values_of
+from lightning_trainer.rl.rollouts import Outcome
 
 TEAM = ("planner", "writer", "checker", "rider")
 
@@ -115,8 +120,23 @@ def test_calls_of_a_rollout_have_what_their_agent_added_and_those_of_its_coaliti
 def test_a_rollout_of_which_a_coalition_is_missing_is_not_credited() -> None:
     both, with_a, with_b = attempt("r", 1.0), attempt("a", 0.8, "b", record="r"), attempt("b", 0.2, "a", record="r")
     assert added([both, with_a, with_b]) == {}  # what the base earns alone is not known
+    lonely = replace(with_b, fork=Fork("r", None, frozenset("a"), frozenset("ab")))
+    assert added([both, lonely]) == {}  # an agent without the others is no team
     nobody = attempt("n", 0.1, "a", "b", record="r")
     assert added([both, nobody, with_a]) == {"r": pytest.approx({"a": 0.7, "b": 0.2})}  # of the order a, b
+
+
+def test_the_team_is_that_of_all_coalitions_whatever_became_of_them() -> None:
+    def outcome(name: str, *without: str, ended: bool = False) -> Outcome:
+        replay = Replay(attempt_id="r.1", beyond="sample", fresh=without) if without else None
+        rollout = Rollout(rollout_id=name, group_id="g", task={}, replay=replay)
+        its = AttemptRecord(attempt_id=f"{name}.1", rollout=rollout, number=1, fence=1, worker="w", status="succeeded")
+        return Outcome(rollout=rollout, attempt=None if ended else its, attempts=(its,))
+
+    some = [outcome("r"), outcome("n", "a", "b", ended=True), outcome("x", "b", ended=True), outcome("y", "a")]
+    record, fork = played_of(some, lambda _: [], "lowest")
+    assert (record.fork, fork.fork) == (None, Fork("r.1", None, frozenset("a"), frozenset("ab")))
+    assert added([record, fork]) == {}
 
 
 def test_shapley_is_chosen_by_its_name_and_has_no_options() -> None:

@@ -58,6 +58,7 @@ class CountedAttempt:
     transitions: Sequence[Transition]
     rewards: Sequence[Reward]
     automatic: Sequence[Reward]
+    team: frozenset[str] = frozenset()  # of a fork: see `Fork`
 
     @property
     def played(self) -> Played:
@@ -68,7 +69,7 @@ class CountedAttempt:
             transitions=self.transitions,
             earned=total(self.rewards),
             group=of.group_id,
-            fork=None if replay is None else Fork(replay.attempt_id, replay.call, frozenset(replay.fresh)),
+            fork=None if replay is None else Fork(replay.attempt_id, replay.call, frozenset(replay.fresh), self.team),
         )
 
 
@@ -77,6 +78,7 @@ def counted_attempt(
     attempt: AttemptRecord,
     by_attempt: Mapping[str, tuple[list[Transition], list[Reward]]],
     crashed: float,
+    teams: Mapping[str, frozenset[str]],
 ) -> CountedAttempt:
     """Gather what an attempt that counts did and earned.
 
@@ -85,6 +87,7 @@ def counted_attempt(
         attempt: the attempt.
         by_attempt: see `transitions_by_attempt`.
         crashed: the reward of a failure by the policy's doing.
+        teams: see `teams_of`.
     """
     rewards = list(outcome.rewards)
     if attempt is outcome.crash:
@@ -93,7 +96,18 @@ def counted_attempt(
     transitions, automatic = by_attempt.get(attempt.attempt_id, ([], []))
     known = {reward.reward_id for reward in rewards}
     rewards += [reward for reward in automatic if reward.reward_id not in known]  # kept from an earlier reading
-    return CountedAttempt(outcome, attempt.attempt_id, transitions, rewards, automatic)
+    replay = outcome.rollout.replay
+    team = frozenset() if replay is None else teams.get(replay.attempt_id, frozenset())
+    return CountedAttempt(outcome, attempt.attempt_id, transitions, rewards, automatic, team)
+
+
+def teams_of(outcomes: Sequence[Outcome]) -> dict[str, frozenset[str]]:
+    """Return, by record, the agents for which another model was to answer in any of its forks."""
+    teams: dict[str, frozenset[str]] = {}
+    for replay in (outcome.rollout.replay for outcome in outcomes):
+        if replay is not None:
+            teams[replay.attempt_id] = teams.get(replay.attempt_id, frozenset()) | {*replay.fresh}
+    return teams
 
 
 def fork_ended(outcome: Outcome, by_attempt: Mapping[str, tuple[list[Transition], list[Reward]]]) -> bool:
@@ -114,9 +128,9 @@ def played_of(
         agents: names and globs that are selected: `transitions_by_attempt`.
     """
     by_attempt = transitions_by_attempt(traces([a.attempt_id for o in outcomes for a in o.attempts]), agents)
-    crashed = reward_of_failures(outcomes, failed)
+    crashed, teams = reward_of_failures(outcomes, failed), teams_of(outcomes)
     return [
-        counted_attempt(outcome, attempt, by_attempt, crashed).played
+        counted_attempt(outcome, attempt, by_attempt, crashed, teams).played
         for outcome in outcomes
         if (attempt := outcome.counts(failed)) is not None and not fork_ended(outcome, by_attempt)
     ]

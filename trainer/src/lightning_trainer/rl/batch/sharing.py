@@ -20,6 +20,7 @@ from lightning_trainer.rl.batch.attempts import (
     Traces,
     counted_attempt,
     fork_ended,
+    teams_of,
     transitions_by_attempt,
 )
 from lightning_trainer.rl.batch.calls import FINAL, Calls, CreditedCall, CreditedValue, Judged
@@ -105,14 +106,14 @@ def _that_count(
 ) -> tuple[list[CountedAttempt], Account]:
     """Return the attempts that count, forks among them where they are wanted, and the account with others' calls."""
     counted: list[CountedAttempt] = []
-    crashed = reward_of_failures(outcomes, failed)
+    crashed, teams = reward_of_failures(outcomes, failed), teams_of(outcomes)
     for outcome in outcomes:
         attempt = outcome.counts(failed)
         seen = sum(len(by_attempt[a.attempt_id][0]) for a in outcome.attempts if a.attempt_id in by_attempt)
         if outcome.rollout.replay is not None and (not forks or fork_ended(outcome, by_attempt)):
             account = account.plus_dropped(reasons.FORK_ENDED if forks else reasons.FORK, seen)
             continue
-        its = None if attempt is None else counted_attempt(outcome, attempt, by_attempt, crashed)
+        its = None if attempt is None else counted_attempt(outcome, attempt, by_attempt, crashed, teams)
         account = account.plus_dropped(reasons.ATTEMPT_FAILED, seen - (len(its.transitions) if its else 0))
         counted += [its] if its else []
     return counted, account

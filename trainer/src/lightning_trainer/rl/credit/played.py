@@ -19,11 +19,13 @@ class Fork:
         record: the earlier attempt.
         call: number of the call that was drawn again, from 0: its `Transition.turn` in the record. None: none was.
         without: agents for which another model answered throughout, where `call` is None.
+        team: agents for which one did in any of the record's forks, also in those that are lost.
     """
 
     record: str
     call: int | None
     without: frozenset[str] = frozenset()
+    team: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,13 +108,15 @@ def added(attempts: Sequence[Played]) -> dict[str, dict[str, float]]:
         attempts: of a step; a fork whose record is not among them counts for nothing.
     """
     without: defaultdict[str, defaultdict[Coalition, list[float]]] = defaultdict(lambda: defaultdict(list))
+    teams: defaultdict[str, Coalition] = defaultdict(frozenset)
     for attempt in attempts:
-        if attempt.fork is not None and attempt.fork.without:
-            without[attempt.fork.record][attempt.fork.without].append(attempt.earned)
+        if (fork := attempt.fork) is not None and fork.without:
+            without[fork.record][fork.without].append(attempt.earned)
+            teams[fork.record] |= fork.without | fork.team
     found = {}
     for attempt in attempts:
         if attempt.fork is None and (its := without.get(attempt.attempt_id)):
-            team: Coalition = frozenset().union(*its)
+            team = teams[attempt.attempt_id]
             worth = {team - left_out: float(np.mean(earned)) for left_out, earned in its.items()}
             if values := values_of({**worth, team: attempt.earned}):
                 found[attempt.attempt_id] = values
