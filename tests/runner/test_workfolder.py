@@ -152,6 +152,46 @@ def test_added_files_go_though_the_agent_hides_them(request, made, kind):
 
 
 @pytest.mark.parametrize("kind", ["repository", "plain"])
+def test_a_test_that_the_agent_renamed_goes_too(request, made, kind):
+    folder = made(Source(request.getfixturevalue(kind), None))
+    (folder.path / "tests" / "test_calc.py").rename(folder.path / "tests" / "conftest.py")
+    folder.restore(["tests/**"])
+    assert [path.name for path in (folder.path / "tests").iterdir()] == ["test_calc.py"]
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
+def test_a_repository_without_a_commit_that_an_agent_makes_hides_nothing_else(request, made, kind):
+    folder = made(Source(request.getfixturevalue(kind), None))
+    for place in ("new", "tests/new"):
+        (inner := folder.path / place).mkdir()
+        git(inner, "init", "--quiet")
+        (inner / "conftest.py").write_text("forged\n")
+    (folder.path / "calc.py").write_text("mine\n")
+    assert "+mine" in folder.diff()
+    folder.restore(["tests/**"])
+    assert [path.name for path in (folder.path / "tests").iterdir()] == ["test_calc.py"]
+    assert (folder.path / "new" / "conftest.py").exists()
+
+
+@pytest.mark.parametrize("setting", ["clone.defaultRemoteName=upstream", "diff.noPrefix=true", "diff.orderFile=/gone"])
+def test_what_the_user_tells_git_at_home_changes_nothing(made, repository, monkeypatch, setting):
+    name, value = setting.split("=")
+    monkeypatch.setenv("HOME", str(repository.parent))
+    git(repository, "config", "--global", name, value)
+    folder = made(Source(repository, None))
+    (folder.path / "calc.py").write_text("mine\n")
+    assert "+++ b/calc.py" in folder.diff()
+    assert git(folder.path, "remote") == ""
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
+def test_the_folder_above_may_be_a_workdir(request, made, monkeypatch, kind):
+    source = request.getfixturevalue(kind)
+    monkeypatch.chdir(source / "tests")
+    assert (made(source_of("..")).path / "calc.py").exists()
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
 def test_a_folder_has_a_limit(request, made, kind):
     source = Source(request.getfixturevalue(kind), None)
     folder = made(source, 200_000)

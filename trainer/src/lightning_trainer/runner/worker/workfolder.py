@@ -55,7 +55,8 @@ def source_of(text: str, task: Mapping[str, Any] | None = None) -> Source:
     """
     whole = filled(text, texts(task or {}))
     path, _, revision = whole.rpartition("@") if "@" in whole and not Path(whole).is_dir() else (whole, "", "")
-    source = Source(Path(path).expanduser().absolute(), revision or None)
+    named = Path(path).expanduser()
+    source = Source(named.resolve() if named.name == ".." else named.absolute(), revision or None)
     if not source.path.is_dir():
         raise ConfigError(f"workdir {whole!r}: there is no folder {source.path}. Start where it can be found.")
     if shutil.which("git") is None:
@@ -97,7 +98,7 @@ class WorkFolder:
         self._root = Path(tempfile.mkdtemp(prefix=f"{LEFT_OVER}{os.getpid()}-"))
         self.path = self._root / source.path.name
         self._git_dir = self._root / "changes.git"
-        self._ignored_before: frozenset[str] = frozenset()  # a clone holds what is committed, and no more
+        self._left_out_before: frozenset[str] = frozenset()  # a clone holds what is committed, and no more
         try:
             _git(self._root, "init", "--quiet", "--bare", str(self._git_dir))
             self._base = self._clone(source) if source.repository else self._copy(source)
@@ -112,7 +113,7 @@ class WorkFolder:
         )
         if not (commit := found.strip()):
             raise WorkFolderError(f"{source.path} has no commit {wanted!r}")
-        _git(self._root, "clone", "--quiet", "--shared", "--no-checkout", str(source.path), str(self.path))
+        _git(self._root, "clone", "-q", "--shared", "--no-checkout", "-o", "origin", str(source.path), str(self.path))
         if source.revision is None:
             _git(self.path, "checkout", "--quiet")
         else:
@@ -137,8 +138,8 @@ class WorkFolder:
         if size > self._most_bytes:
             raise WorkFolderError(f"{source.path} takes more than {self._most_bytes} bytes. Raise workdir_size.")
         shutil.copytree(source.path, self.path, symlinks=True)
-        self._changes("add", "--all")
-        self._ignored_before = self._ignored()
+        self._add_all()
+        self._left_out_before = self._left_out()
         return self._changes("write-tree").strip()
 
     def check_size(self) -> None:
@@ -152,8 +153,8 @@ class WorkFolder:
 
     def diff(self) -> str:
         """Return what was changed since it was made, as a diff of git; ignored files are left out."""
-        self._changes("add", "--all")
-        text = self._changes("diff", "--cached", "--no-color", "--no-ext-diff", self._base)
+        self._add_all()
+        text = self._changes("diff-index", "--cached", "-p", "-M", self._base)
         if len(text) > _LONGEST_DIFF:
             return f"{text[:_LONGEST_DIFF]}\n... {len(text) - _LONGEST_DIFF} characters more"
         return text
@@ -170,16 +171,20 @@ class WorkFolder:
             WorkFolderError: a glob meets no file that was there.
         """
         for path in paths:
-            self._changes("add", "--all")
+            self._add_all()
             spec = ("--", f":(glob){path}")
-            added = self._changes("diff", "--cached", "--name-only", "-z", "--diff-filter=A", self._base, *spec)
-            for name in {*filter(None, added.split("\0")), *self._ignored(*spec)} - self._ignored_before:
+            added = self._changes("diff-index", "--cached", "--name-only", "-z", "--diff-filter=A", self._base, *spec)
+            for name in {*filter(None, added.split("\0")), *self._left_out(*spec)} - self._left_out_before:
                 _take_away(self.path / name)
             self._changes("checkout", "--quiet", self._base, *spec)
 
-    def _ignored(self, *spec: str) -> frozenset[str]:
-        """Name the files that git ignores here, by whatever the agent wrote into a .gitignore, too."""
-        found = self._changes("ls-files", "--others", "--ignored", "--exclude-standard", "-z", *spec)
+    def _add_all(self) -> None:
+        """Take in what there is now, but for what git can't: a repository without a commit, a file we may not read."""
+        self._changes("add", "--all", "--ignore-errors", status=(0, 1))
+
+    def _left_out(self, *spec: str) -> frozenset[str]:
+        """Name what is not taken in: also what git ignores by whatever the agent wrote into a .gitignore."""
+        found = self._changes("ls-files", "--others", "-z", *spec)
         return frozenset(filter(None, found.split("\0")))
 
     def remove(self) -> None:
@@ -196,9 +201,9 @@ class WorkFolder:
         except OSError:
             return
 
-    def _changes(self, *words: str) -> str:
+    def _changes(self, *words: str, status: Sequence[int] = (0,)) -> str:
         places = {"GIT_DIR": str(self._git_dir), "GIT_WORK_TREE": str(self.path)}
-        return _git(self.path, *words, environment=places)
+        return _git(self.path, *words, environment=places, status=status)
 
 
 def _take_away(path: Path) -> None:
