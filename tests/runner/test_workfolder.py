@@ -192,6 +192,25 @@ def test_the_folder_above_may_be_a_workdir(request, made, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("kind", ["repository", "plain"])
+def test_runs_and_stores_of_ours_in_it_are_no_changes_and_no_part_of_it(request, made, monkeypatch, kind):
+    source = request.getfixturevalue(kind)
+    monkeypatch.chdir(source)
+    for name in ("runs/today/lightning.db", "comparisons/today/grpo/lightning.db", "lightning.db", "lightning.db-wal"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(b"x" * MOST)
+    check(".")
+    folder = made(source_of("."))
+    assert not {"runs", "comparisons", "lightning.db"} & {path.name for path in folder.path.iterdir()}
+    (source / "evals" / "first").mkdir(parents=True)
+    (source / "evals" / "first" / "new.py").write_text("the user's\n")
+    if kind == "repository":
+        with pytest.raises(ConfigError, match="@HEAD"):
+            check(".")
+    else:
+        assert (made(source_of(".")).path / "evals" / "first" / "new.py").exists()
+
+
+@pytest.mark.parametrize("kind", ["repository", "plain"])
 def test_a_folder_has_a_limit(request, made, kind):
     source = Source(request.getfixturevalue(kind), None)
     folder = made(source, 200_000)

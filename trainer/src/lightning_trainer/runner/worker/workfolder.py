@@ -22,6 +22,8 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.runner.worker.command import filled, texts
 
 LEFT_OVER: Final = "lightning-work-"  # how folders are named that are deleted when their process is no more
+_OURS: Final = ("runs", "evals", "comparisons")  # folders that `lightning-rl` makes where it is started
+_STORE: Final = "lightning.db"  # how the names of its store's files begin, there and in those folders
 _LONGEST_DIFF: Final = 200_000  # characters kept of a diff: its beginning
 
 
@@ -75,11 +77,31 @@ def check(text: str) -> None:
     if "{" in text and not Path(text).is_dir():
         return  # each task has its own
     source = source_of(text)
-    if source.repository and source.revision is None and _git(source.path, "status", "--porcelain").strip():
+    if source.repository and source.revision is None and _changed(source.path):
         raise ConfigError(
             f"workdir {text!r} has changes that are not committed, and an attempt would not see them. Commit or stash"
             f" them, or name what attempts begin with: {text}@HEAD."
         )
+
+
+def _changed(folder: Path) -> bool:
+    """Whether a repository holds what is not committed, beside what we write there ourselves."""
+    entries = filter(None, _git(folder, "status", "--porcelain", "-z", "--untracked-files=all").split("\0"))
+    return any(not (entry.startswith("?? ") and _lies_in_ours(folder / entry[3:])) for entry in entries)
+
+
+def _lies_in_ours(path: Path) -> bool:
+    return any(_ours(each.parent, each.name) for each in (path, *path.parents))
+
+
+def _ours(folder: str | Path, name: str) -> bool:
+    """Whether an entry of a folder is what `lightning-rl` makes where it was started: runs, stores and the like."""
+    here = (name in _OURS or name.startswith(_STORE)) and Path(folder).resolve() == Path.cwd()
+    return here and (name not in _OURS or any(any(Path(name).glob(f"{depth}/{_STORE}")) for depth in ("*", "*/*")))
+
+
+def _ours_of(folder: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if _ours(folder, name)]
 
 
 class WorkFolder:
@@ -137,7 +159,7 @@ class WorkFolder:
         size = _size(source.path, self._most_bytes)
         if size > self._most_bytes:
             raise WorkFolderError(f"{source.path} takes more than {self._most_bytes} bytes. Raise workdir_size.")
-        shutil.copytree(source.path, self.path, symlinks=True)
+        shutil.copytree(source.path, self.path, symlinks=True, ignore=_ours_of)
         self._add_all()
         self._left_out_before = self._left_out()
         return self._changes("write-tree").strip()
@@ -259,6 +281,8 @@ def _sizes(folder: Path) -> Iterator[int]:
     except OSError:  # gone, or not ours to read
         return
     for entry in entries:
+        if _ours(folder, entry.name):
+            continue
         try:
             if entry.is_dir(follow_symlinks=False):
                 yield from _sizes(Path(entry.path))
