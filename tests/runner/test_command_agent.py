@@ -89,6 +89,11 @@ async def test_a_last_line_holds_whatever_letters_json_may(attempt, output):
     assert await run_command([sys.executable, "-c", program], {}, attempt) == {"answer": "one\u2028two\x85"}
 
 
+async def test_a_last_line_that_is_nested_too_deep_is_text(attempt):
+    program = "print('[' * 100_000)"
+    assert await run_command([sys.executable, "-c", program], {}, attempt) == "[" * 100_000
+
+
 @pytest.mark.parametrize(
     ("status", "output", "reward"),
     [
@@ -100,6 +105,10 @@ async def test_a_last_line_holds_whatever_letters_json_may(attempt, output):
         (0, "NaN", 1.0),
         (0, "true", 1.0),
         (0, "0.5\n5 passed", 1.0),
+        (1, "9" * 400, 0.0),
+        (0, '{"writer": ' + "9" * 400 + "}", 1.0),
+        (1, "[" * 100_000, 0.0),
+        (0, '{"one\u2028two": 0.5}', {"one\u2028two": 0.5}),
     ],
 )
 def test_the_end_of_a_reward_command_means(status, output, reward):

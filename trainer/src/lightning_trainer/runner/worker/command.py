@@ -56,7 +56,7 @@ async def run_command(
     ended = await run_to_end([filled(word, values) for word in words], b"" if told else body, given, folder)
     if ended.status != 0:
         raise CommandError(f"the command ended with {status_text(ended.status)}:\n{ended.told()}")
-    return _result(ended.output)
+    return result_of(ended.output)
 
 
 class ProcessEnd(NamedTuple):
@@ -131,13 +131,14 @@ def status_text(status: int) -> str:
         return f"signal {-status}"
 
 
-def _result(output: str) -> Any:
+def result_of(output: str) -> Any:
+    """Return the last line of what a program printed, read as JSON; else all of it, None when there is none."""
     text = output.strip()
     if not text:
         return None
     try:
         return json.loads(re.split(r"[\r\n]", text)[-1])  # splitlines would cut at U+2028, which JSON strings may hold
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import os
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,6 +24,7 @@ from lightning_trainer.runner.worker.command import (
     ENVIRONMENT_LIMIT,
     ProcessEnd,
     filled,
+    result_of,
     run_command,
     run_to_end,
     status_text,
@@ -135,18 +135,10 @@ async def _reward(work: Work, words: list[str], folder: Path | None, task: dict[
 
 def reward_of(ended: ProcessEnd) -> Any:
     """Return the reward that a program's end means."""
-    for line in _last_line(ended.output):
-        with contextlib.suppress(ValueError):
-            value = json.loads(line)
-            if _is_reward(value):
-                return value
+    value = result_of(ended.output)
+    if _is_reward(value):
+        return value
     return 1.0 if ended.status == 0 else 0.0
-
-
-def _last_line(text: str) -> Iterator[str]:
-    lines = text.strip().splitlines()
-    if lines:
-        yield lines[-1]
 
 
 def _is_reward(value: object) -> bool:
@@ -156,7 +148,9 @@ def _is_reward(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    with contextlib.suppress(OverflowError):  # an integer beyond all floats
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return False
 
 
 async def _keep(
