@@ -133,6 +133,12 @@ def test_what_to_do_depends_on_whether_anything_is_attached() -> None:
     assert "although langchain is attached" in nothing_captured(8, ["langchain"])
 
 
+def test_a_command_is_told_where_to_ask_and_not_to_attach_in_python() -> None:
+    told = nothing_captured(8, (), "node agent.js")
+    assert "OPENAI_BASE_URL" in told
+    assert "attach" not in told
+
+
 def test_calls_that_only_a_gateway_saw_are_not_said_to_be_at_their_own_endpoint(capsys) -> None:
     ids = {"rollout_id": "r", "attempt_id": "a"}
     call = Call(call_id="c", response_id="c", start_ns=1, end_ns=2, policy="p", policy_version=0, agent="shell", **ids)

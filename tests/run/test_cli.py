@@ -623,6 +623,12 @@ def test_agents_of_a_program_that_is_not_attached(folder: Path) -> None:
     )
 
 
+def test_agents_of_a_command_that_asks_no_model_says_where_to_ask(folder: Path, own_model: ScriptedServer) -> None:
+    words = ("--data", "tasks.jsonl", "--endpoint", own_model.url, "--model", "m")
+    result = call("agents", "--command", "echo 1", *words)
+    told(result, "the command 'echo 1' made no model call that the gateway saw", "OPENAI_BASE_URL", status=3)
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [

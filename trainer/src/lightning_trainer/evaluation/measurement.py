@@ -157,7 +157,7 @@ class Measurement:
             return
         calls = [usage for sample in samples for usage in sample.usage.values()]
         if not calls:
-            raise LightningError(nothing_captured(len(samples), attached))
+            raise LightningError(nothing_captured(len(samples), attached, self.config.command))
         elsewhere = sum(usage.elsewhere for usage in calls)
         made = sum(usage.calls for usage in calls)
         if made and elsewhere == made:

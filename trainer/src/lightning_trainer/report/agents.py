@@ -324,13 +324,20 @@ def no_gateway_saw(program: str, rollouts: int) -> str:
     )
 
 
-def nothing_captured(rollouts: int, attached: Sequence[str]) -> str:
+def nothing_captured(rollouts: int, attached: Sequence[str], program: str | None = None) -> str:
     """Say what to do when rollouts made no model call that was seen.
 
     Args:
         rollouts: how many ran.
         attached: frameworks that were attached in the agent's process.
+        program: the command that the agent is; None: it is a function.
     """
+    if program is not None:
+        return (
+            f"the command {program!r} made no model call that the gateway saw, in {rollouts} rollouts.\n"
+            "Its calls have to go where OPENAI_BASE_URL says, with the key in OPENAI_API_KEY (for Anthropic's clients\n"
+            "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY): both are set for it. A call without that key is refused."
+        )
     if not attached:
         return (
             f"no model call was captured in {rollouts} rollouts, and nothing is attached in the agent's process.\n"

@@ -232,7 +232,7 @@ class Loop:
         self._run.progress.alarms([alarm.text for alarm in self._run.log.alarms])
 
     def _nothing_captured(self, rollouts: int) -> AgentFailedError:
-        return AgentFailedError(nothing_captured(rollouts, self._local.runner.attached))
+        return AgentFailedError(nothing_captured(rollouts, self._local.runner.attached, self._run.config.command))
 
     def _roll_out(self, rollouts: Sequence[Rollout], what: str) -> list[Outcome]:
         first = FirstTask(self._local.store, rollouts, self._nothing_captured)

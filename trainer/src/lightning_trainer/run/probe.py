@@ -119,7 +119,7 @@ def _run(
     _refuse(outcomes, local.runner)
     traces = traces_of(store, rollout_ids=[rollout.rollout_id for rollout in rollouts])
     if not any(trace.chats for trace in traces):
-        raise AgentFailedError(nothing_captured(len(outcomes), local.runner.attached))
+        raise AgentFailedError(nothing_captured(len(outcomes), local.runner.attached, config.command))
     if judge is not None:
         progress.phase("judging rollouts")
         began = time.monotonic()

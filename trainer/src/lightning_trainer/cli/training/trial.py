@@ -81,7 +81,8 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
                 raise RewardError(reward_error)
             if job.command is not None and answers.model is None:
                 raise AgentFailedError(no_gateway_saw(job.command, len(rollouts)))
-            raise AgentFailedError("\n".join([nothing_captured(len(rollouts), runner.attached), *missed]))
+            told = nothing_captured(len(rollouts), runner.attached, job.command)
+            raise AgentFailedError("\n".join([told, *missed]))
         for line in missed:
             click.echo(f"WARNING: {printable(line)}", err=True)
         return traces, reward_error

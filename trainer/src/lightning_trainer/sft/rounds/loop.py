@@ -149,7 +149,7 @@ class RoundLoop:
         config = self.config
         lines, left_out = self._lines(tuple(outcome.rollout.rollout_id for outcome in outcomes))
         if not lines and not left_out:
-            raise AgentFailedError(nothing_captured(len(outcomes), self.local.runner.attached))
+            raise AgentFailedError(nothing_captured(len(outcomes), self.local.runner.attached, config.command))
         if config.min_reward is None:
             better = [line for line in lines if _is_better(line, outcomes, config.failed)]
             left_out += Counter({NOT_BETTER: len(lines) - len(better)})
