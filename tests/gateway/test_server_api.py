@@ -127,6 +127,13 @@ def test_a_runners_key_can_not_run_the_training(runner, path):
     assert runner.post(path, json=body).status_code == 403
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain;charset=UTF-8", None])
+def test_json_is_read_as_such_whatever_curl_or_fetch_calls_it(server, runner, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    answer = runner.post("/api/heartbeats", content=b'{"leases": [["gone", 1]], "lease_s": 9}', headers=headers)
+    assert (answer.status_code, answer.json()) == (200, {"lost": ["gone"]})
+
+
 @pytest.mark.parametrize("key", [None, "Bearer", "Basic YWRtaW4=", "Bearer nonsense", "Bearer lk-nonsense.nonsense"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/traces", "/api/claims"])
 def test_without_a_good_key_nothing_is_done(server, path, key):

@@ -41,10 +41,12 @@ class KeyedRoute(APIRoute):
 
 
 class _ReadRequest(Request):
-    """A request whose body was read and parsed."""
+    """A request whose body was read and parsed as JSON, whatever its content-type: curl and fetch name others."""
 
     def __init__(self, request: Request, data: dict[str, Any]) -> None:
-        super().__init__(request.scope, request.receive)
+        others = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
+        headers = [*others, (b"content-type", b"application/json")]
+        super().__init__({**request.scope, "headers": headers}, request.receive)
         self._data = data
 
     async def body(self) -> bytes:
