@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_trainer.evaluation.samples import Sample, Usage
 from lightning_trainer.evaluation.statistics import estimate, pass_all, pass_at
-from lightning_trainer.evaluation.summary import Counting, difference, summarise
+from lightning_trainer.evaluation.summary import Counting, difference, summarise, summarise_each
 
 
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -72,6 +72,14 @@ def test_crashes_count_and_what_the_machinery_did_is_left_out():
     excluded = summarise(drawn, Counting(failed="exclude"))
     assert (excluded.by_task, excluded.crashed, excluded.left_out) == ({0: 1.0, 1: -0.5}, 1, 1)
     assert summarise(drawn, Counting(failed=0.25)).by_task[0] == 0.625
+
+
+@pytest.mark.parametrize(("failed", "counts_as"), [("lowest", -1.0), ("exclude", None), (-0.5, -0.5)])
+def test_a_crash_counts_alike_in_all_that_is_compared(failed, counts_as):
+    sides = [[sample(0, 0, None, "crashed"), sample(1, 0, value)] for value in (-1.0, 1.0)]
+    found = summarise_each(sides, Counting(failed=failed))
+    assert [side.failed_reward for side in found] == [counts_as, counts_as]
+    assert [side.by_task.get(0) for side in found] == [counts_as, counts_as]
 
 
 def test_an_agent_that_crashes_the_program_earns_what_a_crash_counts_as():

@@ -21,8 +21,9 @@ from lightning_trainer.comparison.methods import Made, learn, spent
 from lightning_trainer.evaluation import folder as files
 from lightning_trainer.evaluation.config import EvalConfig
 from lightning_trainer.evaluation.evaluate import evaluate, resumed
+from lightning_trainer.evaluation.samples import Sample
 from lightning_trainer.evaluation.statistics import Estimate
-from lightning_trainer.evaluation.summary import Counting, Summary, difference
+from lightning_trainer.evaluation.summary import Counting, Summary, difference, summarise, summarise_each
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import digest, load_tasks
@@ -136,22 +137,28 @@ def compare(
 
 def _all(config: CompareConfig, folder: Path, progress: Progress) -> Comparison:
     progress.note("the held-out tasks with the model as it is")
-    base = _measured(config, folder / BASE, config.train.model, None, progress)
-    chosen = config.train.agents or ("*",)
-    names = [name for name in base.by_agent if name and selects(chosen, name)]
+    drawn = {BASE: _measured(config, folder / BASE, config.train.model, None, progress)}
+    chosen, counting = config.train.agents or ("*",), _counting(config)
+    agents = summarise(drawn[BASE], counting).by_agent
+    names = [name for name in agents if name and selects(chosen, name)]
     if not names:
-        seen = ", ".join(filter(None, base.by_agent)) or "none that has a name"
+        seen = ", ".join(filter(None, agents)) or "none that has a name"
         raise UnknownAgentError(f"no agent is called {', '.join(chosen)}. Agents seen: {seen}.")
-    sides: dict[str, Side] = {}
+    made_by: dict[str, Made] = {}
     for method in config.methods:
-        made = _made(method, config, folder, names, progress)
+        made = made_by[method] = _made(method, config, folder, names, progress)
         if made.nothing is not None:
-            sides[method] = Side(made=made)
             continue
         progress.note(f"{method}: the held-out tasks with what it made")
         model, prompts = made.model or config.train.model, None if made.prompts is None else Path(made.prompts)
-        summary = _measured(config, folder / f"{method}-held-out", model, prompts, progress)
-        sides[method] = Side(made=made, summary=summary, better=difference(summary, base)[0])
+        drawn[method] = _measured(config, folder / f"{method}-held-out", model, prompts, progress)
+    summaries = dict(zip(drawn, summarise_each(drawn.values(), counting), strict=True))
+    base = summaries.pop(BASE)
+    better = {method: difference(summary, base)[0] for method, summary in summaries.items()}
+    sides = {
+        method: Side(made=made, summary=summaries.get(method), better=better.get(method))
+        for method, made in made_by.items()
+    }
     found = Comparison(base=base, sides=sides, budget=config.budget, folder=folder)
     write_atomically(folder / RESULT_NAME, (json.dumps(found.to_json(), indent=2) + "\n").encode())
     return found
@@ -173,10 +180,11 @@ def _made(method: str, config: CompareConfig, folder: Path, names: list[str], pr
     return made
 
 
-def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | None, progress: Progress) -> Summary:
+def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | None, progress: Progress) -> list[Sample]:
     """Run the held-out tasks, sampled as in training, with the same seeds for each side."""
     if files.is_evaluation(place):
-        return evaluate(resumed(place), progress, resume=place).summary
+        evaluate(resumed(place), progress, resume=place)
+        return files.read_samples(place)
     train = config.train
     asked = EvalConfig(
         data=_val(config),
@@ -188,7 +196,7 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
         prompts=prompts,
         agents=config.answered,
         samples=config.samples,
-        counting=Counting(failed=train.failed),
+        counting=_counting(config),
         temperature=train.temperature,
         max_tokens=train.max_tokens,
         sampling=train.sampling,
@@ -202,7 +210,12 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
         name_by=train.name_by,
         work=train.work,
     )
-    return evaluate(asked, progress).summary
+    evaluate(asked, progress)
+    return files.read_samples(place)
+
+
+def _counting(config: CompareConfig) -> Counting:
+    return Counting(failed=config.train.failed)
 
 
 def _val(config: CompareConfig) -> Path:

@@ -15,6 +15,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.evaluation import folder as files
 from lightning_trainer.evaluation.config import BearerKeys, EvalConfig
 from lightning_trainer.evaluation.measurement import Measurement
+from lightning_trainer.evaluation.samples import Sample
 from lightning_trainer.evaluation.subjects import (
     LocalModel,
     Subject,
@@ -23,7 +24,7 @@ from lightning_trainer.evaluation.subjects import (
     read_subject,
     refuse_unheard,
 )
-from lightning_trainer.evaluation.summary import Summary, difference, summarise
+from lightning_trainer.evaluation.summary import Summary, difference, summarise_each
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge
@@ -102,9 +103,10 @@ def evaluate(
     with _folder(config.out, resume) as folder:
         asked = _asked(config, tasks, folder, resume)
         subjects = [subject] if other is None or isinstance(other, Path) else [subject, other]
-        found = _measure(config, tasks, subjects, folder=folder, name=asked["id"], progress=progress, judging=judging)
+        drawn = _measure(config, tasks, subjects, folder=folder, name=asked["id"], progress=progress, judging=judging)
         if isinstance(other, Path):
-            found.append(summarise(files.read_samples(other), config.counting))
+            drawn.append(files.read_samples(other))
+    found = summarise_each(drawn, config.counting)
     seconds = asked["seconds"] + time.monotonic() - began
     result = Evaluation(
         summary=found[0],
@@ -128,9 +130,9 @@ def _measure(
     name: str,
     progress: Progress,
     judging: JudgeOptions | None,
-) -> list[Summary]:
+) -> list[list[Sample]]:
     """Measure one subject after the other: two models need not be in memory together."""
-    found = []
+    drawn = []
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
         store = stack.enter_context(opened(config.store or str(folder / files.STORE_NAME)))
@@ -153,10 +155,10 @@ def _measure(
                     judge=judge,
                     prompted=not suffix,  # what it is compared with keeps the program's own
                 )
-                found.append(summarise(side.measure(), config.counting))
+                drawn.append(side.measure())
             except Interrupted:
                 raise Interrupted(f"stopped. Go on with: lightning-rl eval --resume {folder}") from None
-    return found
+    return drawn
 
 
 @contextmanager

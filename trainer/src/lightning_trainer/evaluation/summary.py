@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from lightning_trainer.evaluation.samples import Sample, Usage
@@ -20,7 +20,7 @@ class Counting:
 
     Attributes:
         failed: the reward of a sample whose program failed by what the model said; ``exclude`` leaves it out, and
-            ``lowest`` takes 0, or the lowest reward of the evaluation where that is less.
+            ``lowest`` takes 0, or the lowest reward of all that is compared where that is less.
         success: the least reward that is a success.
     """
 
@@ -131,6 +131,14 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         failed_reward=crash,
         by_task=means,
     )
+
+
+def summarise_each(sides: Iterable[Sequence[Sample]], counting: Counting) -> list[Summary]:
+    """Put the samples of each of several evaluations together, whose crashes count alike: they are compared."""
+    sides = list(sides)
+    crash = _crash_reward([sample for side in sides for sample in side], counting)
+    alike = replace(counting, failed="exclude" if crash is None else crash)
+    return [summarise(side, alike) for side in sides]
 
 
 def difference(this: Summary, other: Summary) -> tuple[Estimate, int]:
