@@ -130,9 +130,11 @@ def test_groups_that_only_a_rule_tells_apart_are_replaced_where_groups_are_sampl
 
         whole = judge(world.outcomes)
         assert (whole.flat_groups, whole.tied_groups) == (set(), {"dust"})
-        found, _ = with_contrast(world.outcomes[:], 3, judge, roll)
+        found, rolled = with_contrast(world.outcomes[:], 3, judge, roll)
     assert asked == [1]
     assert {row.group_id for row in found.rows} == {"alive", "new"}
+    given = [reward.attempt_id for reward in found.automatic]  # also to what was replaced: it was rolled out
+    assert sorted(given) == sorted(outcome.attempt.attempt_id for outcome in rolled)
 
 
 def test_rules_alone_are_no_dust() -> None:

@@ -45,11 +45,13 @@ def with_contrast(
         roll: rolls out so many groups of other tasks, in the round of that number.
 
     Returns:
-        The batch, whose account has the calls of replaced groups too, and all outcomes, replaced ones among them.
+        The batch, which has the calls of replaced groups in its account and what automatic rules gave them, too, and
+        all outcomes, replaced ones among them.
     """
     batch = judge(outcomes)
     rolled, kept = list(outcomes), _without(outcomes, batch.tied_groups)
     seen, missing = batch.account.seen, len(batch.tied_groups)
+    automatic = {reward.reward_id: reward for reward in batch.automatic}
     for number in range(1, rounds + 1):
         if not missing:
             break
@@ -58,11 +60,13 @@ def with_contrast(
         rolled += new
         kept += _without(new, judged.tied_groups)
         seen, missing = seen + judged.account.seen, len(judged.tied_groups)
+        automatic |= {reward.reward_id: reward for reward in judged.automatic}
+    batch = replace(batch, automatic=tuple(automatic.values()))
     if len(rolled) == len(outcomes) or not kept:
         return batch, rolled
     final = judge(kept)
     left_out = final.account.plus_dropped(reasons.RESAMPLED, seen - final.account.seen)
-    return replace(final, account=left_out), rolled
+    return replace(final, account=left_out, automatic=batch.automatic), rolled
 
 
 def _without(outcomes: Sequence[Outcome], groups: frozenset[str]) -> list[Outcome]:
