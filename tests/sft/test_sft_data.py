@@ -211,6 +211,15 @@ def test_a_task_of_several_runs_is_held_out_whole() -> None:
     assert not {one.task for one in training} & {one.task for one in out}
 
 
+@pytest.mark.parametrize("name", ["task_id", "group_id"])
+def test_a_task_and_a_group_with_a_number_are_held_out_whole(name: str) -> None:
+    lines = [{"messages": [{**USER, "content": f"q{number}"}, DONE], name: number % 40} for number in range(200)]
+    training, out = held_out([conversation(line, "here") for line in lines], 0.2, Counter())
+    parts = [{int(one.messages[0]["content"][1:]) % 40 for one in part} for part in (training, out)]
+    assert all(parts)
+    assert not parts[0] & parts[1]
+
+
 def test_what_is_held_out_but_asked_in_training_is_counted() -> None:
     lines = [{"messages": [{**USER, "content": "go on"}, DONE], "task_id": f"t{number}"} for number in range(60)]
     data = [conversation(line, "here") for line in lines]

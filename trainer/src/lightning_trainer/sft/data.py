@@ -207,12 +207,17 @@ def conversation(line: Mapping[str, Any], source: str) -> Example:
             agent=line.get("agent") if isinstance(line.get("agent"), str) else None,
             agent_path=line.get("agent_path"),
             reward=_reward(line.get("reward")),
-            group=next((line[name] for name in ("group_id", "rollout_id") if isinstance(line.get(name), str)), None),
-            task=line.get("task_id") if isinstance(line.get("task_id"), str) else None,
+            group=next(filter(None, (_name(line.get(key)) for key in ("group_id", "rollout_id"))), None),
+            task=_name(line.get("task_id")),
             source=source,
         )
     except (UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{source}: {error}. It has {_fields(line)}. Wanted: {WANTED}.") from None
+
+
+def _name(value: Any) -> str | None:
+    """Return what a task or a group is called: a text or a whole number."""
+    return str(value) if isinstance(value, str) or type(value) is int else None
 
 
 def _reward(value: Any) -> float | None:
