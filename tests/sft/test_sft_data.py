@@ -277,6 +277,13 @@ def test_conversations_beside_their_prompt_hold_it_once() -> None:
     assert [len(pair.chosen.messages), pair.chosen.answers] == [2, (1,)]
 
 
+def test_conversations_that_a_system_prompt_begins_hold_their_prompt_once() -> None:
+    sides = {name: [SYSTEM, SAID[0], {"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    pair = preferred({"prompt": "a", **sides}, "x")
+    assert (pair.chosen.messages, pair.chosen.answers) == ((*sides["chosen"],), (2,))
+    assert (pair.rejected.messages, pair.rejected.answers) == ((*sides["rejected"],), (2,))
+
+
 def test_a_pair_with_too_few_rewards_is_told() -> None:
     with pytest.raises(DataError, match="Wanted: prompt"):
         preferred({"prompt": "a", "chosen": "b", "rejected": "c", "rewards": [1]}, "x")

@@ -353,6 +353,9 @@ def preferred(line: Mapping[str, Any], source: str) -> Preferred:
     try:
         asked = _messages(line["prompt"], "user") if line.get("prompt") else []
         told = [_messages(line[name], "assistant") for name in ("chosen", "rejected")]
+        opening = _opening(told[0])
+        if asked and opening[-len(asked) :] == asked:  # whole conversations beside what was asked last in them
+            asked = opening
         if asked and all(side[: len(asked)] == asked for side in told):  # whole conversations beside their prompt
             told = [side[len(asked) :] for side in told]
         sides = [[*asked, *side] for side in told]
