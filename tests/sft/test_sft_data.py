@@ -62,8 +62,12 @@ SILENT_LINES = [
     {"messages": [USER, {**DONE, "weight": 0}]},
     {"conversations": []},
     {"conversations": [{"from": "human", "value": "hi"}]},
+    {"messages": [USER, {"role": "assistant", "content": None}]},
+    {"messages": [USER, {"role": "assistant", "content": [], "tool_calls": []}]},
+    {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": ""}]},
     {"prompt": "hi", "completion": ""},
     {"prompt": "hi", "completion": None},
+    {"prompt": [USER], "completion": [{"role": "assistant", "content": ""}]},
     {"instruction": "hi", "input": "", "output": ""},
 ]
 
@@ -169,6 +173,12 @@ def test_turns_before_an_instruction_are_told() -> None:
 def test_an_answer_of_weight_0_is_not_learned() -> None:
     found = conversation({"messages": [USER, {**DONE, "weight": 0}, USER, {**DONE, "weight": 1}]}, "here")
     assert found.answers == (3,)
+
+
+def test_an_empty_answer_is_not_learned_but_a_call_of_a_tool_is() -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    found = conversation({"messages": [USER, {**DONE, "content": ""}, USER, called, USER, DONE]}, "here")
+    assert found.answers == (3, 5)
 
 
 def test_a_folder_of_a_data_set_names_its_files(tmp_path: Path) -> None:

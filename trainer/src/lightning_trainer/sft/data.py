@@ -245,14 +245,15 @@ def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
     if line.get("messages"):
         messages = [plain(message) for message in line["messages"]]
         given = line.get("answers")
-        return messages, _weighed(line["messages"]) if given is None else [int(place) for place in given]
+        return messages, _learned(messages, line["messages"]) if given is None else [int(place) for place in given]
     if line.get("conversations"):
         turns = [_turn(turn) for turn in line["conversations"]]
-        return [plain(turn) for turn in turns], _weighed(turns)
+        messages = [plain(turn) for turn in turns]
+        return messages, _learned(messages, turns)
     if line.get("prompt") and line.get("completion"):
         asked = _messages(line["prompt"], "user")
         messages = [*asked, *_messages(line["completion"], "assistant")]
-        return messages, [place for place in _answers(messages) if place >= len(asked)]
+        return messages, [place for place in _learned(messages, messages) if place >= len(asked)]
     if line.get("output") and (line.get("instruction") or line.get("input")):
         asked_text = "\n\n".join(str(line[name]) for name in ("instruction", "input") if line.get(name))
         before = [said for turn in line.get("history") or () for said in _exchange(*turn)]
@@ -265,9 +266,15 @@ def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
     raise ValueError("nothing here is known")
 
 
-def _weighed(messages: Sequence[Any]) -> list[int]:
-    """Return the places of answers, without those of weight 0, which OpenAI's fine-tuning does not learn either."""
-    return [place for place in _answers(messages) if messages[place].get("weight") != 0]
+def _learned(messages: Sequence[Message], given: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the places of answers, without empty ones and those of weight 0, as OpenAI's fine-tuning has it.
+
+    Args:
+        messages: as templates take them.
+        given: the same as they stand in the line.
+    """
+    said = (place for place in _answers(messages) if messages[place]["content"] or messages[place].get("tool_calls"))
+    return [place for place in said if given[place].get("weight") != 0]
 
 
 def _exchange(asked: str, answered: str) -> list[Message]:
