@@ -114,6 +114,28 @@ def test_a_transcript_tells_each_thing_once_and_who_did_it():
     )
 
 
+def test_a_transcript_tells_what_responses_answered_and_each_thing_once():
+    called = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"q": 1}'}
+    gave = {"type": "function_call_output", "call_id": "c1", "output": "rain"}
+    said = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]}, called]
+    wet = [{"type": "reasoning", "summary": []}, {**said[0], "content": [{"type": "output_text", "text": "wet"}]}]
+    asked = [{"role": "user", "content": "a poem"}]
+    first, second = chat("a", 1, [], {}), chat("a", 7, [], {})
+    for span, given, output in ((first, asked, said), (second, [*asked, *said, gave], wet)):
+        span.attributes[REQUEST] = json.dumps({"instructions": "You write.", "input": given})
+        span.attributes[RESPONSE] = json.dumps({"id": "x", "object": "response", "output": output})
+    from lightning_spans.adapter.trace import Trace
+
+    assert entries_of(Trace.build([first, second])) == (
+        "[writer] system: You write.",
+        "[writer] user: a poem",
+        "[writer] assistant: I look.",
+        '[writer] assistant:  calls look({"q": 1})',
+        "[writer] tool: rain",
+        "[writer] assistant: wet",
+    )
+
+
 def test_what_all_rollouts_begin_with_is_told_once():
     assert tell_apart([("a", "b", "c"), ("a", "b", "d", "e")]) == (("a", "b"), [("c",), ("d", "e")])
     assert tell_apart([("a", "b")]) == ((), [("a", "b")])

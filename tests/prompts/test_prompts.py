@@ -25,7 +25,7 @@ from lightning_spans.record.prompts import read_prompts as read_file
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.schema.attempts import Attempt, AttemptRecord, Rollout
 from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import CHAT, REQUEST, Span
+from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE, Span
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
@@ -558,6 +558,25 @@ def test_the_reflecting_model_is_told_which_tools_an_agent_called_before(tmp_pat
     batch = adapter.evaluate([{}], {"writer": "You add."}, capture_traces=True)
     (record,) = adapter.make_reflective_dataset({}, batch, ["writer"])["writer"]
     assert record["Inputs"] == 'user: 1+1?\nassistant:  calls add({"x": 1})\ntool: 2'
+
+
+def test_the_reflecting_model_is_told_what_responses_answered(tmp_path):
+    pytest.importorskip("gepa")
+    called = {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"x": 1}'}
+    gave = {"type": "function_call_output", "call_id": "c", "output": "2"}
+    asked = {"instructions": "You add.", "input": [{"role": "user", "content": "1+1?"}, called, gave]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is 2."}]}
+    span = Span(
+        operation=CHAT, name="m", trace_id="a" * 32, span_id="b" * 16, start_ns=1, end_ns=2, agent="writer",
+        attributes={REQUEST: json.dumps(asked), RESPONSE: json.dumps({"id": "r", "output": [said]})},
+    )  # fmt: skip
+    outcome = Outcome(rollout=Rollout(rollout_id="r", group_id="g", task={}), attempts=(), attempt=None)
+    ran = Ran(outcome, Trace.build([span]))
+    adapter = SpansAdapter(OneRun(ran), {"writer": "You add."}, Journal(tmp_path / "journal.jsonl"))
+    batch = adapter.evaluate([{}], {"writer": "You add."}, capture_traces=True)
+    (record,) = adapter.make_reflective_dataset({}, batch, ["writer"])["writer"]
+    assert record["Inputs"] == 'user: 1+1?\nassistant:  calls add({"x": 1})\ntool: 2'
+    assert record["Generated Outputs"] == "It is 2."
 
 
 def test_the_file_has_only_what_changed_and_reads_back(tmp_path):

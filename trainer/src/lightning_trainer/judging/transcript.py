@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from lightning_spans.chat.body import messages_of, tool_calls
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_CALL_ID, TOOL_RESULT
 from lightning_trainer.rl.rewards.callers import request_of
+from lightning_trainer.rl.told import chat_messages, text_of
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Node, Trace
@@ -47,8 +47,10 @@ def shortened(text: str, most: int) -> str:
 
 
 def _call(node: Node, who: str, told: list[str], by_tool: set[Any]) -> list[str]:
-    asked = [_message(who, m) for m in messages_of(request_of(node)) or () if not _known_result(m, by_tool)]
-    answers = [_message(who, {"role": "assistant", **choice.message}) for choice in node.answer.choices]
+    given = [told for message in messages_of(request_of(node)) or () for told in chat_messages(message)]
+    asked = [_message(who, message) for message in given if not _known_result(message, by_tool)]
+    said = [{"role": "assistant", **choice.message} for choice in node.answer.choices]
+    answers = [_message(who, message) for answer in said for message in chat_messages(answer)]
     if node.error is not None:
         answers.append(f"[{who}] model call failed: {node.error}")
     before = _alike(told, asked)
@@ -64,10 +66,8 @@ def _known_result(message: Any, by_tool: set[Any]) -> bool:
 def _message(who: str, message: Any) -> str:
     if not isinstance(message, Mapping):
         return f"[{who}] {message}"
-    content = message.get("content")
-    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
     calls = "".join(f" calls {call.name}({call.arguments})" for call in tool_calls(message))
-    return f"[{who}] {message.get('role', '')}: {text}{calls}"
+    return f"[{who}] {message.get('role', '')}: {text_of(message.get('content'))}{calls}"
 
 
 def _tool(node: Node, who: str) -> str:

@@ -14,6 +14,7 @@ from lightning_trainer.prompts.journal import Journal
 from lightning_trainer.prompts.session import Ran, Session
 from lightning_trainer.rl.rewards.callers import request_of
 from lightning_trainer.rl.scores import agents_totals, total
+from lightning_trainer.rl.told import chat_messages, text_of
 from lightning_trainer.rl.usage import tokens_of
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _records(ran: Ran, agent: str) -> list[dict[str, Any]]:
 
 
 def _asked(node: Node) -> str:
-    messages = messages_of(request_of(node)) or ()
+    messages = [told for message in messages_of(request_of(node)) or () for told in chat_messages(message)]
     told = [m for m in messages if isinstance(m, Mapping) and m.get("role") not in {"system", "developer"}]
     return _short("\n".join(f"{m.get('role')}: {_text(m)}" for m in told))
 
@@ -137,12 +138,13 @@ def _asked(node: Node) -> str:
 def _said(node: Node) -> str:
     if node.error is not None:
         return f"(the call failed: {node.error})"
-    return _short("\n".join(_text(choice.message) for choice in node.answer.choices))
+    said = [message for choice in node.answer.choices for message in chat_messages(choice.message)]
+    return _short("\n".join(_text(message) for message in said if isinstance(message, Mapping)))
 
 
 def _text(message: Mapping[str, Any]) -> str:
     calls = "".join(f" calls {call.name}({call.arguments})" for call in tool_calls(message))
-    return f"{message.get('content') or ''}{calls}"
+    return f"{text_of(message.get('content'))}{calls}"
 
 
 def _feedback(ran: Ran, agent: str) -> str:

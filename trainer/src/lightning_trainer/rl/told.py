@@ -1,0 +1,38 @@
+"""What a message of any surface says, for those that read it: judges, reflecting models, people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+
+from lightning_spans.chat.body import tool_call
+from lightning_spans.schema.spans import Json
+
+
+def chat_messages(message: Json) -> Iterator[Json]:
+    """Return a message as chat completions have it: several, where it is an answer of Responses, which has items.
+
+    Calls of tools and their results are told alike then; reasoning is left out. Other messages stay as they are.
+    """
+    items = message.get("output") if isinstance(message, Mapping) and "type" not in message else None
+    for item in items if isinstance(items, list) else [message]:
+        kind = item.get("type") if isinstance(item, Mapping) else None
+        if kind == "function_call":
+            given = item.get("arguments")
+            arguments = given if isinstance(given, str) else json.dumps(given)
+            call = tool_call(item.get("call_id"), item.get("name"), arguments)
+            yield {"role": "assistant", "content": None, "tool_calls": [call]}
+        elif kind == "function_call_output":
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+        elif kind != "reasoning":
+            yield item
+
+
+def text_of(content: Json) -> str:
+    """Return the content of a message as text: of parts that are all text these, a line each, of others their JSON."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    read = [text for text in texts if isinstance(text, str)]
+    return "\n".join(read) if len(read) == len(parts) else json.dumps(content, default=str)
