@@ -417,6 +417,38 @@ def test_what_only_a_gateway_saw_is_shown_and_becomes_a_task(tmp_path: Path, mon
     assert (task["q"], task["answer"]) == ("where is my lamp?", "on its way")
 
 
+TURN = [
+    {"role": "user", "content": "where is it?"},
+    {"type": "function_call", "call_id": "c", "name": "find", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "in Rome"},
+]
+GAVE = {"type": "tool_result", "tool_use_id": "c", "content": "in Rome"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"input": TURN},
+        {"messages": [TURN[0], {"role": "user", "content": [GAVE]}]},
+        {"contents": [{"role": "user", "parts": [{"text": "where is it?"}]}]},
+    ],
+)
+def test_a_task_has_what_was_asked_and_answered_on_any_surface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = open_store(str(tmp_path / "lightning.db"))
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is in Rome."}]}
+    output = [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}, said]
+    kept = {REQUEST: json.dumps(asked), RESPONSE: json.dumps({"id": "r", "output": output})}
+    store.add_spans([a_span(operation=CHAT, attributes=kept)])
+    store.close()
+    assert call("traces", "--to-tasks", "tasks.jsonl", "--task-field", "q").exit_code == 0
+    task = json.loads((tmp_path / "tasks.jsonl").read_text())
+    assert (task["q"], task["answer"]) == ("where is it?", "It is in Rome.")
+    assert "> It is in Rome." in call("traces").stdout
+
+
 def _fields(span: Span) -> dict[str, Any]:
     return {name: getattr(span, name) for name in span.__dataclass_fields__}
 

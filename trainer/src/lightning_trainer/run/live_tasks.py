@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.schema.spans import CHAT, REQUEST
+from lightning_trainer.rl.told import chat_messages
 
 _ASKED = ("messages", "input", "prompt", "contents")
 
@@ -27,10 +28,10 @@ def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]
         messages = next(filter(None, map(_messages, chats)), None)
         if messages is None:
             continue
-        answers = [_text(choice.message.get("content")) for node in chats for choice in node.answer.choices[:1]]
-        asked = [_text(message.get("content")) for message in messages if message.get("role", "user") == "user"]
+        answers = [_text(message) for node in chats for message in _answer(node)]
+        asked = [_text(told) for told in _told(messages) if told.get("role", "user") == "user"]
         yield {
-            field: asked[-1] if asked else "",
+            field: next(filter(None, reversed(asked)), ""),
             "messages": messages,
             "answer": next(filter(None, reversed(answers)), ""),
             "agents": list(trace.agents),
@@ -41,15 +42,23 @@ def tasks_of(traces: Iterable[Trace], *, field: str) -> Iterator[dict[str, Any]]
 
 def asked(node: Node) -> str:
     """Return the last message that a model call sent, as text; empty where it is not recorded."""
-    messages = _messages(node) or []
-    return _text(messages[-1].get("content")) if messages else ""
+    messages = _told(_messages(node) or [])
+    return _text(messages[-1]) if messages else ""
 
 
 def answered(node: Node) -> str:
     """Return what a model call answered, its tool calls as JSON; empty where it is not recorded."""
-    message = node.answer.choices[0].message if node.answer.choices else {}
-    calls = message.get("tool_calls")
-    return " ".join(filter(None, (_text(message.get("content")), json.dumps(calls) if calls else "")))
+    said = _answer(node)
+    calls = [call for message in said for call in message.get("tool_calls") or ()]
+    return " ".join(filter(None, (*map(_text, said), json.dumps(calls) if calls else "")))
+
+
+def _answer(node: Node) -> list[Mapping[str, Any]]:
+    return _told([choice.message for choice in node.answer.choices[:1]])
+
+
+def _told(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [told for message in messages for told in chat_messages(message) if isinstance(told, Mapping)]
 
 
 def _messages(node: Node) -> list[dict[str, Any]] | None:
@@ -72,8 +81,9 @@ def _request(node: Node) -> Mapping[str, Any]:
     return body if isinstance(body, dict) else {}
 
 
-def _text(content: Any) -> str:
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content", message.get("parts"))  # parts are Gemini's
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
