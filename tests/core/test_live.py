@@ -449,6 +449,21 @@ def test_a_task_has_what_was_asked_and_answered_on_any_surface(
     assert "> It is in Rome." in call("traces").stdout
 
 
+def test_what_no_data_file_holds_becomes_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_trainer.run.data import load_tasks
+
+    monkeypatch.chdir(tmp_path)
+    store = open_store(str(tmp_path / "lightning.db"))
+    texts = ("whole", "half \ud83d")
+    asked = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in texts]
+    store.add_spans([a_span(operation=CHAT, attributes={REQUEST: text}) for text in asked])
+    store.close()
+    result = call("traces", "--to-tasks", "tasks.jsonl", "--task-field", "q")
+    assert [task["q"] for task in load_tasks(tmp_path / "tasks.jsonl")] == ["whole"]
+    assert "1 tasks in tasks.jsonl" in result.stderr
+    assert "1 can't be stored" in result.stderr
+
+
 def _fields(span: Span) -> dict[str, Any]:
     return {name: getattr(span, name) for name in span.__dataclass_fields__}
 

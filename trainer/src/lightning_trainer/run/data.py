@@ -66,6 +66,19 @@ def _tasks(path: Path) -> Iterator[Task]:
     return (reader or _json_lines)(path, _text(path))
 
 
+def check_storable(task: Task) -> None:
+    """Refuse a task that not every store holds.
+
+    Raises:
+        ValueError: it has dates, NaN, integers beyond 64 bits, or halves of surrogate pairs.
+    """
+    try:
+        orjson.dumps(task)
+        json.dumps(task, allow_nan=False)  # Parquet has dates and NaN, which the other would write as text and null
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
 def digest(tasks: Sequence[Task]) -> str:
     """Return 16 hex digits that change when any task does: a resumed run must go on with the same data."""
     return hashlib.sha256(json.dumps(tasks, sort_keys=True).encode()).hexdigest()[:16]
@@ -237,8 +250,7 @@ def _task(path: Path, value: Any, where: str) -> Task:
             f" {str(value)[:60]!r}.{do}"
         )
     try:
-        orjson.dumps(value)
-        json.dumps(value, allow_nan=False)  # Parquet has dates and NaN, which the other would write as text and null
-    except (TypeError, ValueError) as error:  # integers beyond 64 bits, halves of surrogate pairs
+        check_storable(value)
+    except ValueError as error:
         raise DataError(f"data file {path}, {where}: this task can't be stored: {error}. Write it as text.") from None
     return value

@@ -168,15 +168,21 @@ def _print_newest(store: Store, traces: Iterable[Trace], limit: int, seen: set[s
 
 
 def _write_tasks(path: Path, traces: Iterable[Trace], field: str) -> None:
+    from lightning_trainer.run.data import check_storable
     from lightning_trainer.run.live_tasks import tasks_of
 
-    read, written = 0, 0
+    read, written, refused = 0, 0, 0
     part = path.with_name(f"{path.name}.part")  # a file that is there is replaced by a whole one only
     try:
         with part.open("w", encoding="utf-8") as file:
             for trace in traces:
                 read += 1
                 for task in tasks_of([trace], field=field):
+                    try:
+                        check_storable(task)
+                    except ValueError:
+                        refused += 1
+                        continue
                     written += 1
                     file.write(json.dumps(task) + "\n")
         if written:
@@ -185,9 +191,14 @@ def _write_tasks(path: Path, traces: Iterable[Trace], field: str) -> None:
         raise ConfigError(f"{path} can't be written: {error.strerror}.") from None
     finally:
         part.unlink(missing_ok=True)
+    why = "can't be stored as tasks: half a character, NaN, or an integer beyond 64 bits."
+    if not written and refused:
+        raise ConfigError(f"there is no task to write: all {refused} traces that asked a model {why}")
     if not written:
         raise ConfigError("no trace here holds what a model was asked: there is no task to write.")
-    click.echo(f"{written} tasks in {path}; {read - written} traces asked no model.", err=True)
+    click.echo(f"{written} tasks in {path}; {read - written - refused} traces asked no model.", err=True)
+    if refused:
+        click.echo(f"{refused} {why}", err=True)
 
 
 def _print_trees(traces: Iterable[Trace], attempts: dict[str, AttemptRecord], *, whole: bool) -> None:
