@@ -213,3 +213,11 @@ def test_a_job_reaches_a_worker_whole():
     job = Job(command="true", work=Work(workdir=".", restore=("a",), reward_command="true"))
     assert Job(**json.loads(json.dumps(asdict(job)))).work.reward_command == "true"
     assert Path(Job(**asdict(job)).work.workdir) == Path()
+
+
+async def test_a_command_that_deletes_its_folder_ends_as_it_did(server, attempt, project):
+    work = Work(workdir=str(project), restore=("tests/**",), reward_command="ls tests")
+    (project / "tests").mkdir()
+    (project / "tests" / "test_calc.py").write_text("pass\n")
+    assert await run(Job(command="sh -c 'rm -rf ../project'", work=work), attempt) == 1.0
+    assert "deleted file" in spans(server, attempt)["workdir"].attributes[DIFF]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 
@@ -157,6 +158,22 @@ def test_a_test_that_the_agent_renamed_goes_too(request, made, kind):
     (folder.path / "tests" / "test_calc.py").rename(folder.path / "tests" / "conftest.py")
     folder.restore(["tests/**"])
     assert [path.name for path in (folder.path / "tests").iterdir()] == ["test_calc.py"]
+
+
+@pytest.mark.parametrize("instead", [None, "file", "link"])
+@pytest.mark.parametrize("kind", ["repository", "plain"])
+def test_an_agent_that_takes_its_folder_away_has_deleted_all_files(request, made, tmp_path, kind, instead):
+    folder = made(Source(request.getfixturevalue(kind), None))
+    shutil.rmtree(folder.path)
+    if instead == "file":
+        folder.path.write_text("mine")
+    if instead == "link":
+        folder.path.symlink_to(tmp_path)
+    folder.check_size()
+    assert "deleted file mode 100644\nindex" in folder.diff()
+    folder.restore(["tests/**"])
+    assert [path.name for path in folder.path.iterdir()] == ["tests"]
+    assert list(folder.path.glob("tests/test_calc.py"))
 
 
 @pytest.mark.parametrize("kind", ["repository", "plain"])

@@ -202,6 +202,9 @@ class WorkFolder:
 
     def _add_all(self) -> None:
         """Take in what there is now, but for what git can't: a repository without a commit, a file we may not read."""
+        if self.path.is_symlink() or not self.path.is_dir():  # the agent has taken it away, and all files with it
+            self.path.unlink(missing_ok=True)
+            self.path.mkdir()
         self._changes("add", "--all", "--ignore-errors", status=(0, 1))
 
     def _left_out(self, *spec: str) -> frozenset[str]:
