@@ -25,6 +25,7 @@ from lightning_spans.testing.plugins.script import Reply
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.cli import cli
 from lightning_trainer.forks import ForkResult, plan, recorded, result
+from lightning_trainer.forks.results import said
 from lightning_trainer.gateway.replay.sessions import summary
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import Silent
@@ -429,3 +430,25 @@ def test_what_cant_be_forked_is_refused(world: Any) -> None:
         here.store.delete(rollout_ids=["r"])
         with pytest.raises(ConfigError, match="rollout r is not in the store"):
             here.fork("deleted", "r", call=0)
+
+
+CALLED = {"name": "look", "arguments": '{"at": 1}'}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "Yes.", "tool_calls": [{"id": "c", "type": "function", "function": CALLED}]},
+        {"content": [{"type": "text", "text": "Yes."}], "tool_calls": [{"id": "c", "function": CALLED}]},
+        {"output": [{"type": "message", "content": [{"text": "Yes."}]}, {"type": "function_call", **CALLED}]},
+    ],
+    ids=["chat completions", "parts", "Responses"],
+)
+def test_an_answer_is_told_as_people_read_it(message: dict[str, Any]) -> None:
+    assert said(message) == 'Yes.\nlook({"at": 1})'
+
+
+def test_an_answer_in_blocks_is_told_as_people_read_it() -> None:
+    blocks = [{"type": "text", "text": "Yes."}, {"type": "tool_use", "name": "look", "input": {"at": 1}}]
+    assert said({"content": blocks}) == 'Yes.\nlook({"at": 1})'
+    assert said({"content": None}) == ""

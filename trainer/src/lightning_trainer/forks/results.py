@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from lightning_spans.chat.body import tool_calls
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.calls import Call
@@ -16,6 +18,7 @@ from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import total
+from lightning_trainer.rl.told import chat_messages
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -126,6 +129,17 @@ def _own_answer(store: Store, recorded: Recorded, attempt: AttemptRecord, calls:
 
 def said(message: Message) -> str:
     """Return an answer as people read it: its text, and the tools that it asks for."""
-    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    texts = [message["content"]] if isinstance(message.get("content"), str) and message["content"] else []
-    return "\n".join([*texts, *(f"{call.get('name')}({call.get('arguments')})" for call in calls)])
+    told = [part for part in chat_messages(message) if isinstance(part, Mapping)]
+    texts = [text for part in told for text in _texts(part.get("content"))]
+    return "\n".join([*texts, *(f"{call.name}({_text(call.arguments)})" for part in told for call in tool_calls(part))])
+
+
+def _text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _texts(content: Any) -> Iterator[str]:
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str) and text:
+            yield text
