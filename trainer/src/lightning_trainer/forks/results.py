@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import total
-from lightning_trainer.rl.told import chat_messages
+from lightning_trainer.rl.told import chat_messages, texts_of
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -130,16 +130,9 @@ def _own_answer(store: Store, recorded: Recorded, attempt: AttemptRecord, calls:
 def said(message: Message) -> str:
     """Return an answer as people read it: its text, and the tools that it asks for."""
     told = [part for part in chat_messages(message) if isinstance(part, Mapping)]
-    texts = [text for part in told for text in _texts(part.get("content"))]
+    texts = filter(None, (text for part in told for text in texts_of(part.get("content"))))
     return "\n".join([*texts, *(f"{call.name}({_text(call.arguments)})" for part in told for call in tool_calls(part))])
 
 
 def _text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
-
-
-def _texts(content: Any) -> Iterator[str]:
-    for part in content if isinstance(content, list) else [content]:
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if isinstance(text, str) and text:
-            yield text

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from lightning_spans.schema.rewards import Reward
@@ -142,10 +143,8 @@ def given_to(outcomes: Sequence[Outcome], automatic: Sequence[Reward], failed: F
         automatic: what automatic rules gave, to other attempts such as forks, too.
         failed: the reward of a rollout that failed by the policy's doing; ``exclude`` leaves it out.
     """
-    counted = [o for o in outcomes if o.attempt is not None and o.counts(failed) is o.attempt]
-    names = {outcome.attempt.attempt_id for outcome in counted if outcome.attempt is not None}
-    own = [reward for outcome in counted for reward in outcome.rewards]
-    return own + [reward for reward in automatic if reward.attempt_id in names]
+    own = {o.attempt.attempt_id: o.rewards for o in outcomes if o.attempt is not None and o.counts(failed) is o.attempt}
+    return [*chain.from_iterable(own.values()), *(reward for reward in automatic if reward.attempt_id in own)]
 
 
 def by_source(rewards: Sequence[Reward], attempts: int) -> dict[str, float]:

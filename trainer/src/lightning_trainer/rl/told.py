@@ -30,9 +30,15 @@ def chat_messages(message: Json) -> Iterator[Json]:
 
 def text_of(content: Json) -> str:
     """Return the content of a message as text: of parts that are all text these, a line each, of others their JSON."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    parts = content if isinstance(content, list) else [None]
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    read = [text for text in texts if isinstance(text, str)]
-    return "\n".join(read) if len(read) == len(parts) else json.dumps(content, default=str)
+    if content is None:
+        return ""
+    read = texts_of(content)
+    whole = len(read) == (len(content) if isinstance(content, list) else 1)
+    return "\n".join(read) if whole else json.dumps(content, default=str)
+
+
+def texts_of(content: Json) -> list[str]:
+    """Return the texts in the content of a message: all of it, or its parts that are text."""
+    parts = content if isinstance(content, list) else [content]
+    said = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return [text for text in said if isinstance(text, str)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.schema.spans import CHAT, REQUEST
-from lightning_trainer.rl.told import chat_messages
+from lightning_trainer.rl.told import chat_messages, texts_of
 
 _ASKED = ("messages", "input", "prompt", "contents")
 
@@ -82,8 +82,4 @@ def _request(node: Node) -> Mapping[str, Any]:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content", message.get("parts"))  # parts are Gemini's
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
+    return "".join(texts_of(message.get("content", message.get("parts"))))  # parts are Gemini's
