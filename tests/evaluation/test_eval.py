@@ -220,6 +220,13 @@ def test_a_program_is_measured_at_its_own_endpoint_and_then_against_another(fold
     assert (found["mean"], found["difference"], found["against"]["evaluated"]) == (1.0, pytest.approx(0.5), "a")
     assert found["elsewhere"] == 0
 
+    lower = [{**lines[0], "reward": -1.0}, *lines[1:]]
+    (folder / "a/samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lower))
+    with ScriptedServer(reply_to) as server:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        found = last(rl("app:run", "--data", "tasks.jsonl", "--workers", "1", "--against", "a", "--out", "d", "--json"))
+    assert (found["crashed"], found["failed_reward"], found["against"]["failed_reward"]) == (1, -1.0, -1.0)
+
     (folder / "tasks.jsonl").write_text(json.dumps({"q": "another"}) + "\n")
     refused = rl("app:run", "--data", "tasks.jsonl", "--against", "a", "--out", "c")
     assert refused.exit_code == 2
