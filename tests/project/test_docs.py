@@ -233,8 +233,3 @@ def test_pre_commit_has_the_ruff_of_the_sessions() -> None:
     assert wanted is not None
     named = re.findall(r'\["(ruff==.*)"\]', (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
     assert named == [wanted[1]] * 2
-
-
-def test_the_workflow_runs_what_ci_runs() -> None:
-    assert "- run: .ci/run\n" in (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
-    assert (ROOT / ".ci/run").stat().st_mode & 0o100
