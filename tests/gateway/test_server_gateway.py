@@ -330,7 +330,7 @@ def test_an_admin_asking_for_an_unknown_model_hears_which_there_are(server, atte
 
 
 def test_an_engine_that_fails_is_a_500_is_recorded_and_shows_in_healthz(server, attempt, client, monkeypatch):
-    monkeypatch.setattr("lightning_trainer.gateway.http.health._FRESH_S", 0.0)
+    monkeypatch.setattr("lightning_trainer.gateway.health._FRESH_S", 0.0)
     server.engine.play([RuntimeError("out of memory"), "ok"])
     with pytest.raises(openai.InternalServerError, match="out of memory"):
         client.chat.completions.create(model="policy", messages=USER)

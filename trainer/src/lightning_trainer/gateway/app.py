@@ -27,15 +27,15 @@ from lightning_trainer.gateway.auth.quotas import Quotas
 from lightning_trainer.gateway.calls.embedded import EmbeddedEngine
 from lightning_trainer.gateway.calls.gateway import Gateway, ServedModel
 from lightning_trainer.gateway.engine import Engine
+from lightning_trainer.gateway.health import Health
 from lightning_trainer.gateway.http.asgi import ClientGoneError, send_bytes, send_refusal
 from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_down
-from lightning_trainer.gateway.http.health import Health
-from lightning_trainer.gateway.http.intake import Intake
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.http.metrics import Metrics
-from lightning_trainer.gateway.http.route import KeyedRoute
 from lightning_trainer.gateway.ingest.otlp import OtlpReceiver
 from lightning_trainer.gateway.ingest.writer import RecordWriter
+from lightning_trainer.gateway.intake.intake import Intake
+from lightning_trainer.gateway.intake.route import KeyedRoute
 from lightning_trainer.gateway.replay.gate import ReplayGate
 from lightning_trainer.gateway.replay.sessions import Sessions
 from lightning_trainer.gateway.settings import Limits, Routing

@@ -16,7 +16,7 @@ from lightning_spans.errors import RefusedError, StoreError
 from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.gateway.auth.access import Needs
-from lightning_trainer.gateway.http.route import KeyedRoute
+from lightning_trainer.gateway.intake.route import KeyedRoute
 from lightning_trainer.report.metrics import newest_validations
 from lightning_trainer.run.group_ids import Step
 from lightning_trainer.view.answers.calls import CallPage

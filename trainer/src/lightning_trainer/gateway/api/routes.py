@@ -29,7 +29,7 @@ from lightning_trainer.gateway.auth.leases import Leases
 from lightning_trainer.gateway.auth.reward_source import given_by, given_now
 from lightning_trainer.gateway.http.masking import masked
 from lightning_trainer.gateway.http.metrics import Metrics
-from lightning_trainer.gateway.http.route import KeyedRoute
+from lightning_trainer.gateway.intake.route import KeyedRoute
 from lightning_trainer.gateway.replay.sessions import Sessions, summary
 from lightning_trainer.gateway.settings import Limits, Routing
 

@@ -16,10 +16,10 @@ from lightning_trainer.gateway.calls.answers import Record
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.http.asgi import ClientGoneError, headers, send_bytes, send_json, unless_gone
 from lightning_trainer.gateway.http.errors import Refusal, store_down
-from lightning_trainer.gateway.http.intake import Intake
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.ingest.writer import RecordWriter
+from lightning_trainer.gateway.intake.intake import Intake
 from lightning_trainer.gateway.replay.answer import HEADER
 from lightning_trainer.gateway.replay.decisions import Own
 from lightning_trainer.gateway.replay.gate import ASKS, ReplayGate, ReplayStep, send_own

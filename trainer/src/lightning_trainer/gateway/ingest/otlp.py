@@ -19,12 +19,12 @@ from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.auth.leases import Leases
 from lightning_trainer.gateway.http.asgi import headers, send_bytes
 from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_down
-from lightning_trainer.gateway.http.intake import INLINE_BYTES, Intake
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.http.weight import too_heavy as heavier
 from lightning_trainer.gateway.ingest import wire
 from lightning_trainer.gateway.ingest.openinference import adopted
 from lightning_trainer.gateway.ingest.writer import RecordWriter
+from lightning_trainer.gateway.intake.intake import INLINE_BYTES, Intake
 from lightning_trainer.gateway.settings import Limits
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.formats import probe
+from lightning_trainer.gateway.formats.arguments import as_data, as_text
 from lightning_trainer.gateway.formats.frames import HERMES, CallFrame, frame_of
 from lightning_trainer.gateway.formats.reader import AnswerReader, Dialect, ParsedAnswer, parse
 from lightning_trainer.gateway.formats.table import NAMES, NONE, Format, Thinking, by_name
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.marked_text import MarkedText
 from lightning_trainer.gateway.prompt.plain_text import PlainText
-from lightning_trainer.gateway.request.arguments import as_data, as_text
 
 Message = Mapping[str, Any]
 Switches = Mapping[str, Any]  # variables of the template's own, such as enable_thinking

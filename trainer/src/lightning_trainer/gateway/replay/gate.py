@@ -15,7 +15,7 @@ from lightning_trainer.gateway.calls.answers import Record
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.http.asgi import send_bytes, send_json
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
-from lightning_trainer.gateway.http.intake import Intake
+from lightning_trainer.gateway.intake.intake import Intake
 from lightning_trainer.gateway.replay.answer import (
     HEADER,
     LivePolicy,

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.http.asgi import send_json
 from lightning_trainer.gateway.http.errors import Refusal
-from lightning_trainer.gateway.http.intake import Intake
+from lightning_trainer.gateway.intake.intake import Intake
 from lightning_trainer.gateway.request.fields import number, whole, wrong
 from lightning_trainer.gateway.upstream.upstream import UpstreamPolicy
 

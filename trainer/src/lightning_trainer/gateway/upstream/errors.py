@@ -8,8 +8,8 @@ from typing import Any, Final
 import orjson
 
 from lightning_trainer.gateway.http.errors import Refusal
-from lightning_trainer.gateway.http.intake import MAX_DEPTH, deeper_than
 from lightning_trainer.gateway.http.weight import too_heavy
+from lightning_trainer.gateway.intake.intake import MAX_DEPTH, deeper_than
 
 _SMALL: Final = 64 * 1024  # bytes, of which nothing large can be made
 _MOST_BYTES: Final = 512 << 20  # of memory; 100,000 tokens with ids and log-probabilities take 100 MB

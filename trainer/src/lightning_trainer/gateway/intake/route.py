@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lightning_trainer.gateway.auth.access import Access, Needs
-from lightning_trainer.gateway.http.intake import Intake
+from lightning_trainer.gateway.intake.intake import Intake
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 

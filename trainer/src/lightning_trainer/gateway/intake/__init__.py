@@ -1,0 +1,1 @@
+"""Request bodies: bounded, read and parsed only after the key was checked."""
