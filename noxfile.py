@@ -326,7 +326,7 @@ def full(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
-    """Write the README's table of tested versions anew."""
+    """Write the docs' table of tested versions anew."""
     session.run("python3", "templates/versions_table.py")
 
 

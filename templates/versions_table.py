@@ -1,4 +1,4 @@
-"""The README's table of tested versions, written from what the plugins name: `nox -s table`."""
+"""The table of tested versions in the docs, written from what the plugins name: `nox -s table`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/reference/versions.md"
 BEGIN = "<!-- versions: written by `nox -s table` -->"
 END = "<!-- end of versions -->"
 ORDER = ["oldest", "middle", "latest", "together"]  # a leg of another name is to find its place here
@@ -20,7 +21,7 @@ def table(root: Path = ROOT) -> str:
     legs = sorted({leg for of in tested.values() for leg in of}, key=lambda leg: (ORDER.index(leg), leg))
     rows = [["plugin", *legs], ["---"] * (len(legs) + 1)]
     rows += [
-        [f"[{name}](plugins/{name})", *(", ".join(map(_plain, of.get(leg, []))) for leg in legs)]
+        [f"[{name}](../../plugins/{name})", *(", ".join(map(_plain, of.get(leg, []))) for leg in legs)]
         for name, of in tested.items()
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -46,5 +47,4 @@ def _plain(requirement: str) -> str:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(written(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
