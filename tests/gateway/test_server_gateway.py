@@ -526,7 +526,7 @@ def test_a_server_that_stops_keeps_what_was_drawn(tmp_path, monkeypatch):
 
 
 def _policy(server):
-    return server.app.state.gateway._policies["policy"]
+    return server.app.state.gateway._models._served["policy"]
 
 
 def _first(find, timeout_s=5.0):

@@ -125,7 +125,7 @@ def test_an_engine_that_fails_in_a_stream_ends_it_with_an_error(server, attempt,
             yield from list(super()._pieces(ids, text, finish))[:2]
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(server.app.state.gateway._policies["policy"], "engine", Breaks(["a long answer"]))
+    monkeypatch.setattr(server.app.state.gateway._models._served["policy"], "engine", Breaks(["a long answer"]))
     text = post(path, {**ASKED[path], "stream": True}).text
     assert "out of memory" in text
     assert "[DONE]" not in text

@@ -149,9 +149,13 @@ def test_no_key_can_change_what_anothers_processes_told(server):
 
     metrics = Metrics()
     one, other = (server.keys.check(server.key(name)) for name in ("one", "other"))
-    metrics.sender("process;delivered=5", one)
-    metrics.sender("process;delivered=0;dropped=99999999999999999999;spooled=\u0664", other)
-    metrics.sender("process;delivered=6", one)
+    metrics.sender("process;delivered=5", one.scope, str(one.attempt_id or one.key_id))
+    metrics.sender(
+        "process;delivered=0;dropped=99999999999999999999;spooled=\u0664",
+        other.scope,
+        str(other.attempt_id or other.key_id),
+    )
+    metrics.sender("process;delivered=6", one.scope, str(one.attempt_id or one.key_id))
     told = {
         sample.labels["outcome"]: sample.value
         for metric in metrics.registry.collect()

@@ -25,7 +25,8 @@ from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.auth.leases import Leases
 from lightning_trainer.gateway.auth.quotas import Quotas
 from lightning_trainer.gateway.calls.embedded import EmbeddedEngine
-from lightning_trainer.gateway.calls.gateway import Gateway, ServedModel
+from lightning_trainer.gateway.calls.gateway import Gateway
+from lightning_trainer.gateway.calls.models import ServedModel, ServedModels
 from lightning_trainer.gateway.engine import Engine
 from lightning_trainer.gateway.health import Health
 from lightning_trainer.gateway.http.asgi import ClientGoneError, send_bytes, send_refusal
@@ -188,16 +189,14 @@ def create_app(
     replays = ReplayGate(sessions, access, intake)
     app.state.forget = _forgetter(attempts, conversations, sessions, [*embedded, *forwarding])
     gateway = app.state.gateway = Gateway(
-        policies,
+        ServedModels(policies, elsewhere, records_provider=record_untrained),
         access=access,
         writer=writer,
         metrics=metrics,
         intake=intake,
         routing=lambda: app.state.routing,
-        replays=replays,
-        provider=elsewhere,
-        record_untrained=record_untrained,
     )
+    gateway.register(replays)
     receiver = OtlpReceiver(
         access=access, leases=leases, intake=intake, writer=writer, metrics=metrics, limits=limits, live=live
     )

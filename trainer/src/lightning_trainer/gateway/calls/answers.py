@@ -21,7 +21,6 @@ from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.gateway.request.chat_request import ChatRequest, plainly, read_chat_request
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
-from lightning_trainer.gateway.upstream.errors import BrokenError
 
 _TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even one of blanks
 _INLINE_BYTES: Final = 64 * 1024  # of messages; rendering and tokenizing these takes a few milliseconds
@@ -239,7 +238,7 @@ class Responder:
             async with aclosing(_numbered(draws[0]) if len(draws) == 1 else _together(draws)) as pieces:
                 async for pair in pieces:
                     yield pair
-        except (Refusal, BrokenError):
+        except Refusal:
             raise
         except ValueError as error:
             raise bad_request(f"the engine refuses this: {error}", "context_length_exceeded") from error

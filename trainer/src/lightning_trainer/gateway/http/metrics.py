@@ -14,10 +14,9 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from lightning_spans.record.stalls import stall_counts, stalls
+from lightning_spans.schema.calls import Call
 from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION, JOINED, continued_share, slug
-from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.http.asgi import send_bytes
-from lightning_trainer.gateway.request.pending import PendingCall
 
 SENDER_OUTCOMES: Final = ("delivered", "spooled", "retried", "refused", "dropped", "sampled_out", "redacted")
 _SENDERS_MOST: Final = 10_000
@@ -69,12 +68,12 @@ class Metrics:
         """Count an answered request."""
         self._requests.labels(path, str(status)).inc()
 
-    def call(self, pending: PendingCall, error: str | None) -> None:
+    def call(self, call: Call) -> None:
         """Count a recorded call and its tokens."""
-        self._calls.labels("ok" if error is None else "error").inc()
-        self._prompt(pending.sampling.get(CONTINUATION))
-        self._tokens.labels("prompt").inc(len(pending.prompt_token_ids or ()))
-        self._tokens.labels("completion").inc(sum(len(choice.token_ids or ()) for choice in pending.choices))
+        self._calls.labels("ok" if call.error is None else "error").inc()
+        self._prompt(call.sampling.get(CONTINUATION))
+        self._tokens.labels("prompt").inc(len(call.prompt_token_ids or ()))
+        self._tokens.labels("completion").inc(sum(len(choice.token_ids or ()) for choice in call.choices))
 
     def _prompt(self, made: object) -> None:
         if isinstance(made, str):
@@ -103,19 +102,19 @@ class Metrics:
         """Count the end of an attempt that was refused, because its lease was lost."""
         self._late.inc()
 
-    def sender(self, told: str, grant: Grant) -> None:
+    def sender(self, told: str, scope: str, key: str) -> None:
         """Count what an agent's process says became of its spans: ``ID;dropped=1;spooled=20``, all since its start.
 
         What is not of that form is left alone: anybody with a key may send this. So it is counted by whose word it is,
         and no key can change what another's processes told.
         """
         name, *pairs = told[:500].split(";")
-        whose = f"{grant.scope} {grant.attempt_id or grant.key_id} {name}"
+        whose = f"{scope} {key} {name}"
         counts = {key: int(value) for key, _, value in (pair.partition("=") for pair in pairs) if _is_count(value)}
         before = self._heard.get(whose, {})
         for outcome in SENDER_OUTCOMES:
             if (more := counts.get(outcome, 0) - before.get(outcome, 0)) > 0:
-                self._senders.labels(outcome, grant.scope).inc(more)
+                self._senders.labels(outcome, scope).inc(more)
         self._heard[whose] = counts
         self._heard.move_to_end(whose)
         while len(self._heard) > _SENDERS_MOST:

@@ -89,7 +89,7 @@ class OtlpReceiver:
             raise Refusal(415, f"content-type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
         spans, wrong = await self._intake.parsed(scope, receive, grant, partial(self._read, content_type))
         if (told := headers(scope).get(b"x-lightning-sender")) is not None:
-            self._metrics.sender(told.decode("latin-1"), grant)
+            self._metrics.sender(told.decode("latin-1"), grant.scope, str(grant.attempt_id or grant.key_id))
         if wrong and not spans:
             raise bad_request(wrong[0])
         self._intake.quotas.take(grant, "spans", len(spans))

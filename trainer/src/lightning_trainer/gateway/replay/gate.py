@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,9 +11,11 @@ from starlette.types import Receive, Scope, Send
 from lightning_spans.schema.replays import COUPLED, FORKED, REPLAYED
 from lightning_spans.schema.spans import ERROR_TYPE, TOOL_RETURNED
 from lightning_trainer.gateway.auth.access import Access
+from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.calls.answers import Record
+from lightning_trainer.gateway.calls.incoming import IncomingCall
 from lightning_trainer.gateway.calls.response import ResponseSender
-from lightning_trainer.gateway.http.asgi import send_bytes, send_json
+from lightning_trainer.gateway.http.asgi import ClientGoneError, send_bytes, send_json, unless_gone
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.intake.intake import Intake
 from lightning_trainer.gateway.replay.answer import (
@@ -25,13 +27,12 @@ from lightning_trainer.gateway.replay.answer import (
     say,
     send_verbatim,
 )
-from lightning_trainer.gateway.replay.decisions import Decision, DrawnAnew, FromRecord, ReplayRequest
+from lightning_trainer.gateway.replay.decisions import Decision, DrawnAnew, FromRecord, Own, ReplayRequest
 from lightning_trainer.gateway.replay.record import RecordedTool
 from lightning_trainer.gateway.replay.requests import read_request
 from lightning_trainer.gateway.replay.session import ReplaySession
 from lightning_trainer.gateway.replay.sessions import Sessions
 from lightning_trainer.gateway.request.pending import PendingCall
-from lightning_trainer.gateway.surfaces.surface import Surface
 
 ASKS: Final = b"asks"  # of a request: who sends it can send it on to its own endpoint
 OWN: Final = "own"  # of an answer: it is to be sent there
@@ -120,37 +121,40 @@ class ReplayGate:
         self._access = access
         self._intake = intake
 
-    async def step(
-        self,
-        surface: Surface,
-        pending: PendingCall,
-        *,
-        asks: bool,
-        name: Callable[[Mapping[str, Any]], None],
-        sampled: Callable[[], bool],
-    ) -> ReplayStep:
-        """Decide on a model call, and mark its record.
+    def takes(self, grant: Grant) -> bool:
+        """Whether a key is of an attempt that is a replay."""
+        return grant.replay
 
-        Args:
-            surface: by which it came.
-            pending: the call; its request is as it came.
-            asks: whether its sender can send it on to its own endpoint.
-            name: names its agent, given its request as a chat completion: the record knows it by that name.
-            sampled: whether a policy of the server answers its agent.
+    async def answer(self, call: IncomingCall) -> None:
+        """Answer a model call from the record, let it be sampled, or leave it to the program's own endpoint.
 
         Raises:
-            Refusal: the replay has ended.
+            Refusal: the replay has ended, or this is what was recorded.
         """
+        step = await self._step(call)
+        try:
+            await _carry_out(step, call)
+        except ClientGoneError:
+            raise
+        except Exception:
+            step.failed()
+            raise
+
+    async def _step(self, call: IncomingCall) -> ReplayStep:
+        """Decide on a model call, and mark its record. Its request is as it came."""
+        pending = call.pending
         session = await self._sessions.of(str(pending.grant.attempt_id))
         try:
-            asked = surface.begin(pending.request, pending.grant.attempt_id).asked
+            asked = call.surface.begin(pending.request, pending.grant.attempt_id).asked
         except Refusal:  # it can still be one of the program's own endpoint
             chat = None
         else:
-            name(asked)
+            call.name_agent(asked)  # the record knows it by that name
             chat = read_request(asked)
         span = (pending.trace_id, pending.span_id) if pending.trace_id and pending.span_id else None
-        request = ReplayRequest(pending.agent, chat, read_request(pending.request), span, sampled=not asks or sampled())
+        leaves = call.headers.get(HEADER.encode()) == ASKS
+        sampled = not leaves or call.models.samples(pending.agent, call.routing)
+        request = ReplayRequest(pending.agent, chat, read_request(pending.request), span, sampled=sampled)
         decision = session.call(request)
         if isinstance(decision, FromRecord):
             pending.marks = {REPLAYED: decision.call.call_id} | ({COUPLED: True} if decision.coupled else {})
@@ -181,6 +185,18 @@ class ReplayGate:
             await send_json(send, {"do": "run"})
             return
         await send_json(send, {"do": "give", **_given(found)})
+
+
+async def _carry_out(step: ReplayStep, call: IncomingCall) -> None:
+    pending, record = call.pending, call.record.record
+    if isinstance(step.decision, Own):
+        await send_own(call.send)
+    elif step.is_drawn:
+        await call.sample(model=step.model)
+    elif not await step.send_as_it_was(pending, call.send, record, call.surface.path):
+        sender = call.open(step.body(pending.request))
+        given = step.answer(pending, sender, record, call.live_policy())
+        await (unless_gone(call.receive, given) if step.waits else given)
 
 
 def _given(tool: RecordedTool) -> dict[str, Any]:

@@ -1,0 +1,113 @@
+"""One model call on its way through the gateway, and what may decide how it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.types import Receive, Send
+
+from lightning_trainer.gateway.auth.keys import Grant
+from lightning_trainer.gateway.calls.models import ServedModel, ServedModels
+from lightning_trainer.gateway.calls.recording import CallRecord
+from lightning_trainer.gateway.calls.response import ResponseSender
+from lightning_trainer.gateway.http.asgi import unless_gone
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.http.metrics import Metrics
+from lightning_trainer.gateway.request.pending import AGENT_HEADER, PendingCall
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.gateway.surfaces.surface import Surface
+from lightning_trainer.naming import agent_of
+
+
+class Decider(Protocol):
+    """Answers the calls of some attempts in place of the policies; what it does not answer itself it lets be sampled.
+
+    See `Gateway.register`.
+    """
+
+    def takes(self, grant: Grant) -> bool:
+        """Whether it decides on the calls that come with a key."""
+        ...
+
+    async def answer(self, call: IncomingCall) -> None:
+        """Answer a call, or have it sampled: `IncomingCall.sample`.
+
+        Raises:
+            Refusal: the call can't be answered; the gateway records this and sends it to the client.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class IncomingCall:
+    """One model call.
+
+    Attributes:
+        surface: where it came in.
+        pending: its record so far.
+        headers: of the request.
+        routing: as it was when the request came.
+        models: those that can answer.
+        record: keeps the call.
+        metrics: counts it while it is being answered.
+        receive: of the request; read for the client's leaving.
+        send: takes the answer.
+        sender: sends the answer in the surface's shape; None before `open`.
+    """
+
+    surface: Surface
+    pending: PendingCall
+    headers: Mapping[bytes, bytes]
+    routing: Routing
+    models: ServedModels
+    record: CallRecord
+    metrics: Metrics
+    receive: Receive
+    send: Send
+    sender: ResponseSender | None = None
+
+    def open(self, body: Mapping[str, Any]) -> ResponseSender:
+        """Read the request as a chat completion, and return what sends its answer.
+
+        Raises:
+            Refusal: the surface does not take it.
+        """
+        pending = self.pending
+        exchange = self.surface.begin(body, pending.grant.attempt_id)
+        pending.request, pending.keeps_id = exchange.asked, exchange.keeps_id
+        pending.left_out |= exchange.left_out
+        pending.soft_limit = exchange.demands_limit
+        self.name_agent(pending.request)
+        self.sender = ResponseSender(self.send, exchange, pending)
+        return self.sender
+
+    def name_agent(self, request: Mapping[str, Any]) -> None:
+        """Name the agent by the rules, where the sender does not; `request` is a chat completion."""
+        if AGENT_HEADER not in self.headers:
+            pending = self.pending
+            pending.agent = agent_of(self.routing.name_by, request, pending.policy, self.headers) or pending.agent
+
+    def live_policy(self) -> ServedModel | None:
+        """Return the model that answers the agent when nothing decides otherwise; None where there is none."""
+        try:
+            return self.models.route(self.pending, self.routing)
+        except Refusal:
+            return None
+
+    async def sample(self, *, model: str | None = None) -> None:
+        """Let a policy answer.
+
+        Args:
+            model: the one that answers in place of the agent's own.
+
+        Raises:
+            Refusal: it can't be done.
+            ClientGoneError: the client closed the connection.
+        """
+        sender = self.open(self.pending.request)
+        policy = self.models.route(self.pending, self.routing, model)
+        self.record.keeps = self.models.records(policy)
+        with self.metrics.in_flight():
+            await unless_gone(self.receive, policy.answer(self.pending, sender, self.record.record, self.routing))

@@ -1,0 +1,129 @@
+"""The models that answer here, and which of them answers a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from lightning_spans.schema.agents import selects
+from lightning_trainer.gateway.calls.answers import Record
+from lightning_trainer.gateway.calls.response import ResponseSender
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.request.pending import PendingCall
+from lightning_trainer.gateway.settings import Routing
+
+
+class ServedModel(Protocol):
+    """What answers calls for one model: the embedded engine or an upstream."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt and answer together; None where only the upstream knows."""
+        ...
+
+    async def answer(self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing) -> None:
+        """Answer one request; see `EmbeddedEngine.answer`."""
+        ...
+
+    def remember(self, pending: PendingCall) -> None:
+        """Note a call that was answered from a record."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens; empty where it is not known."""
+        ...
+
+    async def count(self, request: Mapping[str, Any]) -> int:
+        """Count the tokens of a request's prompt."""
+        ...
+
+    async def embeddings(self, body: Mapping[str, Any]) -> bytes:
+        """Answer ``POST /v1/embeddings``."""
+        ...
+
+
+class ServedModels:
+    """Finds the model that answers a call.
+
+    Args:
+        served: models by name.
+        provider: answers attempts' calls of agents that are not trained; None: they are answered like the others.
+        records_provider: whether the calls that the provider answers are recorded.
+    """
+
+    def __init__(
+        self, served: Mapping[str, ServedModel], provider: ServedModel | None = None, *, records_provider: bool = True
+    ) -> None:
+        self._served = served
+        self._provider = provider
+        self._records_provider = records_provider
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return all models as OpenAI's and Anthropic's clients read them."""
+        return [_describe(name, policy) for name, policy in self._served.items()]
+
+    def describe_one(self, name: str) -> dict[str, Any]:
+        """Return one model as OpenAI's and Anthropic's clients read it.
+
+        Raises:
+            Refusal: there is no such model.
+        """
+        if name not in self._served:
+            raise _unknown(name, self._served)
+        return _describe(name, self._served[name])
+
+    def samples(self, agent: str | None, routing: Routing) -> bool:
+        """Whether an agent's calls are answered here when nothing decides otherwise."""
+        return self._provider is not None or routing.policies.of(agent) is not None or selects(routing.agents, agent)
+
+    def records(self, policy: ServedModel) -> bool:
+        """Whether the calls that a model answers are recorded."""
+        return policy is not self._provider or self._records_provider
+
+    def route(self, pending: PendingCall, routing: Routing, instead: str | None = None) -> ServedModel:
+        """Return the model that answers a call, and note its name.
+
+        Args:
+            pending: the call.
+            routing: as it was when the request came.
+            instead: the model that a decider chose; None: that of the agent.
+
+        Raises:
+            Refusal: there is no such model.
+        """
+        if instead is not None:
+            pending.policy = instead
+        elif pending.grant.attempt_id is not None:
+            own = routing.policies.of(pending.agent)
+            untrained = own is None and pending.agent is not None and not selects(routing.agents, pending.agent)
+            if untrained and self._provider is not None:
+                return self._provider
+            if own is not None:
+                pending.policy = own
+            elif pending.policy not in self._served:
+                pending.policy = routing.model  # a program that was not changed requests its usual model
+        policy = self._served.get(pending.policy)
+        if policy is None:
+            nameless = pending.grant.attempt_id is not None and routing.policies.by_agent and pending.agent is None
+            hint = ". This call names no agent: send x-lightning-agent, or ask for one of these" if nameless else ""
+            raise _unknown(pending.policy, self._served, hint)
+        return policy
+
+
+def _unknown(name: str, known: Iterable[str], hint: str = "") -> Refusal:
+    listed = ", ".join(known) or "none"
+    return Refusal(404, f"no model {name!r} here. Models: {listed}{hint}", code="model_not_found")
+
+
+def _describe(name: str, policy: ServedModel) -> dict[str, Any]:
+    longest = policy.max_model_len
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "lightning",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+        **({} if longest is None else {"max_model_len": longest}),  # vLLM's name for it
+    }

@@ -1,0 +1,67 @@
+"""The record of one model call, kept once, whatever becomes of the call."""
+
+from __future__ import annotations
+
+from lightning_spans.errors import StoreError
+from lightning_trainer.gateway.http.errors import Refusal, store_down
+from lightning_trainer.gateway.http.masking import masking_logger
+from lightning_trainer.gateway.http.metrics import Metrics
+from lightning_trainer.gateway.ingest.writer import RecordWriter
+from lightning_trainer.gateway.request.pending import PendingCall
+
+logger = masking_logger(__name__)
+
+
+class CallRecord:
+    """Keeps the record of one call, once."""
+
+    def __init__(self, writer: RecordWriter, metrics: Metrics) -> None:
+        self._writer = writer
+        self._metrics = metrics
+        self._begun = False
+        self.keeps = True  # False: the call is answered and counted, and not kept
+
+    async def record(self, pending: PendingCall, error: str | None = None) -> None:
+        """Keep a call; returns when it is on disk.
+
+        Raises:
+            Refusal: the store does not take it.
+        """
+        self._begun = True
+        call = pending.finish(error)
+        try:
+            if self.keeps:
+                await self._writer.call(call)
+        except Exception as problem:
+            raise store_down(problem) from problem
+        self._metrics.call(call)
+
+    async def failed(self, pending: PendingCall, error: str) -> None:
+        """Keep a call that failed, unless it is kept already; the client is not there to hear of a failing store."""
+        if not self._begun:
+            try:
+                await self.record(pending, error)
+            except Refusal as refusal:
+                logger.error("a call of attempt %s was not recorded: %s", pending.grant.attempt_id, refusal)
+
+    async def refused(self, pending: PendingCall, error: Exception) -> Refusal:
+        """Keep a call that is refused or failed; return the error for the client."""
+        if isinstance(error, StoreError):
+            error = store_down(error)
+        if not isinstance(error, Refusal):
+            logger.exception("a call failed", exc_info=error)
+            error = Refusal(500, f"the gateway failed: {type(error).__name__}: {error}", "server_error")
+        if not self._begun:
+            pending.sampling["error"] = {"status": error.status, "type": error.kind, "code": error.code}
+            try:
+                await self.record(pending, str(error))
+            except Refusal as refusal:
+                return refusal
+        return error
+
+    def cancelled(self, pending: PendingCall) -> None:
+        """Keep a call that ends because the server stops."""
+        if not self._begun:
+            self._begun = True
+            if self.keeps:
+                self._writer.call_later(pending.finish("the server stopped"))
