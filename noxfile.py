@@ -360,7 +360,9 @@ def types(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train the calculator's agents, see them get better, and ask the tuned model. `-- --agents caller` trains one."""
-    session.log("The first run downloads 0.4 GB (PyTorch for CPUs and a model). Training takes 2 minutes on two free cores.")
+    session.log(
+        "The first run downloads 0.4 GB (PyTorch for CPUs and a model). Training takes 2 minutes on two free cores."
+    )
     install(session, trainer=True)
     session.run("python", "examples/calculator/demo.py", *session.posargs)
 
