@@ -329,8 +329,9 @@ def full(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
-    """Write the docs' table of tested versions anew."""
+    """Write what the docs take from files of the project: the table of tested versions, and the programs they show."""
     session.run("python3", "templates/versions_table.py")
+    session.run("python3", "docs/site/snippets.py")
 
 
 @nox.session

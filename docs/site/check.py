@@ -67,6 +67,9 @@ def site(folder: Path) -> list[str]:
     """Return what is wrong with a built site."""
     pages = {path: _Page(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.html"))}
     problems = [f"{folder} has no {name}" for name in ("search.json", "llms.txt") if not list(folder.rglob(name))]
+    problems += [
+        f"{path.name} has unfilled lines (:::)" for path in folder.glob("*.txt") if "\n:::" in path.read_text()
+    ]
     for path, page in pages.items():
         name = path.relative_to(folder)
         problems += [f"{name} loads {link} from elsewhere" for link in page.loads if urlsplit(link).netloc]

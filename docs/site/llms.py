@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import reference
+
+NAME = re.compile(r"^::: (\S+)\n(?:    .*\n)*", re.MULTILINE)  # where mkdocstrings describes a name
 ABOUT = """\
 # Lightning-RL
 
@@ -26,7 +29,7 @@ def write(pages: Path, nav: list[tuple[str, str]], site: Path) -> None:
     """
     lines, whole, last = [ABOUT], [ABOUT], ""
     for name, section in nav:
-        text = (pages / name).read_text(encoding="utf-8")
+        text = NAME.sub(lambda mark: reference.describe(mark[1]), (pages / name).read_text(encoding="utf-8"))
         if section != last:
             lines.append(f"\n## {section}\n")
             last = section

@@ -212,6 +212,32 @@ def api(*modules: str) -> str:
     return "\n".join(parts)
 
 
+def describe(path: str) -> str:
+    """Return the signature and the docstring of a public name as Markdown, for readers of text: ``llms.txt``."""
+    thing = functools.reduce(
+        lambda at, part: _final(at.members[part]), path.split(".")[1:], _loaded(path.split(".")[0])
+    )
+    parts = [_signature(thing)]
+    if thing.is_class:
+        parts += [_signature(member) for member in thing.members.values() if _is_method(member)]
+    docstring = thing.docstring.value if thing.docstring else ""
+    code = "\n\n".join(parts)
+    return f"### `{path}`\n\n```python\n{code}\n```\n\n{docstring}\n"
+
+
+def _is_method(member: Any) -> bool:
+    return not member.is_alias and member.is_function and (member.name == "__init__" or member.name[0] != "_")
+
+
+def _signature(thing: Any) -> str:
+    if thing.is_function:
+        start = "async def " if "async" in thing.labels else "def "
+        return f"{start}{thing.signature(return_type=True)}"
+    if thing.is_class:
+        return f"class {thing.name}" + (f"({', '.join(map(str, thing.bases))})" if thing.bases else "")
+    return f"{thing.name} = {thing.value}"
+
+
 def _loaded(path: str) -> Any:
     return _sources()[path]
 

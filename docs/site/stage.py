@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
-SNIPPET = re.compile(r'^( *)--8<-- "([^":]+)(?::([\w-]+))?"$', re.MULTILINE)
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -46,7 +44,7 @@ def stage(folder: Path, root: Path = ROOT) -> list[str]:
         if source.suffix != ".md":
             shutil.copy(source, target)
             continue
-        text = FENCED.split(snippets(source.read_text(encoding="utf-8"), root))
+        text = FENCED.split(source.read_text(encoding="utf-8"))
         for at in range(0, len(text), 2):
             text[at], dead = _relink(text[at], source, place, staged)
             problems += [f"{source.relative_to(root)}: {link} is not there" for link in dead]
@@ -70,28 +68,3 @@ def _relink(text: str, source: Path, place: Path, staged: dict[Path, Path]) -> t
         return said  # a file of the repository, which readers of the site need not have
 
     return LINK.sub(moved, text), dead
-
-
-def snippets(text: str, root: Path = ROOT) -> str:
-    """Put the parts of files in the place of the lines that name them: `--8<-- "path"` or `--8<-- "path:part"`.
-
-    A part stands between `# --8<-- [start:part]` and `# --8<-- [end:part]`.
-
-    Raises:
-        ValueError: there is no such file or part.
-    """
-
-    def taken(match: re.Match[str]) -> str:
-        indent, path, part = match.groups()
-        if not (root / path).is_file():
-            raise ValueError(f"{match[0]}: there is no {path}.")
-        found = (root / path).read_text(encoding="utf-8").rstrip()
-        if part is not None:
-            marks = rf"^\s*\S+ --8<-- \[start:{part}\]\n(.*?)\n\s*\S+ --8<-- \[end:{part}\]"
-            inside = re.search(marks, found, re.DOTALL | re.MULTILINE)
-            if inside is None:
-                raise ValueError(f"{match[0]}: {path} has no such part.")
-            found = textwrap.dedent(inside[1]).strip("\n")
-        return textwrap.indent(found, indent)
-
-    return SNIPPET.sub(taken, text)

@@ -98,4 +98,4 @@ def judge(said, monkeypatch):
 def test_the_page_shows_ten_rewards_and_each_that_is_there():
     parts = re.findall(r"--8<-- \[start:([\w-]+)\]", Path(cookbook.__file__).read_text(encoding="utf-8"))
     assert len(parts) == 10
-    assert re.findall(r'^--8<-- "tests/docs/cookbook.py:([\w-]+)"$', PAGE, flags=re.MULTILINE) == parts
+    assert re.findall(r"^<!-- snippet: tests/docs/cookbook.py:([\w-]+) -->$", PAGE, flags=re.MULTILINE) == parts

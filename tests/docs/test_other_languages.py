@@ -89,5 +89,5 @@ def test_the_page_lists_every_variable_that_a_command_gets():
 def test_the_page_shows_each_of_the_programs():
     pages = "".join((DOCS / name).read_text() for name in ("reference/protocol.md", "how-to/other-languages.md"))
     for program in AGENTS.iterdir():
-        assert f'--8<-- "tests/docs/programs/{program.name}' in pages
+        assert f"<!-- snippet: tests/docs/programs/{program.name}" in pages
         assert shlex.quote(program.name) in pages

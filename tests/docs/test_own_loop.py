@@ -88,5 +88,5 @@ def test_threads_that_were_there_before_work_in_the_attempt_of_whoever_asked(ser
 
 
 def test_the_page_shows_the_programs_that_are_tested():
-    shown = set(re.findall(r'--8<-- "tests/docs/loops/(own_\w+\.py):main"', PAGE.read_text(encoding="utf-8")))
+    shown = set(re.findall(r"<!-- snippet: tests/docs/loops/(own_\w+\.py):main -->", PAGE.read_text(encoding="utf-8")))
     assert shown == {path.name for path in PROGRAMS.glob("own_*.py")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -15,12 +14,13 @@ sys.path.insert(0, str(ROOT / "docs" / "site"))
 import check
 import llms
 import reference
+import snippets
 import stage
 
 
 def test_dead_links_anchors_and_loads_from_elsewhere_are_found(tmp_path):
     (tmp_path / "search.json").touch()
-    (tmp_path / "llms.txt").touch()
+    (tmp_path / "llms.txt").write_text("text\n::: lightning_spans.attach\n")
     (tmp_path / "a.html").write_text(
         '<h1 id="top">A</h1><a href="b.html#there">x</a><a href="b.html#gone">x</a><a href="gone.html">x</a>'
         '<a href="https://x.example">x</a><a href="#top">x</a>'
@@ -28,6 +28,7 @@ def test_dead_links_anchors_and_loads_from_elsewhere_are_found(tmp_path):
     )
     (tmp_path / "b.html").write_text('<h2 id="there">B</h2>')
     assert check.site(tmp_path) == [
+        "llms.txt has unfilled lines (:::)",
         "a.html loads https://cdn.example/x.js from elsewhere",
         "a.html: b.html#gone leads nowhere",
         "a.html: gone.html leads nowhere",
@@ -71,21 +72,22 @@ def test_links_follow_the_pages_to_where_they_lie_on_the_site(tmp_path):
 
 def test_parts_of_files_are_taken_as_they_are_and_a_missing_one_is_an_error(tmp_path):
     (tmp_path / "x.py").write_text("# --8<-- [start:a]\n    one\n      two\n# --8<-- [end:a]\n")
-    assert stage.snippets('  --8<-- "x.py:a"\n', tmp_path) == "  one\n    two\n"
-    for line in ('--8<-- "x.py:b"', '--8<-- "y.py"'):
-        with pytest.raises(ValueError, match=r"there is no|has no such part"):
-            stage.snippets(line, tmp_path)
+    page = "  <!-- snippet: x.py:a x.py:a -->\n  ```python\n  old\n  ```\n"
+    filled = "  <!-- snippet: x.py:a x.py:a -->\n  ```python\n  one\n    two\n\n  one\n    two\n  ```\n"
+    assert snippets.fill(page, tmp_path) == filled
+    for source in ("x.py:b", "y.py"):
+        with pytest.raises(ValueError, match=r"does not have|is not a file"):
+            snippets.fill(page.replace("x.py:a", source), tmp_path)
 
 
-def test_a_page_links_the_files_that_only_its_site_shows():
-    """In the repository a page shows the line that names a file, and not the file: its reader follows the link."""
-    missing = []
+def test_every_program_that_a_page_shows_is_the_one_that_is_tested():
+    stale = []
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
-        shown = {mark[2] for mark in stage.SNIPPET.finditer(text)}
-        linked = {os.path.normpath(page.parent.relative_to(ROOT) / link[2]) for link in stage.LINK.finditer(text)}
-        missing += [f"{page.relative_to(ROOT)}: {file}" for file in sorted(shown - linked)]
-    assert missing == []
+        assert "--8<--" not in text, page
+        assert text.count("<!-- snippet: ") == len(snippets.BLOCK.findall(text)), page
+        stale += [page.name] if snippets.fill(text) != text else []
+    assert stale == [], "stale: nox -s table"
 
 
 def test_every_command_and_option_is_in_the_reference():

@@ -58,8 +58,8 @@ def commands() -> list[list[str]]:
 def copied(folder: Path) -> Path:
     """Make the files of the tutorial, as a reader does."""
     text = TUTORIAL.read_text(encoding="utf-8")
-    for title, source in re.findall(r'^```python title="(\S+)"\n--8<-- "(\S+)"$', text, flags=re.MULTILINE):
-        (folder / title).write_text((ROOT / source).read_text(encoding="utf-8"), encoding="utf-8")
+    for title, program in re.findall(r'^```python title="(\S+)"\n(.*?)^```$', text, flags=re.DOTALL | re.MULTILINE):
+        (folder / title).write_text(program, encoding="utf-8")
     return folder
 
 
