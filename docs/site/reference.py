@@ -214,9 +214,8 @@ def api(*modules: str) -> str:
 
 def describe(path: str) -> str:
     """Return the signature and the docstring of a public name as Markdown, for readers of text: ``llms.txt``."""
-    thing = functools.reduce(
-        lambda at, part: _final(at.members[part]), path.split(".")[1:], _loaded(path.split(".")[0])
-    )
+    package, *names = path.split(".")
+    thing = functools.reduce(lambda at, name: _final(at.members[name]), names, _loaded(package))
     parts = [_signature(thing)]
     if thing.is_class:
         parts += [_signature(member) for member in thing.members.values() if _is_method(member)]
