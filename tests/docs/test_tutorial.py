@@ -18,7 +18,8 @@ from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import COMMANDS, cli
 
-TUTORIAL = ROOT / "docs" / "tutorial" / "index.md"
+PATH = ("index", "attach", "reward", "train", "evaluate", "serve")
+TUTORIAL = [ROOT / "docs/tutorial" / f"{name}.md" for name in PATH]
 PROGRAM = Path(__file__).parent / "tutorial"
 LATER = {"eval"} - set(COMMANDS)  # shown already, not there yet
 LINES = [
@@ -51,13 +52,14 @@ def test_an_option_that_is_not_there_is_found() -> None:
 
 
 def commands() -> list[list[str]]:
-    """What the tutorial has typed after the installation, block by block."""
-    return [block for block in blocks(TUTORIAL) if not any("install" in line or "mkdir" in line for line in block)]
+    """Return what the tutorial has typed after the installation, block by block."""
+    shown = [block for page in TUTORIAL for block in blocks(page)]
+    return [block for block in shown if not any("install" in line or "mkdir" in line for line in block)]
 
 
 def copied(folder: Path) -> Path:
     """Make the files of the tutorial, as a reader does."""
-    text = TUTORIAL.read_text(encoding="utf-8")
+    text = "".join(page.read_text(encoding="utf-8") for page in TUTORIAL)
     for title, program in re.findall(r'^```python title="(\S+)"\n(.*?)^```$', text, flags=re.DOTALL | re.MULTILINE):
         (folder / title).write_text(program, encoding="utf-8")
     return folder
@@ -123,6 +125,7 @@ def test_each_command_of_the_tutorial_does_what_it_says(
     result = json.loads(said["train"].splitlines()[-1])
     assert result["reward_after"] > result["reward_before"] + 0.1
     assert "sorter" in said["agents"]
+    assert "difference" in said["eval"]
     assert "writer" in said["blame"]
     assert "chat" in said["traces"]
     assert (tmp_path / "runs" / "first" / "curve.png").stat().st_size
