@@ -74,6 +74,20 @@ def test_tool_calls_that_a_server_sends_without_an_index_stay_apart():
     assert grown({"tool_calls": [first]}, {"tool_calls": [second]})["tool_calls"] == [first, second]
 
 
+def test_a_new_id_with_a_name_begins_a_call_though_the_index_is_that_of_another():
+    first, second = called("add", '{"x": 1}', id="a"), called("sub", "", id="b")
+    message = grown(
+        {"tool_calls": [{**first, "index": 0}]},
+        {"tool_calls": [{**second, "index": 0}]},
+        {"tool_calls": [called(None, "{", index=0)]},
+        {"tool_calls": [called(None, "}", index=0, id="new with each delta")]},
+    )
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "add", "arguments": '{"x": 1}'},
+        {"name": "sub", "arguments": "{}"},
+    ]
+
+
 def test_the_input_of_a_custom_tool_grows():
     whole = grown(
         {"tool_calls": [{"index": 0, "id": "a", "type": "custom", "custom": {"name": "sql", "input": "select"}}]},

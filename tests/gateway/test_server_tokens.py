@@ -172,7 +172,7 @@ def test_without_a_limit_the_answer_may_fill_the_context(place):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("where", ["ids", "counts", "nothing", "words"])
+@pytest.mark.parametrize("where", ["ids", "counts", "usage", "nothing", "words"])
 def test_an_answer_that_is_not_what_it_should_be_is_an_error_on_record(place, stream, where):
     front, behind = place
 
@@ -181,6 +181,10 @@ def test_an_answer_that_is_not_what_it_should_be_is_an_error_on_record(place, st
             return {}
         if where == "words":
             return {"choices": [{"token_ids": ["x"]}], "meta_info": {"output_token_logprobs": "x"}}
+        if where == "usage":
+            data["usage"] = {"completion_tokens": 10_000}
+            data.get("meta_info", {})["completion_tokens"] = 10_000
+            return data
         for choice in data.get("choices", ()):
             choice["token_ids" if where == "ids" else "logprobs"] = [2**31] if where == "ids" else None
         for pair in data.get("meta_info", {}).get("output_token_logprobs", ()):

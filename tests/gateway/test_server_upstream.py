@@ -14,12 +14,15 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from lightning_spans.schema.transitions import Transition
 from lightning_spans.store import open_store
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from lightning_trainer.rl import account as reasons
+from lightning_trainer.rl.rows import why_untrainable
 
 USER = [{"role": "user", "content": "What is 12+7?"}]
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
@@ -260,6 +263,67 @@ def test_logprobs_that_do_not_fit_the_tokens_are_not_used(tmp_path):
         httpx.post(f"{front.url}/v1/chat/completions", json={"model": "m", "messages": USER}, headers=headers)
         (choice,) = front.calls("a")[0].choices
         assert (choice.token_ids, choice.logprobs) == ((1, 2), None)
+
+
+def _streamed(*chunks):
+    async def chat(request):
+        body = await request.json()
+        counts = body.get("stream_options", {}).get("include_usage")
+        sent = [chunk for chunk in chunks if counts or chunk["choices"]]
+        text = "".join(f"data: {json.dumps({'id': 'x', **chunk})}\n\n" for chunk in sent) + "data: [DONE]\n\n"
+        return Response(text, media_type="text/event-stream")
+
+    return chat
+
+
+def _piece(delta, ids=(), **more):
+    content = [{"token": "x", "logprob": -0.5} for _ in ids]
+    choice = {"index": 0, "delta": delta, "token_ids": list(ids), "logprobs": {"content": content}, **more}
+    return {"choices": [choice], "usage": None}
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("reported", [4, 9])
+def test_tokens_are_kept_only_if_the_ids_of_all_of_them_came(tmp_path, reported, asks):
+    usage = {"prompt_tokens": 3, "completion_tokens": reported, "total_tokens": 3 + reported}
+    chunks = [_piece({"content": "ab"}, [1, 2]), _piece({"content": "c"}, [3]), _piece({}, [4], finish_reason="stop")]
+    options = {"stream_options": {"include_usage": True}} if asks else {}
+    with _upstream(tmp_path, _streamed(*chunks, {"choices": [], "usage": usage})) as front:
+        client = openai.OpenAI(base_url=f"{front.url}/v1", api_key=front.key("a"))
+        got = list(client.chat.completions.create(model="m", messages=USER, stream=True, **options))
+        (call,) = front.calls("a")
+    told = [chunk.usage.completion_tokens for chunk in got if chunk.usage]
+    assert told == ([reported] if asks else []), "an agent gets the counts if it asked for them, and no empty chunk"
+    assert all(chunk.choices for chunk in got) is not asks
+    assert call.choices[0].message["content"] == "abc"
+    assert call.choices[0].token_ids == ((1, 2, 3, 4) if reported == 4 else None)
+    assert (call.choices[0].logprobs is None) is (reported == 9)
+    made = Transition(rollout_id="r", attempt_id="a", agent="x", turn=0, span_id="s", sampling=call.sampling)
+    assert why_untrainable(made) == (reasons.NO_TOKENS if reported == 4 else reasons.PARTIAL_TOKENS)
+
+
+@pytest.mark.parametrize("path", ["responses", "messages"])
+def test_calls_that_an_upstream_streams_under_one_index_are_calls_of_their_own(tmp_path, path):
+    functions = [{"name": "calculator", "arguments": f'{{"x":{at}}}'} for at in (0, 1)]
+    calls = [{"index": 0, "id": f"c{at}", "function": function} for at, function in enumerate(functions)]
+    chunks = [_piece({"tool_calls": [call]}, [1]) for call in calls]
+    parameters = {"type": "object"}
+    body = {
+        "responses": {"input": "hi", "tools": [{"type": "function", "name": "calculator", "parameters": parameters}]},
+        "messages": {
+            "messages": USER,
+            "max_tokens": 9,
+            "tools": [{"name": "calculator", "input_schema": parameters}],
+        },
+    }[path]
+    with _upstream(tmp_path, _streamed(*chunks, _piece({}, [2], finish_reason="tool_calls"))) as front:
+        headers = {"authorization": f"Bearer {front.key('a')}"}
+        reply = httpx.post(f"{front.url}/v1/{path}", json={"model": "m", "stream": True, **body}, headers=headers)
+        (call,) = front.calls("a")
+    kept = [(made["id"], made["function"]["arguments"]) for made in call.choices[0].message["tool_calls"]]
+    assert kept == [("c0", '{"x":0}'), ("c1", '{"x":1}')]
+    begun = "response.output_item.added" if path == "responses" else "content_block_start"
+    assert reply.text.count(f"event: {begun}") == 2
 
 
 def test_a_client_that_goes_away_ends_the_upstreams_work_too(tmp_path):

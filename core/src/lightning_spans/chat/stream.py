@@ -122,9 +122,19 @@ def _extend(known: _List, parts: Sequence[Json]) -> None:
         if not isinstance(index, int):
             known.append(part)
             continue
-        if index not in known.places:
-            known.append(known.places.setdefault(index, {}))
+        if index not in known.places or begins_another(known.places[index], part):
+            known.places[index] = {}
+            known.append(known.places[index])
         _merge(known.places[index], part)
+
+
+def begins_another(known: Mapping[str, Json], part: Mapping[str, Json]) -> bool:
+    """Whether a part with the index of a known one is a tool call of its own: it has a name, and another id.
+
+    Some servers send index 0 with every call. Others send a new id with every delta of one call, but its name once.
+    """
+    named = (part.get("function") or part.get("custom") or {}).get("name")
+    return bool(named and part.get("id") and known.get("id") and part["id"] != known["id"])
 
 
 def _joined(value: Json) -> Json:

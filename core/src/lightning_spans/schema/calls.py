@@ -9,6 +9,8 @@ from typing import Final
 from lightning_spans.schema.spans import TRAINING, Json
 
 LEFT_OUT: Final = "left_out"  # in a call's sampling: what its request asked for and the model was not told, by name
+PARTIAL: Final = "partial_tokens"
+"""In a call's sampling: how many tokens the server reported, and how many ids it returned. Fewer, so none are kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from lightning_trainer.export.chat import Message, exchange, spoken
 from lightning_trainer.export.episodes import StoredEpisode, digest
 from lightning_trainer.export.files import Line
 from lightning_trainer.export.wanted import LEFT, Wanted
-from lightning_trainer.rl.account import CALL_FAILED, NO_TOKENS, NOT_SELECTED
+from lightning_trainer.rl.account import CALL_FAILED, NOT_SELECTED
+from lightning_trainer.rl.rows import why_no_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ def _read(call: Transition, wanted: Wanted, *, left: bool) -> tuple[str | None, 
     if call.error is not None:
         return CALL_FAILED, None
     if wanted.format == "tokens":
-        return (NO_TOKENS, None) if call.tokens is None else (None, BranchCall(call))
+        return (why_no_tokens(call), None) if call.tokens is None else (None, BranchCall(call))
     if left:
         return LEFT, None
     try:

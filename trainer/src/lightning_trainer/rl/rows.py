@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_spans.schema.calls import PARTIAL
 from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.choices import Aggregation
 from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION, ONLY_MESSAGES
@@ -137,7 +138,7 @@ def why_untrainable(transition: Transition, *, max_tokens: int | None = None) ->
     if transition.error is not None:
         return reasons.CALL_FAILED
     if transition.tokens is None:
-        return reasons.NO_TOKENS
+        return why_no_tokens(transition)
     prompt, response, logprobs = transition.tokens.prompt, transition.tokens.response, transition.tokens.logprobs
     at = _temperature(transition)
     steered = steered_places(transition)
@@ -153,6 +154,11 @@ def why_untrainable(transition: Transition, *, max_tokens: int | None = None) ->
         (reasons.TOO_LONG, max_tokens is not None and len(prompt) + len(response) > max_tokens),
     )
     return next((reason for reason, applies in checks if applies), None)
+
+
+def why_no_tokens(transition: Transition) -> str:
+    """Say why a transition has no tokens."""
+    return reasons.PARTIAL_TOKENS if PARTIAL in transition.sampling else reasons.NO_TOKENS
 
 
 def token_weights(rows: Sequence[Row], aggregation: Aggregation) -> list[NDArray[np.float32]]:

@@ -225,8 +225,7 @@ def _logprobs(choice: PendingChoice, decode: Decode | None) -> dict[str, Any] | 
 
 def _chunks(pending: PendingCall, completion: Mapping[str, Any], *, whole: bool) -> Iterator[dict[str, Any]]:
     """Cut a completion into the chunks of a stream: the role, the texts by words, the tool calls, the end."""
-    options = pending.request.get("stream_options")
-    counts = isinstance(options, Mapping) and bool(options.get("include_usage"))
+    counts = pending.wants_usage
     head = {name: value for name, value in completion.items() if name not in {"choices", "usage", "prompt_token_ids"}}
     head |= {"object": "chat.completion.chunk"} | ({"usage": None} if counts else {})
 

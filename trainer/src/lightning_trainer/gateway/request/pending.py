@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import unquote
 
-from lightning_spans.schema.calls import LEFT_OUT, Call, Choice
+from lightning_spans.schema.calls import LEFT_OUT, PARTIAL, Call, Choice
 from lightning_spans.schema.spans import Json
 from lightning_trainer.gateway.auth.keys import Grant
 
@@ -69,6 +69,21 @@ class PendingCall:
     soft_limit: bool = False  # whether its limit is cut to what the context leaves
     left_out: dict[str, Json] = field(default_factory=dict)  # what of the request was not done, as it was asked
     start_ns: int = field(default_factory=time.time_ns)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream is to end with a chunk of token counts."""
+        options = self.request.get("stream_options")
+        return isinstance(options, Mapping) and bool(options.get("include_usage"))
+
+    def drop_partial_tokens(self, reported: int) -> None:
+        """Keep no answer's tokens if the server reported more than it returned ids for: it can't be told which."""
+        returned = sum(len(choice.token_ids or ()) for choice in self.choices)
+        if not 0 < returned < reported:
+            return
+        for choice in self.choices:
+            choice.token_ids = choice.logprobs = None
+        self.sampling[PARTIAL] = {"reported": reported, "returned": returned}
 
     def finish(self, error: str | None = None) -> Call:
         """Return the record of the call, with what was drawn so far when it failed."""

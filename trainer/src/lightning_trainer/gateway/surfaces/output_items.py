@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from lightning_spans.chat.stream import begins_another
 from lightning_trainer.gateway.request.pending import PendingCall
 
 
@@ -97,7 +98,7 @@ class OutputItems:
     def _call(self, number: int, call: Mapping[str, Any]) -> Iterator[Step]:
         function = call.get("function") or {}
         part = self._calls.get(number)
-        if part is None:
+        if part is None or begins_another({"id": part.call_id}, call):
             part = OutputItem("tool", len(self.parts), call.get("id") or "", function.get("name") or "")
             self._calls[number] = part
             yield from self._open(part)

@@ -22,6 +22,7 @@ class Assembly:
         self._choices: dict[int, PendingChoice] = {}
         self._messages: dict[int, Growing] = {}
         self._ended: set[int] = set()
+        self._reported = 0  # tokens of all answers, as the server counts them
         self.ended = False  # whether every choice has its finish reason
         number = pending.request.get("n")
         self._number = number if isinstance(number, int) else 1
@@ -39,6 +40,7 @@ class Assembly:
         if self._pending.keeps_id and isinstance(reply.get("id"), str):
             self._pending.response_id = reply["id"]
         self._take_prompt(reply)
+        self._take_usage(reply.get("usage"))
         choices = reply.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             self._add_choice(choice)
@@ -56,7 +58,7 @@ class Assembly:
             logprob, text = shown["logprob"], delta["content"]
         except (KeyError, TypeError, ValueError):
             return False
-        others = len(delta) > 1 or "prompt_token_ids" in choice or "text" in choice
+        others = len(delta) > 1 or "prompt_token_ids" in choice or "text" in choice or reply.get("usage")
         if others or choice.get("finish_reason") or drawn.token_ids is None or drawn.logprobs is None:
             return False
         if (type(index), type(number), type(logprob), type(text)) != _A_TOKEN or not 0 <= number < 2**31:
@@ -78,6 +80,11 @@ class Assembly:
             self._pending.prompt_token_ids = tuple(ids)
         if not self._shows_ids:
             holder.pop("prompt_token_ids", None)
+
+    def _take_usage(self, usage: Any) -> None:
+        reported = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if isinstance(reported, int):
+            self._reported = reported
 
     def _add_choice(self, choice: dict[str, Any]) -> None:
         index = choice.get("index") or 0
@@ -111,6 +118,7 @@ class Assembly:
         for index, drawn in self._choices.items():
             drawn.message = message_of(self._messages[index])
         self._pending.choices = [self._choices[index] for index in sorted(self._choices)]
+        self._pending.drop_partial_tokens(self._reported)
 
 
 def _check_calls(calls: Any) -> None:

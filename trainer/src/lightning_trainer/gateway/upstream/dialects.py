@@ -30,6 +30,8 @@ def asking(dialect: Dialect, body: Mapping[str, Any]) -> dict[str, Any]:
         asked["logprobs"] = body.get("top_logprobs") or (1 if dialect == "sglang" else 0)
     else:
         asked["logprobs"] = True
+    if body.get("stream") is True:  # the count of tokens shows whether the ids of all of them came
+        asked["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
     if dialect == "sglang":
         for name in ("stream", "stream_options"):
             asked.pop(name, None)

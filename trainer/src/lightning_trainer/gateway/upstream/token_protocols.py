@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -95,6 +96,8 @@ class CompletionsProtocol:
             "return_token_ids": True,
             "stream": stream,
         }
+        if stream:
+            asked["stream_options"] = {"include_usage": True}
         if sampling.logit_bias:
             asked["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
         return asked if sampling.seed is None else {**asked, "seed": sampling.seed % 2**31}
@@ -108,13 +111,14 @@ class CompletionsReader:
     """Reads what `CompletionsProtocol` asked for."""
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
-        self._prompt = prompt
+        self._prompt, self._returned = prompt, 0
 
     def read(self, data: Mapping[str, Any]) -> Sampled | None:
         """See `Reader`. A chunk without a choice, such as the usage at the end, is nothing new."""
         if "error" in data:
             raise TokenProtocolError(f"failed: {data['error']}")
         if not data.get("choices"):
+            _check_number(data.get("usage"), self._returned)
             return None
         choice = data["choices"][0]
         told = choice.get("prompt_token_ids")
@@ -122,6 +126,8 @@ class CompletionsReader:
             raise TokenProtocolError("answered to other token ids than it was sent")
         ids = choice.get("token_ids") or ()
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+        self._returned += len(ids)
+        _check_number(data.get("usage"), self._returned)
         return _sampled(ids, logprobs, choice.get("text") or "", choice.get("finish_reason"))
 
 
@@ -195,6 +201,7 @@ class SglangReader:
         reason = ended.get("type") if isinstance(ended, Mapping) else ended
         if reason == "abort":
             raise TokenProtocolError(f"aborted the answer: {ended}")
+        _check_number(meta, total if reason is not None else math.inf)
         ids = [pair[1] for pair in fresh]
         return _sampled(ids, [pair[0] for pair in fresh], self._shown(ids, last=reason is not None), reason)
 
@@ -205,6 +212,17 @@ class SglangReader:
                 part, self._stopped = self._text.push(token)
                 parts.append(part)
         return "".join(parts) + (self._text.finish() if last and not self._stopped else "")
+
+
+def _check_number(usage: Mapping[str, Any] | None, returned: float) -> None:
+    """Check that the ids of all tokens came: the text is read from them, so without some it is not the answer.
+
+    Raises:
+        TokenProtocolError: the server reports more tokens.
+    """
+    reported = (usage or {}).get("completion_tokens") or 0
+    if reported > returned:
+        raise TokenProtocolError(f"counts {reported} completion tokens and returned {returned} ids")
 
 
 def _sampled(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reason: str | None) -> Sampled:

@@ -304,12 +304,11 @@ class UpstreamPolicy:
         path = "/completions" if "prompt" in body else "/chat/completions"
         async with self._http.response(replica, path, body) as response:
             if response.content_type == "text/event-stream":
-                return await self._stream(replica, response, assembly, sender)
+                return await self._stream(replica, response, assembly, sender, usage=pending.wants_usage)
             completion = taken(assembly, await self._http.read(response))
         if pending.request.get("stream") is not True:
             return completion
-        options = pending.request.get("stream_options")
-        return chunks_of(completion, usage=isinstance(options, dict) and bool(options.get("include_usage")))
+        return chunks_of(completion, usage=pending.wants_usage)
 
     def _body(self, dialect: Dialect, pending: PendingCall, sampling: dict[str, Any]) -> dict[str, Any]:
         body = {**pending.request, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
@@ -323,7 +322,13 @@ class UpstreamPolicy:
         return asking(dialect, body)
 
     async def _stream(
-        self, replica: Replica, response: aiohttp.ClientResponse, assembly: Assembly, sender: ResponseSender
+        self,
+        replica: Replica,
+        response: aiohttp.ClientResponse,
+        assembly: Assembly,
+        sender: ResponseSender,
+        *,
+        usage: bool,
     ) -> list[dict[str, Any]]:
         """Send chunks as they come; give those from the end of the last choice on, which wait for the record."""
         held: list[dict[str, Any]] = []
@@ -334,6 +339,8 @@ class UpstreamPolicy:
                 try:
                     for data in events.feed(piece):
                         chunk = taken(assembly, data)
+                        if not usage and _is_usage_alone(chunk):
+                            continue
                         (held if assembly.ended else news).append(chunk)
                 finally:  # of chunks that came together, those before a broken one are sent
                     if news:
@@ -394,6 +401,11 @@ class UpstreamPolicy:
                 self._unwell(replica, error)
                 told = error.refusal
         raise told
+
+
+def _is_usage_alone(chunk: dict[str, Any]) -> bool:
+    """Take the token counts, which the agent did not ask for, out of a chunk; say whether nothing else is in it."""
+    return bool(chunk.pop("usage", None)) and not chunk.get("choices")
 
 
 def _goes_on(request: Mapping[str, Any]) -> bool:
