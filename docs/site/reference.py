@@ -111,10 +111,11 @@ def configuration() -> str:
     from pydantic_core import PydanticUndefined
 
     from lightning_trainer import TrainConfig
+    from lightning_trainer.config.fields import TrainFields
 
     parts, rows = [], []
     head = ("key", "type", "default", "does")
-    for title, names in _sections(TrainConfig).items():
+    for title, names in _sections(TrainFields).items():
         rows = []
         for name in names:
             field = TrainConfig.model_fields[name]

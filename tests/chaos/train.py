@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_spans.store.http import HttpStore
-from lightning_trainer.backends.protocol import OpenRun
+from lightning_trainer.backend_protocol import OpenRun
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run.local import Local

@@ -20,7 +20,7 @@ from lightning_spans.hooks import hookimpl
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
 from lightning_trainer import TrainConfig, registry, train
-from lightning_trainer.backends.protocol import Described, OpenRun, Start
+from lightning_trainer.backend_protocol import Described, OpenRun, Start
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import Progress, Silent

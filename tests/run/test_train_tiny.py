@@ -286,7 +286,7 @@ def test_full_disk_at_a_checkpoint_is_one_error_and_the_last_good_one_stays(
 ) -> None:
     from safetensors import SafetensorError
 
-    from lightning_trainer.backends.torch.model import checkpoint
+    from lightning_trainer.backends.torch import checkpoint
 
     write, written = checkpoint.save_file, []
 

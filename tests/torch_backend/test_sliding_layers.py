@@ -18,7 +18,7 @@ from tiny import make_tiny_model
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchLearner
-from lightning_trainer.backends.torch.generate import step
+from lightning_trainer.backends.torch.model import step
 
 pytestmark = pytest.mark.torch
 

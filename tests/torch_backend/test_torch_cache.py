@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lightning_trainer.backends.torch.generate.cache import CacheShape, SlotCache
+from lightning_trainer.backends.torch.model.cache import CacheShape, SlotCache
 
 pytestmark = pytest.mark.torch
 

@@ -13,7 +13,7 @@ from test_torch_update import make_backend, make_batch
 from tiny import make_tiny_model
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.torch.model import checkpoint
+from lightning_trainer.backends.torch import checkpoint
 
 pytestmark = pytest.mark.torch
 

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_trainer.backends.torch import TorchLearner
+from lightning_trainer.backends.verl.encoding import encode, prompt_length, spans_of
+from lightning_trainer.backends.verl.estimators import estimate
 from lightning_trainer.backends.verl.options.describe import composed
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
-from lightning_trainer.backends.verl.steps.encoding import encode, prompt_length, spans_of
-from lightning_trainer.backends.verl.steps.estimators import estimate
 from lightning_trainer.backends.verl.steps.merged import merge_adapters
 from lightning_trainer.backends.verl.steps.micro_batches import bounded
 from lightning_trainer.backends.verl.steps.trajectories import VerlPrompt, trajectories

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_trainer.backends.verl.encoding import decode, encode, prompt_length, rewards_to_come, spans_of
 from lightning_trainer.backends.verl.steps.agreement import WeightsError, agreement
-from lightning_trainer.backends.verl.steps.encoding import decode, encode, prompt_length, rewards_to_come, spans_of
 from lightning_trainer.rl.advantages import leave_one_out, transition_advantages, uncompared
 from lightning_trainer.rl.rows import Row, token_weights
 
 torch = pytest.importorskip("torch")
 
-from lightning_trainer.backends.verl.steps.estimators import estimate
+from lightning_trainer.backends.verl.estimators import estimate
 
 
 def row(*calls: tuple[int, int, float], agent: str = "a", attempt: str = "t") -> Row:

@@ -11,12 +11,12 @@ from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.naming import parse_rules
 
 if TYPE_CHECKING:
-    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.config.fields import TrainFields
 
 _ORDERS: Final = "orders is of credit = shapley. Set it, or leave orders out."
 
 
-def cross_check(config: TrainConfig) -> None:
+def cross_check(config: TrainFields) -> None:
     """Refuse options that contradict each other; each message says which one to change."""
     registry.by_name("algorithm", config.algorithm).check(config)
     parse_rules(config.name_by)
@@ -49,7 +49,7 @@ def cross_check(config: TrainConfig) -> None:
     refuse(problems)
 
 
-def _of_forks(config: TrainConfig) -> dict[str, bool]:
+def _of_forks(config: TrainFields) -> dict[str, bool]:
     """Return what can't be together with forks, and what is nothing without them."""
     across = looks_at_forks(config.credit)
     if not config.forked:
@@ -76,7 +76,7 @@ def _of_forks(config: TrainConfig) -> dict[str, bool]:
     }
 
 
-def _of_alternatives(config: TrainConfig) -> dict[str, bool]:
+def _of_alternatives(config: TrainFields) -> dict[str, bool]:
     """Return what can't be where single calls are drawn again."""
     return {
         f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: no call could be drawn so often."
@@ -85,7 +85,7 @@ def _of_alternatives(config: TrainConfig) -> dict[str, bool]:
     }
 
 
-def _of_coalitions(config: TrainConfig) -> dict[str, bool]:
+def _of_coalitions(config: TrainFields) -> dict[str, bool]:
     """Return what can't be where the frozen base stands in for agents."""
     what, agents = f"credit = {config.credit}", config.agents or ()
     least = config.group_size * config.coalitions

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.protocol import Described, Learner, OpenRun, Start
+from lightning_trainer.backend_protocol import Described, Learner, OpenRun, Start
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.gateway.engine import tool_format

@@ -14,7 +14,7 @@ from lightning_spans.record.stalls import waiting
 from lightning_spans.schema.agents import check_known, label, selects
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.backends.protocol import Learner, OpenRun
+from lightning_trainer.backend_protocol import Learner, OpenRun
 from lightning_trainer.choices import SELF
 from lightning_trainer.policies import BASE
 from lightning_trainer.report import learned_tokens, step_metrics

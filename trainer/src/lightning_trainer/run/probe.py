@@ -34,7 +34,7 @@ from lightning_trainer.runner.target import Job
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
-    from lightning_trainer.backends.protocol import Learner
+    from lightning_trainer.backend_protocol import Learner
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.rows import Row
     from lightning_trainer.run.data import Task

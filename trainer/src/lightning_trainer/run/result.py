@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_trainer.backends.protocol import OpenRun
+from lightning_trainer.backend_protocol import OpenRun
 from lightning_trainer.report.alarms import Alarm
 from lightning_trainer.rl.scores import Score
 from lightning_trainer.run.state import NEWEST

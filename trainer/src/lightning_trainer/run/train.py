@@ -11,7 +11,7 @@ from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import Store
 from lightning_trainer import registry
-from lightning_trainer.backends.protocol import Backend, Described, OpenRun, Start
+from lightning_trainer.backend_protocol import Backend, Described, OpenRun, Start
 from lightning_trainer.config.origin import with_format
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from lightning_spans.errors import DataError
-from lightning_trainer.backends.protocol import Learner
+from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.sft.batches import RowsToLearn
 

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from lightning_trainer.backends.protocol import Learner
+from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rows import Row

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.protocol import Learner
+from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.config.files import read_kept
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.run.folders import held

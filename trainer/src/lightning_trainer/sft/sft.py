@@ -15,7 +15,7 @@ from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.schema.agents import unheard
 from lightning_spans.store import open_store
 from lightning_trainer import registry
-from lightning_trainer.backends.protocol import Backend, Learner
+from lightning_trainer.backend_protocol import Backend, Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.export.episodes import digest
 from lightning_trainer.export.export import selected

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.protocol import Learner
+from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.sft import resume
 
 STATE_NAME: Final = "learning.json"

@@ -28,7 +28,7 @@ from lightning_trainer.teaching.options import PLACE
 
 if TYPE_CHECKING:
     from lightning_spans.schema.transitions import Transition
-    from lightning_trainer.backends.protocol import Learner
+    from lightning_trainer.backend_protocol import Learner
     from lightning_trainer.rl.batch.attempts import Traces
     from lightning_trainer.rl.batch.batch import Batch
     from lightning_trainer.rl.rollouts import Failed, Outcome

@@ -16,7 +16,7 @@ from lightning_trainer.rl.algorithms.distil import DISTIL, at_endpoint, distille
 from lightning_trainer.teaching.options import read_self
 
 if TYPE_CHECKING:
-    from lightning_trainer.backends.protocol import Learner
+    from lightning_trainer.backend_protocol import Learner
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.batch.attempts import Traces
     from lightning_trainer.rl.batch.batch import Batch

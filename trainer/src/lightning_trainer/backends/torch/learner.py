@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_trainer.backends.torch import checkpoint
 from lightning_trainer.backends.torch.generate.engine import AdapterEngine, TorchEngine
 from lightning_trainer.backends.torch.learn.adapters import add_adapters, has_adapters, saved_shape, select
 from lightning_trainer.backends.torch.learn.candidates import likeliest
 from lightning_trainer.backends.torch.learn.policy import Policy, reference
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
 from lightning_trainer.backends.torch.learn.update import penalties, row_logprobs, update
-from lightning_trainer.backends.torch.model import checkpoint
 from lightning_trainer.backends.torch.model.load import LoadedModel, load
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.threads import use_threads

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import models
-from lightning_trainer.backends.protocol import Described, OpenRun, Start
+from lightning_trainer.backend_protocol import Described, OpenRun, Start
 from lightning_trainer.backends.verl.options import describe
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.process import run_verl

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.verl.steps import estimators
+from lightning_trainer.backends.verl import estimators
 
 
 def on_cpu() -> bool:

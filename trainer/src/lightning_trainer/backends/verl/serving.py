@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from lightning_trainer.backends.protocol import OpenRun
-from lightning_trainer.backends.tokenizers import load_tokenizer
+from lightning_trainer.backend_protocol import OpenRun
 from lightning_trainer.backends.verl.options.overrides import DEFAULT_CONTEXT, Site, flatten
 from lightning_trainer.backends.verl.options.profiles import LOGPROBS_MODE, logprobs_mode
 from lightning_trainer.backends.verl.report import Reporter
@@ -15,6 +14,7 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 from lightning_trainer.models.shape import read_shape
+from lightning_trainer.models.tokenizers import load_tokenizer
 from lightning_trainer.run import local
 
 KEY_NAME: Final = "admin.key"

@@ -55,7 +55,7 @@ def _with_tokenizers(upstreams: Sequence[Upstream], named: Sequence[str]) -> lis
     Raises:
         ConfigError: a name is no upstream's, or a folder has no tokenizer with a chat template.
     """
-    from lightning_trainer.backends.tokenizers import load_tokenizer
+    from lightning_trainer.models.tokenizers import load_tokenizer
 
     folders = {}
     for text in named:

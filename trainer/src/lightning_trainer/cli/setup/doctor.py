@@ -54,9 +54,9 @@ def command(
 
 def _print_template(model: str, chat_template: str | None, tool_format: str | None, *, as_json: bool) -> None:
     """Say what a model's chat template does; as JSON in one line, the last."""
-    from lightning_trainer.backends.tokenizers import load_tokenizer
     from lightning_trainer.gateway.prompt.doctor import examined
     from lightning_trainer.models import look
+    from lightning_trainer.models.tokenizers import load_tokenizer
 
     folder = look(model).folder
     if folder is None:  # it is not fetched for this

@@ -14,7 +14,7 @@ from typing import Final
 from lightning_spans.errors import AgentFailedError, DataError, NothingToLearnError, UnknownAgentError
 from lightning_spans.schema.agents import earns
 from lightning_spans.store import Store
-from lightning_trainer.backends.protocol import Learner
+from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.export.export import selected
 from lightning_trainer.export.files import Line

@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_trainer import registry
-from lightning_trainer.backends.protocol import Backend
+from lightning_trainer.backend_protocol import Backend
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import check_calls

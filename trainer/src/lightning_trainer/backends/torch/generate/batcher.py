@@ -16,12 +16,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from lightning_trainer.backends.torch.generate.cache import LONGEST_TAIL, SlotCache
 from lightning_trainer.backends.torch.generate.mixed import MixedLinears
 from lightning_trainer.backends.torch.generate.request import Request
 from lightning_trainer.backends.torch.generate.sampling import Drawn, draw
-from lightning_trainer.backends.torch.generate.step import SHORT, Chunk, StepPlan
+from lightning_trainer.backends.torch.model.cache import LONGEST_TAIL, SlotCache
 from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.backends.torch.model.step import SHORT, Chunk, StepPlan
 from lightning_trainer.gateway.engine import Sampled
 
 _log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.torch.generate.cache import CacheShape, SlotCache
-from lightning_trainer.backends.torch.generate.step import SHORT, Chunk, StepPlan
 from lightning_trainer.backends.torch.model import attention, recurrent
+from lightning_trainer.backends.torch.model.cache import CacheShape, SlotCache
+from lightning_trainer.backends.torch.model.step import SHORT, Chunk, StepPlan
 from lightning_trainer.backends.torch.options import TorchOptions, no_cuda, unknown_device
 from lightning_trainer.models import check_folder
 

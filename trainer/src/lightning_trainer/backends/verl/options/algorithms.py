@@ -23,7 +23,7 @@ class OnVerl:
     """An algorithm on verl.
 
     Attributes:
-        estimator: of advantages: ``gae`` of verl's own, or one of those that `steps.estimators` registers.
+        estimator: of advantages: ``gae`` of verl's own, or one of those that `estimators` registers.
         loss: verl's policy loss.
         critic: whether verl trains a critic, for which rows hold the credit of calls as rewards.
         merge: whether calls that continue an earlier one share its row. verl's GSPO takes a row for a response.

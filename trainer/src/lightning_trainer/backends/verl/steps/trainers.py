@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1 import PPOTrainer, PPOTrainerSync, register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
 from lightning_trainer.backends.verl.control import RunServerClient
-from lightning_trainer.backends.verl.cpu.workers import CriticWorker
+from lightning_trainer.backends.verl.critic_worker import CriticWorker
 from lightning_trainer.backends.verl.steps import micro_batches
 from lightning_trainer.backends.verl.steps.agreement import Agreement, WeightsError, agreement
 from lightning_trainer.report import learned_tokens

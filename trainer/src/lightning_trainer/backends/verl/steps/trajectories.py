@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_trainer.backends.verl.encoding import encode, prompt_length, rewards_to_come, spans_of
 from lightning_trainer.backends.verl.steps.dataset import SOURCE
-from lightning_trainer.backends.verl.steps.encoding import encode, prompt_length, rewards_to_come, spans_of
 from lightning_trainer.report.learned_tokens import row_name
 from lightning_trainer.rl.rows import Row
 

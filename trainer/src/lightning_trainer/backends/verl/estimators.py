@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_trainer.backends.verl.encoding import decode
 from lightning_trainer.backends.verl.options.algorithms import AGGREGATIONS
-from lightning_trainer.backends.verl.steps.encoding import decode
 from lightning_trainer.choices import Aggregation
 
 _EPSILON = 1e-8  # as in verl's own whitening

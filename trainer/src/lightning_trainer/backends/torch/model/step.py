@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_trainer.backends.torch.generate.cache import SHORTEST_PREFIX, Prefix, SlotCache
 from lightning_trainer.backends.torch.model.attention import (
     AttentionLayer,
     SeenPrefix,
@@ -29,6 +28,7 @@ from lightning_trainer.backends.torch.model.attention import (
     prefix_bias,
     to_key_heads,
 )
+from lightning_trainer.backends.torch.model.cache import SHORTEST_PREFIX, Prefix, SlotCache
 from lightning_trainer.backends.torch.model.recurrent import Layer, Memory, in_hand
 
 SHORT = SHORTEST_PREFIX  # most tokens that are computed into a tail at once; more go into the slot's prefix

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_trainer.backends.torch.generate.memories import SlotMemories
+from lightning_trainer.backends.torch.model.memories import SlotMemories
 
 IDS = NDArray[np.int32]
 
