@@ -428,4 +428,4 @@ def bench(session: nox.Session) -> None:
         f"BENCH_{name.upper()}_PYTHON": str(Path(session.virtualenv.location).with_name(name) / "bin" / "python")
         for name in ("trl", "litellm", "agentlightning", "frameworks")
     }
-    session.run("python", "tests/bench/run.py", *session.posargs, env=pythons)
+    session.run("python", "bench/run.py", *session.posargs, env=pythons)

@@ -11,13 +11,11 @@ import gc
 import json
 import os
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
+import tests_path  # noqa: F401 - for fakes.py
 from figures import Figure
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 CALLS = int(os.environ.get("BENCH_CALLS", "100000"))
 WARM = CALLS // 4

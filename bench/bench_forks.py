@@ -1,6 +1,6 @@
 """What forks of rollouts tell, beside groups of rollouts at equal cost, in two small worlds: see `worlds` and `forked`.
 
-`python tests/bench/bench_forks.py` prints the first table of docs/how-to/counterfactual.md, `--equal-calls` the second
+`python bench/bench_forks.py` prints the first table of docs/how-to/counterfactual.md, `--equal-calls` the second
 one: what an engine drew and what records gave until the goal. `measure` gives the first as figures, without noise.
 """
 

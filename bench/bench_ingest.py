@@ -1,6 +1,6 @@
 """Spans into the store: straight, and as OTLP over HTTP from another process. Every span counted is on disk.
 
-    python tests/bench/bench_ingest.py million [SQLite|PostgreSQL]
+    python bench/bench_ingest.py million [SQLite|PostgreSQL]
 
 sends a million and prints the server's memory on the way: it must not grow.
 """

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tests_path  # noqa: F401 - for fakes.py
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 from figures import Figure

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for postgres.py, which the tests use too
+import tests_path  # noqa: F401 - for postgres.py
 
 DATABASES = ("SQLite", "PostgreSQL")
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -1,6 +1,6 @@
 """Opening the viewer on a store of a million spans: seconds until each page of its interface is answered.
 
-`python tests/bench/bench_view.py [--spans 1000000] [--store PATH]`. A store that is there already is used again.
+`python bench/bench_view.py [--spans 1000000] [--store PATH]`. A store that is there already is used again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run every benchmark, print one table, write one file.
 
-    python tests/bench/run.py [NAME ...] [--json bench.json]
+    python bench/run.py [NAME ...] [--json bench.json]
 
-NAME is that of a module without ``bench_``, as in ``python tests/bench/run.py capture``. Each has a `measure()`,
+NAME is that of a module without ``bench_``, as in ``python bench/run.py capture``. Each has a `measure()`,
 which gives a list of `figures.Figure`, and runs in a process of its own, so that none leaves anything behind for the
 next. One that fails is shown with its error and makes the exit status 1; the others go on.
 """
@@ -118,7 +118,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 180)
     results = []
     for name in given.names or names():
-        console.print(f"$ python tests/bench/run.py {name}")
+        console.print(f"$ python bench/run.py {name}")
         results.append(measure(name))
         if results[-1]["error"]:
             console.print(results[-1]["error"], style="red", markup=False, highlight=False)
@@ -128,7 +128,7 @@ def main() -> int:
         "benchmarks": [
             {
                 **result,
-                "command": f"python tests/bench/run.py {result['name']}",
+                "command": f"python bench/run.py {result['name']}",
                 "figures": [{**asdict(figure), "met": figure.met} for figure in result["figures"]],
             }
             for result in results

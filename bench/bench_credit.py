@@ -1,6 +1,6 @@
 """What each credit assigner makes of the rewards of a simulated team whose contributions are known: see `team`.
 
-`python tests/bench/bench_credit.py` prints the table of docs/reference/algorithms.md; `measure` gives the same as
+`python bench/bench_credit.py` prints the table of docs/reference/algorithms.md; `measure` gives the same as
 figures.
 """
 

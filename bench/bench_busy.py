@@ -1,7 +1,7 @@
 """One update on free cores and beside a busy loop for each core, a thread for each core or ``auto``, in turns.
 
 BENCH_ROWS (64) is the number of rows, BENCH_ROUNDS (3) that of turns, BENCH_DTYPE (auto) the format of the weights,
-BENCH_MODEL the model. `python tests/bench/bench_busy.py` prints every update besides.
+BENCH_MODEL the model. `python bench/bench_busy.py` prints every update besides.
 """
 
 from __future__ import annotations

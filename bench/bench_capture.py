@@ -8,8 +8,8 @@ sent, as OTLP, to a server in another process that throws it away. Beside it sta
 The frameworks live together in an environment of their own: BENCH_FRAMEWORKS_PYTHON names its Python (`nox -s bench`
 sets it). Without it, those that are installed here are measured.
 
-    python tests/bench/bench_capture.py [FRAMEWORK ...]           # prints the whole table
-    python tests/bench/bench_capture.py --count [FRAMEWORK ...]   # instructions instead of time, by valgrind
+    python bench/bench_capture.py [FRAMEWORK ...]           # prints the whole table
+    python bench/bench_capture.py --count [FRAMEWORK ...]   # instructions instead of time, by valgrind
 
 A machine that others use has another speed from turn to turn; how many instructions run, it does not change.
 """

@@ -1,0 +1,8 @@
+"""Lets benchmarks import what the tests have: the scripted engine of fakes.py, the server of postgres.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
