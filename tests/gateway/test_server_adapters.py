@@ -1,77 +1,233 @@
-"""A checkpoint's adapters on a vLLM that runs: loaded there, and answered for under their own names."""
+"""A checkpoint's adapters on a vLLM that runs: loaded under names of their own, and answered for under the agents'."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import queue
+import threading
+from contextlib import contextmanager
+from pathlib import Path
 
+import httpx
 import pytest
+from fakes import served
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.http.serving import ServerThread
-from lightning_trainer.gateway.upstream.adapters import load_adapters
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.gateway.upstream.adapters import adapters_in, load_adapters
 from lightning_trainer.gateway.upstream.upstream import Upstream
+
+NAMES = ("writer", "rewriter")
+
+
+def write_checkpoint(folder, contents="first", rank=8, names=NAMES):
+    for name in names:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        (folder / name / "adapter_model.safetensors").write_text(f"{name} {contents}")
+    (folder / "adapters.json").write_text(json.dumps({"base": "/m", "adapters": list(names)}))
+    return folder
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    folder = tmp_path / "run" / "checkpoint"
-    for name in ("writer", "rewriter"):
-        (folder / name).mkdir(parents=True)
-        (folder / name / "adapter_config.json").write_text("{}")
-    (folder / "adapters.json").write_text(json.dumps({"base": "/m", "adapters": ["writer", "rewriter"]}))
-    return folder
+    return write_checkpoint(tmp_path / "run" / "checkpoint")
 
 
 class Vllm:
-    """The route of a vLLM that loads adapters, and those that need a rank refused."""
+    """Loads adapters as vLLM does, and like it answers from a cache that is keyed by their names."""
+
+    max_rank, max_loras = 16, 2
 
     def __init__(self):
-        self.asked = []
+        self.contents = {}  # of the adapters that are loaded: what is in each, and where it came from
+        self.cache = {}
         self.keys = set()
+        self.most = 0
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
+        self.unloaded = queue.Queue()
+        paths = {"load_lora_adapter": self.load, "unload_lora_adapter": self.unload}
+        paths |= {"chat/completions": self.answer, "completions": self.answer}
+        routes = [Route(f"/v1/{path}", called, methods=["POST"]) for path, called in paths.items()]
+        self.thread = ServerThread(
+            Starlette(routes=[*routes, Route("/v1/models", self.models), Route("/metrics", self.metrics)])
+        )
 
     async def load(self, request):
         body = await request.json()
-        self.asked.append((body["lora_name"], body["lora_path"], body["load_inplace"]))
         self.keys.add(request.headers.get("authorization"))
-        if "huge" in body["lora_name"]:
-            return JSONResponse({"error": {"message": "LoRA rank 64 is greater than max_lora_rank 16."}}, 400)
+        folder, name = body["lora_path"], body["lora_name"]
+        rank = json.loads(Path(folder, "adapter_config.json").read_text())["r"]
+        if rank > self.max_rank:
+            message = f"LoRA rank {rank} is greater than max_lora_rank {self.max_rank}."
+            return JSONResponse({"error": {"message": message}}, 500)
+        if name in self.contents and not body.get("load_inplace"):
+            return JSONResponse({"error": {"message": f"The lora adapter '{name}' has already been loaded."}}, 400)
+        self.contents[name] = (Path(folder, "adapter_model.safetensors").read_text(), folder)
+        self.most = max(self.most, len(self.contents))
         return PlainTextResponse("Success")
+
+    async def unload(self, request):
+        name = (await request.json())["lora_name"]
+        del self.contents[name]
+        self.unloaded.put(name)
+        return PlainTextResponse("Success")
+
+    async def models(self, request):
+        adapters = [
+            {"id": name, "parent": "base", "root": folder, "owned_by": "vllm"}
+            for name, (_, folder) in self.contents.items()
+        ]
+        return JSONResponse({"object": "list", "data": [{"id": "base", "owned_by": "vllm"}, *adapters]})
+
+    async def metrics(self, request):
+        labels = f'max_lora="{self.max_loras}",running_lora_adapters="",waiting_lora_adapters=""'
+        return PlainTextResponse(f"# HELP\nvllm:lora_requests_info{{{labels}}} 1.7\n")
+
+    async def answer(self, request):
+        body = await request.json()
+        name = body["model"]
+        if name not in self.contents:
+            return JSONResponse({"error": {"message": f"no model {name}"}}, 404)
+        key = (name, json.dumps(body.get("messages")))
+        text = self.cache.setdefault(key, self.contents[name][0])
+        if "messages" in body:
+            self.begun.set()
+        while "messages" in body and not self.may_end.is_set():
+            await asyncio.sleep(0.01)
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        return JSONResponse({"id": "x", "choices": [choice]})
 
 
 @pytest.fixture
 def vllm():
-    made = Vllm()
-    server = ServerThread(Starlette(routes=[Route("/v1/load_lora_adapter", made.load, methods=["POST"])]))
-    made.url = f"{server.start()}/v1"
-    yield made
-    server.stop()
+    scripted = Vllm()
+    scripted.url = f"{scripted.thread.start()}/v1"
+    yield scripted
+    scripted.may_end.set()
+    scripted.thread.stop()
 
 
-def test_every_server_loads_every_adapter_which_gets_an_upstream_of_its_name(checkpoint, vllm):
+@contextmanager
+def gateway(folder, checkpoint, vllm):
+    folder.mkdir(exist_ok=True)
+    base = Upstream("base", vllm.url)
+    upstreams = [base, *load_adapters(checkpoint, [base])]
+    with served(folder, upstreams=upstreams, routing=Routing(model="base")) as front:
+
+        def post(path, body, key):
+            headers = {"authorization": f"Bearer {key}"}
+            return httpx.post(f"{front.url}{path}", json=body, headers=headers, timeout=60)
+
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        front.ask = lambda model: post("/v1/chat/completions", {"model": model, **chat}, front.key("a"))
+        front.say = lambda model: front.ask(model).json()["choices"][0]["message"]["content"]
+        front.replace = lambda place, **more: post(
+            "/api/policies/adapters", {"checkpoint": str(place), **more}, front.keys.issue("admin")
+        )
+        yield front
+
+
+def test_every_server_loads_every_adapter_under_a_name_of_its_content(checkpoint, vllm):
     base = Upstream("base", vllm.url, key="k", replicas=(vllm.url,))
     found = load_adapters(checkpoint.parent, [base])
     assert [(one.model, one.url, one.replicas, one.key) for one in found] == [
-        (name, vllm.url, (vllm.url,), "k") for name in ("writer", "rewriter")
+        (name, vllm.url, (vllm.url,), "k") for name in NAMES
     ]
-    once = [(name, str((checkpoint / name).resolve()), True) for name in ("writer", "rewriter")]
-    assert vllm.asked == [*once, *once]
+    assert [one.served for one in found] == [each.served for each in adapters_in(checkpoint)]
+    assert vllm.contents == {one.served: (f"{one.model} first", str(checkpoint / one.model)) for one in found}
     assert vllm.keys == {"Bearer k"}
 
 
+def test_a_newer_checkpoint_is_not_answered_from_the_cache_of_the_one_before(checkpoint, vllm, tmp_path):
+    with gateway(tmp_path / "front", checkpoint, vllm) as front:
+        assert [front.say(name) for name in NAMES] == ["writer first", "rewriter first"]
+    write_checkpoint(checkpoint, "second")
+    with gateway(tmp_path / "again", checkpoint, vllm) as front:
+        assert [front.say(name) for name in NAMES] == ["writer second", "rewriter second"]
+    assert len(vllm.contents) == 2, "earlier contents are unloaded"
+
+
+def test_adapters_are_replaced_under_way_and_the_number_loaded_stays_bounded(checkpoint, vllm, tmp_path):
+    with gateway(tmp_path / "front", checkpoint, vllm) as front:
+        for number in range(12):
+            newer = write_checkpoint(tmp_path / f"newer{number}", str(number))
+            reply = front.replace(newer, version=number)
+            assert [policy["version"] for policy in reply.json()["policies"]] == [number, number]
+            assert [front.say(name) for name in NAMES] == [f"writer {number}", f"rewriter {number}"]
+            assert front.calls("a")[-1].policy_version == number
+    assert vllm.most <= 6, "new, newest, and what is being unloaded"
+
+
+def test_a_call_ends_on_the_adapter_that_it_began_with_which_is_then_unloaded(checkpoint, vllm, tmp_path):
+    before, other = (each.served for each in adapters_in(checkpoint))
+    with gateway(tmp_path / "front", checkpoint, vllm) as front:
+        vllm.may_end.clear()
+        said = []
+        thread = threading.Thread(target=lambda: said.append(front.say("writer")))
+        thread.start()
+        assert vllm.begun.wait(60)
+        reply = front.replace(write_checkpoint(tmp_path / "newer", "second"))
+        served_now = [policy["served"] for policy in reply.json()["policies"]]
+        assert [len(names) for names in served_now] == [2, 1]
+        assert vllm.unloaded.get(timeout=60) == other
+        assert before in vllm.contents
+        vllm.may_end.set()
+        thread.join(60)
+        assert vllm.unloaded.get(timeout=60) == before
+        assert (said, front.say("writer")) == (["writer first"], "writer second")
+
+
+def test_contents_that_come_back_while_a_call_uses_them_stay_loaded(checkpoint, vllm, tmp_path):
+    newer = write_checkpoint(tmp_path / "newer", "second")
+    with gateway(tmp_path / "front", checkpoint, vllm) as front:
+        vllm.may_end.clear()
+        thread = threading.Thread(target=lambda: front.say("writer"))
+        thread.start()
+        assert vllm.begun.wait(60)
+        front.replace(newer)
+        front.replace(checkpoint)
+        vllm.may_end.set()
+        thread.join(60)
+        assert [front.say(name) for name in NAMES] == ["writer first", "rewriter first"]
+
+
+def test_only_an_admin_replaces_adapters_and_only_those_that_are_served(checkpoint, vllm, tmp_path):
+    with gateway(tmp_path / "front", checkpoint, vllm) as front:
+        assert front.replace(tmp_path).status_code == 400
+        assert front.replace(checkpoint, model="writer").status_code == 400
+        assert front.replace(write_checkpoint(tmp_path / "more", names=("judge",))).status_code == 404
+        headers = {"authorization": f"Bearer {front.key('a')}"}
+        body = {"checkpoint": str(checkpoint)}
+        assert httpx.post(f"{front.url}/api/policies/adapters", json=body, headers=headers).status_code == 403
+
+
+def test_too_small_limits_of_vllm_are_refused_with_the_numbers_needed(checkpoint, vllm):
+    base = Upstream("base", vllm.url)
+    write_checkpoint(checkpoint, rank=48)
+    with pytest.raises(ConfigError, match=r"whose rank is 48: .* Start vLLM with --max-lora-rank 64\."):
+        load_adapters(checkpoint, [base])
+    write_checkpoint(checkpoint, names=(*NAMES, "judge"))
+    with pytest.raises(ConfigError, match=r"2 adapters at once, and 3 .*\. Start vLLM with --max-loras 3"):
+        load_adapters(checkpoint, [base])
+
+
 def test_what_vllm_says_against_an_adapter_is_told(checkpoint, vllm):
-    (checkpoint / "writer").rename(checkpoint / "huge")
-    (checkpoint / "adapters.json").write_text(json.dumps({"base": "/m", "adapters": ["huge"]}))
-    with pytest.raises(ConfigError, match=r"did not load the adapter huge from .*: LoRA rank 64 is greater"):
+    (checkpoint / "writer" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"did not load the adapter writer@\w+ from .*writer: status 500"):
         load_adapters(checkpoint, [Upstream("base", vllm.url)])
 
 
 def test_server_that_loads_no_adapters_is_told_how_to_start(checkpoint, vllm):
     with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora"):
         load_adapters(checkpoint, [Upstream("base", vllm.url.replace("/v1", "/v2"))])
-    with pytest.raises(ConfigError, match=r"http://127.0.0.1:9/v1 did not load the adapter writer"):
+    with pytest.raises(ConfigError, match=r"http://127.0.0.1:9/v1/models did not answer"):
         load_adapters(checkpoint, [Upstream("base", "http://127.0.0.1:9/v1")])
 
 

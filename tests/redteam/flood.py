@@ -113,6 +113,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     },
     "/api/policies/pause": {"model": "policy", "drain_s": 0.01},
     "/api/policies/resume": {"model": "policy", "version": 1},
+    "/api/policies/adapters": {"checkpoint": "/nowhere", "version": 1},
 }  # fmt: skip
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**30, -(2**63), 1.5, -0.0, 1e308, 1e-320, "", "x", "\0",

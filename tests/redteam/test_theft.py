@@ -32,6 +32,7 @@ EVERY_ROUTE = [
     *[("GET", "/api/calls"), ("GET", "/api/rewards"), ("POST", "/api/query"), ("POST", "/api/spans")],
     *[("POST", "/api/calls"), ("POST", "/api/rewards"), ("POST", "/api/groups/consume"), ("POST", "/api/delete")],
     *[("GET", "/api/policies"), ("POST", "/api/policies/pause"), ("POST", "/api/policies/resume")],
+    ("POST", "/api/policies/adapters"),
 ]
 AGENTS_OWN = {*(("POST", path) for path in SURFACES), ("GET", "/v1/models"), ("POST", "/v1/embeddings")} | {
     ("POST", "/v1/traces")

@@ -67,7 +67,7 @@ def logprobs_of(model, call, adapter):
 def test_each_adapter_answers_under_its_name_and_a_newer_checkpoint_takes_its_place(model, vllm, tmp_path):
     base = Upstream("tiny", vllm)
     for seed in (5, 6):
-        checkpoint = write_checkpoint(model, tmp_path / f"checkpoint{seed}", seed)
+        checkpoint = write_checkpoint(model, tmp_path / "checkpoint", seed)  # where the earlier one was
         upstreams = [base, *load_adapters(checkpoint, [base])]
         folders = {"tiny": None, **{name: checkpoint / name for name in NAMES}}
         folder = tmp_path / f"front{seed}"

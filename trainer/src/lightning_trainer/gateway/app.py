@@ -243,6 +243,7 @@ def _other_hot_paths(
         ("GET", "/api/policies"): control.page,
         ("POST", "/api/policies/pause"): control.pause,
         ("POST", "/api/policies/resume"): control.resume,
+        ("POST", "/api/policies/adapters"): control.adapters,
         ("GET", "/v1/models"): gateway.models,
         ("GET", "/v1/models/NAME"): gateway.model,
         ("POST", "/v1/traces"): receiver.traces,

@@ -1,15 +1,18 @@
-"""LoRA adapters of a checkpoint on vLLM: loaded into the servers that answer for the base, each under its own name.
+"""LoRA adapters on vLLM: loaded into servers that run, each under a name that no other weights ever have.
 
-vLLM reads them from the path that it is told, so the checkpoint lies where its servers see it, too.
+vLLM reads an adapter from the path that it is told, so the adapter's folder lies where its servers see it, too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Any, Final
 
 import httpx
 
@@ -18,12 +21,32 @@ from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.policies import ADAPTERS_NAME
 
 _PEFT: Final = "adapter_config.json"
+_WEIGHTS: Final = "adapter_model.*"
 _LOADING_S: Final = 600.0
 _START: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank RANK"
+_HASH: Final = 12  # hexadecimal digits of a content hash in a name
+_SLOTS: Final = re.compile(r'vllm:lora_requests_info\{[^}]*max_lora="(\d+)"')
 
 
-def adapters_in(checkpoint: Path) -> dict[str, Path]:
-    """Return the folder of each adapter of a checkpoint, or of a run that has one, by the adapter's name.
+@dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    """An adapter in a folder, as peft writes it.
+
+    Attributes:
+        name: of the policy.
+        folder: where it is.
+        served: its name on the servers: that of the policy, and a hash of what is in the folder.
+        rank: of its matrices; None where its configuration does not say.
+    """
+
+    name: str
+    folder: Path
+    served: str
+    rank: int | None
+
+
+def adapters_in(checkpoint: Path) -> list[SavedAdapter]:
+    """Read the adapters of a checkpoint, or of a run that has one.
 
     Raises:
         ConfigError: it holds no adapters, or one of them is missing.
@@ -38,15 +61,143 @@ def adapters_in(checkpoint: Path) -> dict[str, Path]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
-    found = {name: (folder / name).resolve() for name in names}
-    for name, own in found.items():
-        if not (own / _PEFT).is_file():
-            raise ConfigError(f"{folder} names the adapter {name}, but {own / _PEFT} is not there.")
-    return found
+    return [_saved(folder, name) for name in names]
+
+
+def _saved(checkpoint: Path, name: str) -> SavedAdapter:
+    folder = (checkpoint / name).resolve()
+    if not (folder / _PEFT).is_file():
+        raise ConfigError(f"{checkpoint} names the adapter {name}, but {folder / _PEFT} is not there.")
+    digest = hashlib.sha256()
+    try:
+        for path in (folder / _PEFT, *sorted(folder.glob(_WEIGHTS))):
+            digest.update(path.read_bytes())
+        rank = json.loads((folder / _PEFT).read_text(encoding="utf-8")).get("r")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"the adapter {folder} can't be read: {error}. Give another checkpoint.") from None
+    served = f"{name}@{digest.hexdigest()[:_HASH]}"
+    return SavedAdapter(name, folder, served, rank if isinstance(rank, int) else None)
+
+
+class AdapterServers:
+    """vLLM servers that load and unload adapters while they run.
+
+    Args:
+        urls: base URLs, each with its ``/v1``.
+        key: bearer key that they want; None: nothing.
+    """
+
+    def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
+        self._urls = tuple(urls)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=_LOADING_S)
+
+    def __enter__(self) -> AdapterServers:
+        """Close the connections after the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connections."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def load(self, served: str, folder: Path, rank: int | None = None) -> None:
+        """Load an adapter into every server that does not have it yet.
+
+        Raises:
+            ConfigError: a server does not load it; says what to change.
+        """
+        for url in self._urls:
+            root = self._loaded(url).get(served)
+            if root == str(folder):
+                continue
+            if root is not None:  # the same content in another place; vLLM may have to read it again from here
+                self._post(url, "unload_lora_adapter", {"lora_name": served}, served)
+            reply = self._post(url, "load_lora_adapter", {"lora_name": served, "lora_path": str(folder)}, served)
+            if reply.status_code == 200:
+                continue
+            words = _error_of(reply)
+            if words is None and reply.status_code in (404, 405):
+                raise ConfigError(f"{url} does not load adapters while it runs. Start vLLM so: {_START}")
+            said = words or f"status {reply.status_code}, {reply.text[:500]}"
+            if "max_lora_rank" in said and rank is not None:
+                raise ConfigError(
+                    f"{url} did not load the adapter {served}, whose rank is {rank}: {said} Start vLLM with"
+                    f" --max-lora-rank {vllm_rank(rank)}."
+                )
+            raise ConfigError(f"{url} did not load the adapter {served} from {folder}: {said}")
+
+    def unload(self, served: str) -> None:
+        """Unload an adapter from every server; one that does not have it is no error.
+
+        Raises:
+            ConfigError: a server can't be reached.
+        """
+        for url in self._urls:
+            self._post(url, "unload_lora_adapter", {"lora_name": served}, served)
+
+    def unload_others(self, kept: Iterable[SavedAdapter]) -> None:
+        """Unload earlier contents of the same adapters. vLLM ends the calls that have begun with them.
+
+        Raises:
+            ConfigError: a server can't be reached.
+        """
+        names = {each.name: each.served for each in kept}
+        for url in self._urls:
+            for served in self._loaded(url):
+                name, at, digest = served.rpartition("@")
+                ours = at and len(digest) == _HASH and not digest.strip("0123456789abcdef")
+                if ours and name in names and served != names[name]:
+                    self._post(url, "unload_lora_adapter", {"lora_name": served}, served)
+
+    def check_slots(self, served: Sequence[str]) -> None:
+        """Make sure that servers generate with so many adapters at once, as far as their metrics tell.
+
+        Args:
+            served: names of adapters that are loaded. The first one samples something: until then vLLM reports nothing.
+
+        Raises:
+            ConfigError: they do not; names the number needed.
+        """
+        for url in self._urls:
+            # Its numbers are there once a step has ended, so two tokens are sampled.
+            self._post(url, "completions", {"model": served[0], "prompt": "a", "max_tokens": 2}, served[0])
+            told = _SLOTS.search(self._get(url, "/../metrics").text)
+            if told and int(told[1]) < len(served):
+                raise ConfigError(
+                    f"{url} generates with {told[1]} adapters at once, and {len(served)} are to be served. Start vLLM"
+                    f" with --max-loras {len(served)}."
+                )
+
+    def _loaded(self, url: str) -> dict[str, str]:
+        """Return the folders of the adapters that a server has, by name."""
+        try:
+            cards: Any = self._get(url, "/models").json()["data"]
+            return {str(card["id"]): str(card.get("root")) for card in cards if card.get("parent") is not None}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+    def _post(self, url: str, path: str, body: Mapping[str, Any], served: str) -> httpx.Response:
+        try:
+            return self._client.post(f"{url}/{path}", json=body)
+        except httpx.TransportError as error:
+            what = f"{url} did not answer about the adapter {served}"
+            raise ConfigError(f"{what}: {error or type(error).__name__}.") from None
+
+    def _get(self, url: str, path: str) -> httpx.Response:
+        try:
+            return self._client.get(f"{url}{path}")
+        except httpx.TransportError as error:
+            raise ConfigError(f"{url}{path} did not answer: {error or type(error).__name__}.") from None
 
 
 def load_adapters(checkpoint: Path, upstreams: Sequence[Upstream]) -> list[Upstream]:
-    """Load a checkpoint's adapters into the servers of its base, in the place of earlier ones of the same names.
+    """Load a checkpoint's adapters into the servers of its base, and unload earlier contents of these adapters.
 
     Args:
         checkpoint: folder with the adapters.
@@ -58,35 +209,48 @@ def load_adapters(checkpoint: Path, upstreams: Sequence[Upstream]) -> list[Upstr
     Raises:
         ConfigError: there is not one upstream, a name is taken, or a server does not load an adapter.
     """
-    found = adapters_in(checkpoint)
+    saved = adapters_in(checkpoint)
     if len(upstreams) != 1:
         raise ConfigError(
             f"--adapters needs one --upstream, that of their base: {len(upstreams)} are given. Give BASE=URL."
         )
     (base,) = upstreams
-    if base.model in found:
+    if base.model in {each.name for each in saved}:
         raise ConfigError(f"the upstream {base.model} has the name of an adapter. Serve the base under another.")
-    headers = {"authorization": f"Bearer {base.key}"} if base.key else {}
-    with httpx.Client(headers=headers, timeout=_LOADING_S) as client:
-        for url in (base.url, *base.replicas):
-            for name, folder in found.items():
-                _load(client, url, name, folder)
-    return [replace(base, model=name) for name in found]
+    load_saved(saved, (base.url, *base.replicas), base.key, replaces=True)
+    return [replace(base, model=each.name, served=each.served) for each in saved]
 
 
-def _load(client: httpx.Client, url: str, name: str, folder: Path) -> None:
-    asked = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
-    try:
-        reply = client.post(f"{url}/load_lora_adapter", json=asked)
-    except httpx.TransportError as error:
-        raise ConfigError(f"{url} did not load the adapter {name}: {error or type(error).__name__}.") from None
-    if reply.status_code == 200:
-        return
-    words = _error_of(reply)
-    if words is None and reply.status_code in (404, 405):
-        raise ConfigError(f"{url} does not load adapters while it runs. Start vLLM so: {_START}")
-    said = words or f"status {reply.status_code}, {reply.text[:500]}"
-    raise ConfigError(f"{url} did not load the adapter {name} from {folder}: {said}")
+def load_saved(saved: Sequence[SavedAdapter], urls: Sequence[str], key: str | None, *, replaces: bool) -> None:
+    """Load adapters into servers.
+
+    Args:
+        saved: which.
+        urls: of the servers.
+        key: bearer key that they want.
+        replaces: whether what the servers have of these adapters from an earlier gateway is unloaded.
+
+    Raises:
+        ConfigError: a server does not load one, or has too few places.
+    """
+    with AdapterServers(urls, key) as servers:
+        for each in saved:
+            servers.load(each.served, each.folder, each.rank)
+        servers.check_slots([each.served for each in saved])
+        if replaces:
+            servers.unload_others(saved)
+
+
+def vllm_rank(rank: int) -> int:
+    """Return the smallest ``--max-lora-rank`` that vLLM takes and that holds adapters of this rank.
+
+    Raises:
+        ConfigError: vLLM takes none so large.
+    """
+    for most in (8, 16, 32, 64, 128, 256, 320, 512):
+        if rank <= most:
+            return most
+    raise ConfigError(f"vLLM takes adapters of rank 512 at most, and this one has {rank}. Train with a smaller rank.")
 
 
 def _error_of(reply: httpx.Response) -> str | None:

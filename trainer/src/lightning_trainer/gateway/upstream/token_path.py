@@ -22,6 +22,7 @@ from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
+from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_protocols import Reader, TokenProtocolError, TokenServer
 from lightning_trainer.gateway.upstream.token_servers import form_of, token_server
 
@@ -33,7 +34,8 @@ class Route:
     """How an upstream is reached.
 
     Attributes:
-        model: its name there.
+        model: its name here.
+        names: its names there.
         tokenizer: the model's.
         http: connections to its replicas.
         replicas: which it has.
@@ -44,6 +46,7 @@ class Route:
     """
 
     model: str
+    names: ServedNames
     tokenizer: Any
     http: Connection
     replicas: Replicas
@@ -136,8 +139,9 @@ class TokenPath:
             async with self._asking:
                 if replica.tokens is None:
                     route = self._route
-                    found = token_server(route.http, replica, route.model, self._answers.chat, route.tokenizer)
-                    replica.tokens = await found
+                    with route.names.call() as served:
+                        found = token_server(route.http, replica, served.name, self._answers.chat, route.tokenizer)
+                        replica.tokens = await found
         return replica.tokens
 
     async def form(self, replica: Replica) -> Form | Literal["none"]:
@@ -145,7 +149,8 @@ class TokenPath:
         if replica.form is None:
             async with self._asking:
                 if replica.form is None:
-                    replica.form = await form_of(self._route.http, replica, self._route.model)
+                    with self._route.names.call() as served:
+                        replica.form = await form_of(self._route.http, replica, served.name)
         return replica.form
 
     async def stream(
@@ -156,6 +161,7 @@ class TokenPath:
         sampling: Sampling,
         pending: PendingCall,
         *,
+        served: str,
         constraint: Constraint | None,
     ) -> AsyncGenerator[Sampled, None]:
         """Draw one answer from a replica, as it comes.
@@ -169,11 +175,11 @@ class TokenPath:
         if not prompt or room < 1:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {server.context}")
         heated = sampling.temperature not in {0.0, 1.0}
-        if heated and await http.gives_raw_logprobs(replica, self._route.model):
+        if heated and await http.gives_raw_logprobs(replica, served):
             pending.sampling["logprobs_temperature"] = 1.0
         most, reader = min(room, sampling.max_tokens or room), server.protocol.reader(prompt, sampling)
         streams = pending.request.get("stream") is True
-        body = server.protocol.body(self._route.model, prompt, most, sampling, stream=streams)
+        body = server.protocol.body(served, prompt, most, sampling, stream=streams)
         if constraint is not None:
             form = await self.form(replica)
             if form == "none":
@@ -245,11 +251,13 @@ class _OneCall:
     ) -> AsyncGenerator[Sampled, None]:
         """Return an answer to its end."""
         ended = False
-        with self._route.replicas.answering(replica):
+        with self._route.replicas.answering(replica), self._route.names.call() as served:
             server = await self._path.server(replica)
             if isinstance(server, str):
                 raise BrokenError(failed(f"{replica.url} is not as the others: {server}"))
-            drawn = self._path.stream(replica, server, prompt, sampling, self._pending, constraint=self._constraint)
+            drawn = self._path.stream(
+                replica, server, prompt, sampling, self._pending, served=served.name, constraint=self._constraint
+            )
             async with aclosing(drawn) as pieces:
                 async for piece in pieces:
                     ended = ended or piece.finish_reason is not None

@@ -33,6 +33,7 @@ from lightning_trainer.gateway.upstream.dialects import Dialect, asking, chunks_
 from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
 from lightning_trainer.gateway.upstream.parameters import refuse_unknown
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
+from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_path import Route, TokenPath
 from lightning_trainer.outgoing import is_url
 
@@ -55,7 +56,7 @@ class Upstream:
     """OpenAI-compatible servers that answer for one model.
 
     Attributes:
-        model: the model's name, here and there.
+        model: the model's name here, and on the servers unless `served` says otherwise.
         url: base URL, with its ``/v1``.
         key: what the server wants as bearer key; None: nothing. Agents' keys are never sent on.
         replicas: base URLs of more servers that answer for the same model.
@@ -66,6 +67,7 @@ class Upstream:
         tokenizer: the model's, chat template included: conversations are sent as token ids wherever nothing is lost by
             it. None: as messages.
         tool_format: format of the model's tool calls; None: the one that the chat template writes.
+        served: the model's name on the servers; None: as here.
     """
 
     model: str
@@ -78,6 +80,7 @@ class Upstream:
     any_model: bool = False
     tokenizer: Any = field(default=None, repr=False, compare=False)
     tool_format: str | None = None
+    served: str | None = None
 
 
 def parse_upstream(text: str, *, key: str | None = None, total_s: float | None = None) -> Upstream:
@@ -114,6 +117,7 @@ class UpstreamPolicy:
     def __init__(self, upstream: Upstream) -> None:
         self.upstream = upstream
         self.replicas = Replicas((upstream.url, *upstream.replicas))
+        self.names = ServedNames(upstream.served or upstream.model)
         self.version: int | None = None  # told by `resume`; None: the routing's
         self._counter = PromptCounter()
         self._probing: asyncio.Task[None] | None = None
@@ -128,10 +132,11 @@ class UpstreamPolicy:
         if self.upstream.tokenizer is None or self.upstream.any_model:
             return None
         model, tokenizer = self.upstream.model, self.upstream.tokenizer
+        names = self.names
         paused_s, waits_for = self.upstream.paused_s, self._waits_for
         tool_format = self.upstream.tool_format
         return TokenPath(
-            Route(model, tokenizer, self._http, self.replicas, paused_s, waits_for, self._unwell, tool_format)
+            Route(model, names, tokenizer, self._http, self.replicas, paused_s, waits_for, self._unwell, tool_format)
         )
 
     async def close(self) -> None:
@@ -164,6 +169,7 @@ class UpstreamPolicy:
         ]
         return {
             "model": self.upstream.model,
+            "served": self.names.in_use,
             "version": self.version,
             "paused": self.replicas.paused,
             "in_flight": sum(replica.in_flight for replica in self.replicas.all),
@@ -208,8 +214,8 @@ class UpstreamPolicy:
             self._stamp(pending, routing)
             assembly = Assembly(pending)
             try:
-                with self.replicas.answering(replica):
-                    last = await self._asked(replica, pending, sampling, assembly, sender)
+                with self.replicas.answering(replica), self.names.call() as served:
+                    last = await self._asked(replica, pending, sampling, assembly, sender, served=served.name)
                 replica.failure = None
                 break
             except BrokenError as error:
@@ -268,17 +274,19 @@ class UpstreamPolicy:
         sampling: dict[str, Any],
         assembly: Assembly,
         sender: ResponseSender,
+        *,
+        served: str,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Ask one replica, and once more without a soft limit where it refuses: only it counts the prompt's tokens."""
         try:
-            return await self._asked_once(replica, pending, sampling, assembly, sender)
+            return await self._asked_once(replica, pending, sampling, assembly, sender, served=served)
         except Refusal as refusal:
             if refusal.status != 400 or not pending.soft_limit or "max_tokens" not in sampling:
                 raise
             first = refusal
         pending.left_out["max_tokens"] = sampling.pop("max_tokens")
         try:
-            return await self._asked_once(replica, pending, sampling, assembly, sender)
+            return await self._asked_once(replica, pending, sampling, assembly, sender, served=served)
         except Refusal as refusal:
             if refusal.status != 400:
                 raise
@@ -292,12 +300,14 @@ class UpstreamPolicy:
         sampling: dict[str, Any],
         assembly: Assembly,
         sender: ResponseSender,
+        *,
+        served: str,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Ask one replica. Returns a whole answer, or the chunks that end a stream; those before are sent."""
         dialect = await self._http.dialect(replica)
         if pending.grant.attempt_id is not None and not self.upstream.any_model:
             refuse_unknown(dialect, pending.request)
-        body = self._body(dialect, pending, sampling)
+        body = self._body(dialect, served, pending, sampling)
         heated = dialect != "plain" and body.get("temperature") not in (None, 0, 1)
         if heated and await self._http.gives_raw_logprobs(replica, str(body["model"])):
             sampling["logprobs_temperature"] = 1.0
@@ -310,7 +320,7 @@ class UpstreamPolicy:
             return completion
         return chunks_of(completion, usage=pending.wants_usage)
 
-    def _body(self, dialect: Dialect, pending: PendingCall, sampling: dict[str, Any]) -> dict[str, Any]:
+    def _body(self, dialect: Dialect, served: str, pending: PendingCall, sampling: dict[str, Any]) -> dict[str, Any]:
         body = {**pending.request, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
         if "max_tokens" in pending.left_out:
             del body["max_tokens"]
@@ -318,7 +328,7 @@ class UpstreamPolicy:
             for name, value in _OPEN.items():
                 body[name] = sampling.setdefault(name, value)
         if not self.upstream.any_model:
-            body["model"] = self.upstream.model
+            body["model"] = served
         return asking(dialect, body)
 
     async def _stream(
@@ -374,7 +384,8 @@ class UpstreamPolicy:
             Refusal: the upstream can't say.
         """
         body = {name: request[name] for name in ("messages", "tools") if name in request}
-        found = await self._posted("/../tokenize", {**body, "model": self.upstream.model})
+        with self.names.call() as served:
+            found = await self._posted("/../tokenize", {**body, "model": served.name})
         number = object_of(found).get("count")
         if not isinstance(number, int):
             raise failed(f"{self.upstream.url} does not count tokens")
@@ -386,8 +397,9 @@ class UpstreamPolicy:
         Raises:
             Refusal: the upstream's own, or it can't be reached.
         """
-        model = body.get("model") if self.upstream.any_model else self.upstream.model
-        return await self._posted("/embeddings", {**body, "model": model})
+        with self.names.call() as served:
+            model = body.get("model") if self.upstream.any_model else served.name
+            return await self._posted("/embeddings", {**body, "model": model})
 
     async def _posted(self, path: str, body: Mapping[str, Any]) -> bytes:
         await self.replicas.may_go(self.upstream.paused_s)
