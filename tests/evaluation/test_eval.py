@@ -196,8 +196,7 @@ def test_a_program_is_measured_at_its_own_endpoint_and_then_against_another(fold
     assert found["pass_at"] == pytest.approx(2 / 3)
     assert found["pass_all"] == pytest.approx(1 / 3)
     assert found["pass_at_each"] == {"1": pytest.approx(0.5), "2": pytest.approx(2 / 3)}
-    assert found["low"] == pytest.approx(0.0)
-    assert found["high"] == pytest.approx(1.0)
+    assert (found["low"], found["high"]) == (pytest.approx(0.069, abs=1e-3), pytest.approx(0.931, abs=1e-3))
     assert found["by_agent"]["writer"]["calls"] == 6
     assert found["by_agent"]["checker"]["calls"] == 4
     assert found["by_agent"]["writer"]["prompt_tokens"] > 0
@@ -215,7 +214,7 @@ def test_a_program_is_measured_at_its_own_endpoint_and_then_against_another(fold
         args = ["app:run", "--data", "tasks.jsonl", "--workers", "1", "--endpoint", better.url, "--model", "gpt-10"]
         shown = rl(*args, "--against", "a", "--out", "b")
         assert {r.body["model"] for r in better.requests} == {"gpt-10"}
-    assert "difference, paired over 3 tasks: 0.500 (0.000 to 1.000)" in shown.stdout
+    assert "difference, paired over 3 tasks: 0.500 (-0.742 to 1.000)" in shown.stdout
     found = json.loads((folder / "b/summary.json").read_text())
     assert (found["mean"], found["difference"], found["against"]["evaluated"]) == (1.0, pytest.approx(0.5), "a")
     assert found["elsewhere"] == 0
@@ -346,7 +345,8 @@ def test_a_model_is_measured_and_against_itself_there_is_no_difference(folder, t
     pytest.importorskip("torch")
     model = ["--model", str(tiny_model), "--against", str(tiny_model), "--dtype", "float32"]
     found = last(rl("app:letters", "--data", "tasks.jsonl", "--samples", "3", "--workers", "1", *model, "--json"))
-    assert (found["difference"], found["difference_low"], found["difference_high"]) == (0.0, 0.0, 0.0)
+    assert found["difference"] == 0.0
+    assert found["difference_low"] == -found["difference_high"] < 0.0  # few tasks: others might differ
     assert (found["counted"], found["elsewhere"]) == (9, 0)
     assert found["by_agent"]["writer"]["response_tokens"] > 0
     assert (Path(found["folder"]) / "against/samples.jsonl").exists()

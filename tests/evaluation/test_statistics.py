@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
-import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_trainer.evaluation.passes import pass_all, pass_at
 from lightning_trainer.evaluation.samples import Sample, Usage
-from lightning_trainer.evaluation.statistics import estimate, pass_all, pass_at
 from lightning_trainer.evaluation.summary import Counting, difference, summarise, summarise_each
 
 
@@ -26,28 +24,6 @@ def test_pass_at_and_pass_all_are_shares_of_all_ways_to_choose_k(case):
 def test_more_samples_are_asked_for_than_there_are():
     with pytest.raises(ValueError, match="k = 3 of 2 samples"):
         pass_at(2, 1, 3)
-
-
-def test_the_interval_is_that_of_a_bootstrap_by_hand():
-    draw = random.Random(3)
-    values = [draw.random() ** 2 for _ in range(40)]
-    means = sorted(statistics.fmean(draw.choices(values, k=40)) for _ in range(10_000))
-    found = estimate(values)
-    assert found.mean == pytest.approx(statistics.fmean(values))
-    assert found.low == pytest.approx(means[250], abs=0.01)
-    assert found.high == pytest.approx(means[9_750], abs=0.01)
-    assert found == estimate(values)  # the same each time
-
-
-def test_the_interval_holds_the_truth_about_as_often_as_it_says():
-    draw = random.Random(0)
-    drawn = [estimate([draw.gauss(1.0, 1.0) for _ in range(50)], seed=number) for number in range(80)]
-    assert 0.86 <= sum(e.low <= 1.0 <= e.high for e in drawn) / 80 <= 0.999
-
-
-def test_of_one_task_there_is_no_interval_and_of_none_no_mean():
-    assert (estimate([0.5]).mean, estimate([0.5]).low, estimate([0.5]).high) == (0.5, None, None)
-    assert estimate([]).mean is None
 
 
 def sample(task: int, number: int, reward: float | None, status: str = "succeeded", **more) -> Sample:
@@ -111,7 +87,7 @@ def test_a_difference_is_taken_task_by_task():
     found, tasks = difference(this, other)
     assert tasks == 19
     assert found.mean == pytest.approx(0.1)
-    assert found.low == pytest.approx(0.1)  # unpaired it would be from -3 to 3
+    assert 0.0 < found.low < found.high < 0.2  # unpaired it would be from -3 to 3
 
 
 @given(st.permutations(range(6)))

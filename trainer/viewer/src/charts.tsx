@@ -10,7 +10,7 @@ export interface Line {
   points: [number, number][];
   dashed?: boolean;
   strong?: boolean;
-  band?: Map<number, number>;
+  band?: Map<number, [number, number]>;
   tone?: string;
 }
 
@@ -43,9 +43,9 @@ export function Lines({ title, lines, onStep, unit = "" }: { title: string; line
         data.push(xs.map((x) => values.get(x) ?? null));
         if (line.band && line.band.size > 1) {
           const low = series.length;
-          for (const sign of [-1, 1]) {
+          for (const end of [0, 1] as const) {
             series.push({ stroke: "transparent", points: { show: false }, spanGaps: true });
-            data.push(xs.map((x) => (values.has(x) && line.band?.has(x) ? (values.get(x) ?? 0) + sign * (line.band.get(x) ?? 0) : null)));
+            data.push(xs.map((x) => line.band?.get(x)?.[end] ?? null));
           }
           bands.push({ series: [low + 1, low], fill: `${colour}28` });
         }

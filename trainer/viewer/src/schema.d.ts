@@ -1105,8 +1105,9 @@ export interface components {
          *         groups: how many.
          *         rollouts: how many.
          *         status: number of rollouts that stand so, by status.
-         *         reward: mean over the rollouts that succeeded and were rewarded; None without one.
-         *         interval: half the width of its 95 % interval, from the spread of the groups' means; None below two groups.
+         *         reward: mean over tasks, as the run logged it. While the step runs, and without a log: over the groups, of the
+         *             rollouts that have succeeded so far; None without one.
+         *         reward_low, reward_high: its 95 % interval.
          *         low: the lowest.
          *         high: the highest.
          *         flat: groups in which all rewards are equal.
@@ -1126,8 +1127,10 @@ export interface components {
             };
             /** Reward */
             reward: number | null;
-            /** Interval */
-            interval: number | null;
+            /** Reward Low */
+            reward_low: number | null;
+            /** Reward High */
+            reward_high: number | null;
             /** Low */
             low: number | null;
             /** High */

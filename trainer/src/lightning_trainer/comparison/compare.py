@@ -22,8 +22,8 @@ from lightning_trainer.evaluation import folder as files
 from lightning_trainer.evaluation.config import EvalConfig
 from lightning_trainer.evaluation.evaluate import evaluate, resumed
 from lightning_trainer.evaluation.samples import Sample
-from lightning_trainer.evaluation.statistics import Estimate
 from lightning_trainer.evaluation.summary import Counting, Summary, difference, summarise, summarise_each
+from lightning_trainer.intervals import Estimate
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import digest, load_tasks

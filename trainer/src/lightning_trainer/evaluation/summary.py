@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from lightning_trainer.evaluation.passes import pass_all, pass_at
 from lightning_trainer.evaluation.samples import Sample, Usage
-from lightning_trainer.evaluation.statistics import METHOD, Estimate, estimate, pass_all, pass_at
+from lightning_trainer.intervals import METHOD, Estimate, estimate_difference, estimate_mean, reward_bounds
 from lightning_trainer.rl.rollouts import Failed
 
 _MOST_EACH: Final = 64  # values of k that are printed one by one
@@ -59,6 +60,7 @@ class Summary:
         sample_seconds: mean time of a sample.
         failed_reward: what a crash counted as; None where it was left out.
         by_task: mean of each task's samples, by the task's place.
+        bounds: least and greatest reward of a task, see `reward_bounds`.
     """
 
     reward: Estimate
@@ -73,6 +75,7 @@ class Summary:
     sample_seconds: float
     failed_reward: float | None
     by_task: Mapping[int, float]
+    bounds: tuple[float, float]
 
     @property
     def usage(self) -> Usage:
@@ -117,8 +120,9 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         k: [(len(values), good[task]) for task, values in by_task.items() if len(values) >= k] for k in _places(drawn)
     }
     means = {task: sum(values) / len(values) for task, values in sorted(by_task.items())}
+    bounds = reward_bounds(value for values in by_task.values() for value in values)
     return Summary(
-        reward=estimate(list(means.values())),
+        reward=estimate_mean(list(means.values()), bounds),
         tasks=len(means),
         samples=drawn,
         counted=sum(map(len, by_task.values())),
@@ -130,6 +134,7 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         sample_seconds=_mean([sample.seconds for sample in samples]) if samples else 0.0,
         failed_reward=crash,
         by_task=means,
+        bounds=bounds,
     )
 
 
@@ -148,7 +153,9 @@ def difference(this: Summary, other: Summary) -> tuple[Estimate, int]:
     in both.
     """
     both = [task for task in this.by_task if task in other.by_task]
-    return estimate([this.by_task[task] - other.by_task[task] for task in both]), len(both)
+    ends = (*this.bounds, *other.bounds)
+    differences = [this.by_task[task] - other.by_task[task] for task in both]
+    return estimate_difference(differences, max(ends) - min(ends)), len(both)
 
 
 def counted(sample: Sample, crash: float | None) -> float | None:
@@ -182,12 +189,12 @@ def _by_agent(samples: Sequence[Sample], crash: float | None) -> dict[str, Agent
         for name in own or names:  # nobody said what the others earned, where some have rewards of their own
             if name and (value := _earned(sample, name, bool(own), crash)) is not None:
                 earned[name][sample.task].append(value)
-    return {
-        name: AgentSummary(
-            reward=estimate([_mean(values) for _, values in sorted(earned[name].items())]), usage=usage[name]
-        )
-        for name in sorted(names)
-    }
+    return {name: AgentSummary(reward=_estimate(earned[name]), usage=usage[name]) for name in sorted(names)}
+
+
+def _estimate(by_task: Mapping[int, Sequence[float]]) -> Estimate:
+    bounds = reward_bounds(value for values in by_task.values() for value in values)
+    return estimate_mean([_mean(values) for _, values in sorted(by_task.items())], bounds)
 
 
 def _earned(sample: Sample, name: str, own: bool, crash: float | None) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from itertools import chain
 from typing import Final
 
 from lightning_spans.schema.rewards import Reward
+from lightning_trainer.intervals import estimate_mean, reward_bounds
 from lightning_trainer.rl.rollouts import Failed, Outcome
 
 _AGENT: Final = "reward/"
-_Z: Final = 1.959964  # 97.5 % quantile of the normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +21,12 @@ class Score:
     """How well some rollouts did.
 
     Attributes:
-        reward: mean over rollouts; None when none of them counts.
+        reward: mean over tasks of the mean of each task's rollouts; None when none of them counts.
         by_agent: mean over rollouts of the rewards of each agent, where rewards were given by agent.
         rollouts: how many there were.
         failed: how many of them never succeeded, failed by the policy's doing before they did, or got no verdict.
         tasks: how many tasks those that count are of; rollouts of one task are no independent draws.
-        low, high: 95 % interval of the mean over tasks, see `interval`; None when nothing counts.
+        low, high: 95 % interval of `reward`, see `intervals`; None when nothing counts.
     """
 
     reward: float | None
@@ -63,7 +62,7 @@ class Score:
 
 
 def score(outcomes: Sequence[Outcome], failed: Failed) -> Score:
-    """Average over rollouts.
+    """Average over tasks.
 
     Args:
         outcomes: of the rollouts.
@@ -84,35 +83,16 @@ def score(outcomes: Sequence[Outcome], failed: Failed) -> Score:
         for name, value in agents_totals(outcome.rewards).items():
             by_agent[name].append(value)
     values = [value for rewards in tasks.values() for value in rewards]
-    low, high = interval([sum(rewards) / len(rewards) for rewards in tasks.values()]) if values else (None, None)
+    found = estimate_mean([sum(rewards) / len(rewards) for rewards in tasks.values()], reward_bounds(values))
     return Score(
-        reward=sum(values) / len(values) if values else None,
+        reward=found.mean,
         tasks=len(tasks),
-        low=low,
-        high=high,
+        low=found.low,
+        high=found.high,
         by_agent={name: sum(each) / len(each) for name, each in sorted(by_agent.items())},
         rollouts=len(outcomes),
         failed=sum(o.attempt is None or o.crash is not None or o.unjudged is not None for o in outcomes),
     )
-
-
-def interval(means: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of independent values.
-
-    Where all lie in 0..1 it is Wilson's (1927), which is no narrower than theirs and holds for a handful of values that
-    are all the same; else the normal one, mean plus and minus 1.96 standard errors.
-
-    Args:
-        means: one of each task; at least one.
-    """
-    count, mean = len(means), sum(means) / len(means)
-    if all(0 <= value <= 1 for value in means):
-        spread = _Z * math.sqrt(mean * (1 - mean) / count + _Z**2 / (4 * count**2))
-        middle, scale = mean + _Z**2 / (2 * count), 1 + _Z**2 / count
-        return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
-    variance = sum((value - mean) ** 2 for value in means) / max(count - 1, 1)
-    error = _Z * math.sqrt(variance / count)
-    return mean - error, mean + error
 
 
 def reward_of_failures(outcomes: Sequence[Outcome], failed: Failed) -> float:

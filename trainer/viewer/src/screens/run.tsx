@@ -25,10 +25,11 @@ export function Overview({ run, tick }: { run: string; tick: number }): JSX.Elem
 function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
   const { train, val, options } = page;
   const open = (step: number): void => go(href("run", run, "step", "train", step));
-  const intervals = new Map(page.steps.filter((row) => row.mode === "train" && row.interval !== null).map((row) => [row.step, row.interval ?? 0]));
+  const ends = (mode: string): Map<number, [number, number]> =>
+    new Map(page.steps.flatMap((row) => (row.mode === mode && row.reward_low !== null && row.reward_high !== null ? [[row.step, [row.reward_low, row.reward_high]]] : [])));
   const fallback: Line[] = train.length
     ? []
-    : [{ name: "mean reward", points: page.steps.filter((r) => r.mode === "train" && r.reward !== null).map((r) => [r.step, r.reward ?? 0]), strong: true, tone: "ink", band: intervals }];
+    : [{ name: "mean reward", points: page.steps.filter((r) => r.mode === "train" && r.reward !== null).map((r) => [r.step, r.reward ?? 0]), strong: true, tone: "ink", band: ends("train") }];
   const agents = options["agents"] as string[] | null | undefined;
   const facts: [string, unknown][] = [
     ["model", options["model"]],
@@ -67,12 +68,12 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
       ))}
       <div class="charts">
         <Lines
-          title="Reward, with its 95 % interval over groups"
+          title="Reward, with its 95 % interval over tasks"
           onStep={open}
           lines={[
-            ...one(train, "reward", "training", { strong: true, tone: "ink", band: intervals }),
+            ...one(train, "reward", "training", { strong: true, tone: "ink", band: ends("train") }),
             ...fallback,
-            ...one(val, "reward", "held out", { dashed: true, strong: true, tone: "held" }),
+            ...one(val, "reward", "held out", { dashed: true, strong: true, tone: "held", band: ends("val") }),
           ]}
         />
         <Lines title="Reward by agent" onStep={open} lines={byAgent(train, "reward/")} />
@@ -121,8 +122,8 @@ function Steps({ run, steps }: { run: string; steps: StepRow[] }): JSX.Element {
         <thead>
           <tr>
             <th>step</th>
-            <th class="num" title="of the rollouts that succeeded">
-              mean of the succeeded
+            <th class="num" title="over tasks, failures included; while a step runs, of the rollouts that have succeeded so far">
+              mean, 95 %
             </th>
             <th class="num">lowest</th>
             <th class="num">highest</th>
@@ -140,7 +141,12 @@ function Steps({ run, steps }: { run: string; steps: StepRow[] }): JSX.Element {
               </td>
               <td class="num">
                 {number(row.reward)}
-                {row.interval !== null && <small class="dim"> ±{number(row.interval, 2)}</small>}
+                {row.reward_low !== null && (
+                  <small class="dim">
+                    {" "}
+                    {number(row.reward_low, 2)} to {number(row.reward_high, 2)}
+                  </small>
+                )}
               </td>
               <td class="num">{number(row.low)}</td>
               <td class="num">{number(row.high)}</td>

@@ -16,8 +16,8 @@ from lightning_trainer.report.terminal import decimal, printable
 if TYPE_CHECKING:
     from lightning_trainer.comparison.compare import Comparison
     from lightning_trainer.comparison.config import CompareConfig
-    from lightning_trainer.evaluation.statistics import Estimate
     from lightning_trainer.evaluation.summary import Summary
+    from lightning_trainer.intervals import Estimate
 
 LEFT_OUT = frozenset(
     {

@@ -17,8 +17,8 @@ from lightning_trainer.report.terminal import decimal, printable, tokens
 if TYPE_CHECKING:
     from lightning_trainer.evaluation.config import EvalConfig
     from lightning_trainer.evaluation.evaluate import Evaluation
-    from lightning_trainer.evaluation.statistics import Estimate
     from lightning_trainer.evaluation.summary import Summary
+    from lightning_trainer.intervals import Estimate
     from lightning_trainer.rl.rollouts import Failed
 
 
@@ -94,8 +94,8 @@ def command(
     """Measure the program TARGET (module:function) on tasks: mean reward with its interval, pass@k, by agent.
 
     A model that is named answers its agents' calls; without one the program is measured as it is, at its own
-    endpoints. Samples are kept in the folder as they end, and --resume draws what is missing. An interval is of the
-    mean over tasks: 95 %, by percentile bootstrap with 10,000 resamples.
+    endpoints. Samples are kept in the folder as they end, and --resume draws what is missing. Intervals are 95 %
+    intervals of the mean over tasks.
     """
     from lightning_trainer.evaluation.config import BearerKeys
     from lightning_trainer.evaluation.evaluate import evaluate

@@ -35,8 +35,9 @@ class StepRow:
         groups: how many.
         rollouts: how many.
         status: number of rollouts that stand so, by status.
-        reward: mean over the rollouts that succeeded and were rewarded; None without one.
-        interval: half the width of its 95 % interval, from the spread of the groups' means; None below two groups.
+        reward: mean over tasks, as the run logged it. While the step runs, and without a log: over the groups, of the
+            rollouts that have succeeded so far; None without one.
+        reward_low, reward_high: its 95 % interval.
         low: the lowest.
         high: the highest.
         flat: groups in which all rewards are equal.
@@ -48,7 +49,8 @@ class StepRow:
     rollouts: int
     status: dict[str, int]
     reward: float | None
-    interval: float | None
+    reward_low: float | None
+    reward_high: float | None
     low: float | None
     high: float | None
     flat: int

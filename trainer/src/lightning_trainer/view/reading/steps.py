@@ -16,6 +16,8 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.store.protocol import Where, whole_list
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
+from lightning_trainer.intervals import Estimate, estimate_mean, reward_bounds
+from lightning_trainer.report.metrics import Line
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
 from lightning_trainer.rl.scores import agents_totals, total
@@ -70,8 +72,6 @@ class _Sums:
 
     groups: set[str] = field(default_factory=set)
     status: Counter[str] = field(default_factory=Counter)
-    count: int = 0
-    reward: float = 0.0
     lows: list[float] = field(default_factory=list)
     highs: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
@@ -89,24 +89,28 @@ def overview(reader: StoreReader, run: Run) -> list[StepRow]:
             sums.status[status] += number
         for group_id, number, reward, low, high in _counted(connection.execute(_rewarded(run)), groups):
             sums = steps[groups[group_id]]
-            sums.count += number
-            sums.reward += reward
             sums.lows.append(low)
             sums.highs.append(high)
             sums.means.append(reward / number)
             sums.flat += low == high
-    return [_row(step, steps[step]) for step in sorted(steps, key=lambda each: (each.number, each.mode != "val"))]
+    logged = {Step(line["kind"], line["step"]): line for line in run.lines()}
+    order = sorted(steps, key=lambda each: (each.number, each.mode != "val"))
+    return [_row(step, steps[step], logged.get(step)) for step in order]
 
 
-def _row(step: Step, sums: _Sums) -> StepRow:
+def _row(step: Step, sums: _Sums, line: Line | None) -> StepRow:
+    """Return a step with the mean that the run logged, failures included; without one, of what has succeeded so far."""
+    so_far = estimate_mean(sums.means, reward_bounds([*sums.lows, *sums.highs]))
+    score = so_far if line is None else Estimate(line.get("reward"), line.get("reward_low"), line.get("reward_high"))
     return StepRow(
         mode=step.mode,
         step=step.number,
         groups=len(sums.groups),
         rollouts=sums.status.total(),
         status=dict(sums.status),
-        reward=sums.reward / sums.count if sums.count else None,
-        interval=1.96 * statistics.stdev(sums.means) / len(sums.means) ** 0.5 if len(sums.means) > 1 else None,
+        reward=score.mean,
+        reward_low=score.low,
+        reward_high=score.high,
         low=min(sums.lows, default=None),
         high=max(sums.highs, default=None),
         flat=sums.flat,
