@@ -18,7 +18,7 @@ from lightning_spans.schema.attempts import Attempt
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.worker.command import ProcessEnd, run_command
 from lightning_trainer.runner.worker.command_agent import DIFF, command_agent, reward_of
-from lightning_trainer.runner.worker.workfolder import WorkFolderError
+from lightning_trainer.runner.worker.trees import WorkFolderError
 from lightning_trainer.work import Work
 
 PYTHON = shlex.quote(sys.executable)

@@ -10,10 +10,10 @@ import tempfile
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.runner.worker.trees import WorkFolderError
 from lightning_trainer.runner.worker.workfolder import (
     Source,
     WorkFolder,
-    WorkFolderError,
     check,
     remove_left_over,
     source_of,

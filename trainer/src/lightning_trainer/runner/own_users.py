@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
@@ -27,7 +26,7 @@ import psutil
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.runner.environment import allowed
-from lightning_trainer.runner.worker.workfolder import LEFT_OVER, remove_left_over
+from lightning_trainer.runner.worker.workfolder import LEFT_OVER, remove_folder, remove_left_over
 
 logger = logging.getLogger("lightning_trainer")
 
@@ -205,7 +204,7 @@ def _try(number: int) -> None:
     except (OSError, subprocess.SubprocessError) as error:
         problem = f"{error}"
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        remove_folder(home)
     if problem:
         raise ConfigError(
             f"{OPTION}: user {number} can't run a worker: {problem}. Python ({sys.executable}), its packages, the"
@@ -254,4 +253,4 @@ def _clear(user: OwnUser) -> None:
         kept = Path(tempfile.mkdtemp(prefix="lightning-undelivered-")) / "spool"
         spool.rename(kept)
         logger.warning("spans of an attempt could not be delivered: they are kept in %s", kept)
-    shutil.rmtree(user.home, ignore_errors=True)
+    remove_folder(user.home)

@@ -32,7 +32,8 @@ from lightning_trainer.runner.worker.command import (
 )
 from lightning_trainer.runner.worker.execution import Agent
 from lightning_trainer.runner.worker.limits import parse_bytes
-from lightning_trainer.runner.worker.workfolder import WorkFolder, WorkFolderError, check, remove_left_over, source_of
+from lightning_trainer.runner.worker.trees import WorkFolderError
+from lightning_trainer.runner.worker.workfolder import WorkFolder, check, remove_left_over, source_of
 from lightning_trainer.work import Work
 
 logger = logging.getLogger("lightning_trainer")
@@ -86,7 +87,7 @@ async def _watched(folder: WorkFolder, work: Coroutine[Any, Any, Any], attempt: 
     try:
         while not (await asyncio.wait({running}, timeout=_LOOK_S))[0]:
             await asyncio.to_thread(folder.check_size)
-        await asyncio.to_thread(folder.check_size)
+        await asyncio.to_thread(folder.check_size, ended=True)
         return await running
     finally:
         running.cancel()

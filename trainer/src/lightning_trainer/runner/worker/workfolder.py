@@ -1,34 +1,38 @@
 """A folder of its own for an attempt: a clone or a copy of the user's, what was changed in it, and its end.
 
 A git repository is cloned with its objects shared, so that neither its size nor its history costs anything, and what
-an agent does to branches and stashes stays in the clone. Any other folder is copied. Changes are told by a repository
-beside the folder, which the agent does not see: it may commit, or throw its own away.
+an agent does to branches and stashes stays in the clone. Any other folder is copied. What was changed is read from the
+files alone: an agent may commit, or throw its repository away.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.runner.worker.baseline import Baseline
 from lightning_trainer.runner.worker.command import filled, texts
+from lightning_trainer.runner.worker.git import run_git
+from lightning_trainer.runner.worker.trees import WorkFolderError, copy_tree, remove_tree, total_size
+
+logger = logging.getLogger("lightning_trainer")
 
 LEFT_OVER: Final = "lightning-work-"  # how folders are named that are deleted when their process is no more
 _OURS: Final = ("runs", "evals", "comparisons")  # folders that `lightning-rl` makes where it is started
 _STORE: Final = "lightning.db"  # how the names of its store's files begin, there and in those folders
+# A submodule is a repository of somebody else, and git would run what its settings name.
+_STATUS: Final = ("status", "--porcelain", "-z", "--untracked-files=all", "--ignore-submodules=dirty")
 _LONGEST_DIFF: Final = 200_000  # characters kept of a diff: its beginning
-
-
-class WorkFolderError(Exception):
-    """A folder can't be made, or has grown too large; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ def check(text: str) -> None:
 
 def _changed(folder: Path) -> bool:
     """Whether a repository holds what is not committed, beside what we write there ourselves."""
-    entries = filter(None, _git(folder, "status", "--porcelain", "-z", "--untracked-files=all").split("\0"))
+    entries = filter(None, _git(folder, *_STATUS).split("\0"))
     return any(not (entry.startswith("?? ") and _lies_in_ours(folder / entry[3:])) for entry in entries)
 
 
@@ -100,8 +104,9 @@ def _ours(folder: str | Path, name: str) -> bool:
     return here and (name not in _OURS or any(any(Path(name).glob(f"{depth}/{_STORE}")) for depth in ("*", "*/*")))
 
 
-def _ours_of(folder: str, names: Sequence[str]) -> list[str]:
-    return [name for name in names if _ours(folder, name)]
+def _ours_in(folder: Path, path: str) -> bool:
+    whole = folder / path
+    return _ours(whole.parent, whole.name)
 
 
 class WorkFolder:
@@ -117,23 +122,22 @@ class WorkFolder:
 
     def __init__(self, source: Source, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._root = Path(tempfile.mkdtemp(prefix=f"{LEFT_OVER}{os.getpid()}-"))
+        mark = f"{LEFT_OVER}{os.getpid()}-"
+        self._root, self._beside = Path(tempfile.mkdtemp(prefix=mark)), Path(tempfile.mkdtemp(prefix=mark))
         self.path = self._root / source.path.name
-        self._git_dir = self._root / "changes.git"
-        self._left_out_before: frozenset[str] = frozenset()  # a clone holds what is committed, and no more
         try:
-            _git(self._root, "init", "--quiet", "--bare", str(self._git_dir))
-            self._base = self._clone(source) if source.repository else self._copy(source)
+            self._baseline = self._clone(source) if source.repository else self._copy(source)
+        except OSError as error:
+            self.remove()
+            raise WorkFolderError(f"{source.path} can't be copied: {error}.") from None
         except BaseException:
             self.remove()
             raise
 
-    def _clone(self, source: Source) -> str:
+    def _clone(self, source: Source) -> Baseline:
         wanted = source.revision or "HEAD"
-        found = _git(
-            source.path, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{wanted}^{{commit}}", status=(0, 1)
-        )
-        if not (commit := found.strip()):
+        words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{wanted}^{{commit}}")
+        if not (commit := _git(source.path, *words, status=(0, 1)).strip()):
             raise WorkFolderError(f"{source.path} has no commit {wanted!r}")
         _git(self._root, "clone", "-q", "--shared", "--no-checkout", "-o", "origin", str(source.path), str(self.path))
         if source.revision is None:
@@ -144,10 +148,7 @@ class WorkFolder:
         self._name_author()
         self.check_size()
         objects = Path(_git(source.path, "rev-parse", "--git-path", "objects").strip())
-        alternates = self._git_dir / "objects" / "info" / "alternates"
-        alternates.write_text(f"{(source.path / objects).resolve()}\n")
-        self._changes("read-tree", commit)
-        return commit
+        return Baseline(self.path, self._beside, commit, (source.path / objects).resolve())
 
     def _name_author(self) -> None:
         """Let an agent commit where nobody has said who he is."""
@@ -155,141 +156,81 @@ class WorkFolder:
             _git(self.path, "config", "user.name", "agent")
             _git(self.path, "config", "user.email", "agent@localhost")
 
-    def _copy(self, source: Source) -> str:
-        size = _size(source.path, self._most_bytes)
-        if size > self._most_bytes:
+    def _copy(self, source: Source) -> Baseline:
+        folder = source.path.resolve()
+        leave_out = partial(_ours_in, folder)
+        if total_size(folder, self._most_bytes, leave_out) > self._most_bytes:
             raise WorkFolderError(f"{source.path} takes more than {self._most_bytes} bytes. Raise workdir_size.")
-        shutil.copytree(source.path, self.path, symlinks=True, ignore=_ours_of)
-        self._add_all()
-        self._left_out_before = self._left_out()
-        return self._changes("write-tree").strip()
+        copy_tree(folder, self.path, leave_out)
+        return Baseline(self.path, self._beside)
 
-    def check_size(self) -> None:
+    def check_size(self, *, ended: bool = False) -> None:
         """See that it has not grown too large.
 
+        Args:
+            ended: nothing works there any more, so that folders whose mode keeps us out may be opened.
+
         Raises:
-            WorkFolderError: it has.
+            WorkFolderError: it has, or it is nested too deep.
         """
-        if _size(self.path, self._most_bytes) > self._most_bytes:
+        if not self.path.is_symlink() and total_size(self.path, self._most_bytes, mend=ended) > self._most_bytes:
             raise WorkFolderError(f"the work folder takes more than {self._most_bytes} bytes (workdir_size)")
 
     def diff(self) -> str:
-        """Return what was changed since it was made, as a diff of git; ignored files are left out."""
-        self._add_all()
-        text = self._changes("diff-index", "--cached", "-p", "-M", self._base)
-        if len(text) > _LONGEST_DIFF:
-            return f"{text[:_LONGEST_DIFF]}\n... {len(text) - _LONGEST_DIFF} characters more"
-        return text
-
-    def restore(self, paths: Sequence[str]) -> None:
-        """Put files back as they were, and take away what was added beside them, ignored or not.
-
-        Files that were ignored when the folder was copied stay as they are now: nothing is known of what they were.
-
-        Args:
-            paths: globs of git, relative to the folder.
+        """Return what was changed since it was made, as a diff of git; ignored files are left out.
 
         Raises:
-            WorkFolderError: a glob meets no file that was there.
+            WorkFolderError: it has grown too large, or git failed.
         """
-        for path in paths:
-            self._add_all()
-            spec = ("--", f":(glob){path}")
-            added = self._changes("diff-index", "--cached", "--name-only", "-z", "--diff-filter=A", self._base, *spec)
-            for name in {*filter(None, added.split("\0")), *self._left_out(*spec)} - self._left_out_before:
-                _take_away(self.path / name)
-            self._changes("checkout", "--quiet", self._base, *spec)
+        self._mend()
+        self.check_size(ended=True)
+        text = self._baseline.diff(self.path, _LONGEST_DIFF + 1)
+        return text if len(text) <= _LONGEST_DIFF else f"{text[:_LONGEST_DIFF]}\n... and more"
 
-    def _add_all(self) -> None:
-        """Take in what there is now, but for what git can't: a repository without a commit, a file we may not read."""
-        if self.path.is_symlink() or not self.path.is_dir():  # the agent has taken it away, and all files with it
+    def restore(self, paths: Sequence[str]) -> None:
+        """Put files back as they were, and take away what was added beside them: see `Baseline.restore`.
+
+        Raises:
+            WorkFolderError: a glob meets no file that was there, or a file can't be put back.
+        """
+        self._mend()
+        self._baseline.restore(self.path, paths)
+
+    def _mend(self) -> None:
+        """Make the folder again where the agent has taken it away, and all files with it."""
+        if self.path.is_symlink() or not self.path.is_dir():
             self.path.unlink(missing_ok=True)
             self.path.mkdir()
-        self._changes("add", "--all", "--ignore-errors", status=(0, 1))
-
-    def _left_out(self, *spec: str) -> frozenset[str]:
-        """Name what is not taken in: also what git ignores by whatever the agent wrote into a .gitignore."""
-        found = self._changes("ls-files", "--others", "-z", *spec)
-        return frozenset(filter(None, found.split("\0")))
 
     def remove(self) -> None:
-        """Delete it."""
-        shutil.rmtree(self._root, onerror=self._anyway)
-
-    def _anyway(self, _: Any, path: str, __: Any) -> None:
-        """Delete what an agent made read-only; the folder around ours is not ours to open or close."""
-        if Path(path) == self._root:
-            return
-        try:
-            Path(path).parent.chmod(0o700)
-            Path(path).unlink()
-        except OSError:
-            return
-
-    def _changes(self, *words: str, status: Sequence[int] = (0,)) -> str:
-        places = {"GIT_DIR": str(self._git_dir), "GIT_WORK_TREE": str(self.path)}
-        return _git(self.path, *words, environment=places, status=status)
-
-
-def _take_away(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():  # a repository of its own
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        """Delete it; what can't be deleted is told in the log."""
+        for folder in (self._root, self._beside):
+            remove_folder(folder)
 
 
 def remove_left_over(folder: Path | None = None) -> None:
-    """Delete folders of processes that were killed and are no more."""
+    """Delete folders of this user's processes that were killed and are no more."""
     for path in (folder or Path(tempfile.gettempdir())).glob(f"{LEFT_OVER}*-*"):
         number = path.name.removeprefix(LEFT_OVER).partition("-")[0]
-        if number.isdigit() and not psutil.pid_exists(int(number)):
-            shutil.rmtree(path, ignore_errors=True)
+        if number.isdigit() and not psutil.pid_exists(int(number)) and _is_this_users(path):
+            remove_folder(path)
 
 
-def _git(folder: Path, *words: str, environment: Mapping[str, str] | None = None, status: Sequence[int] = (0,)) -> str:
-    """Run git in a folder.
-
-    Raises:
-        WorkFolderError: it failed.
-    """
-    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    settings = ("-c", "core.quotepath=false", "-c", "core.autocrlf=false", "-c", "advice.detachedHead=false")
-    done = subprocess.run(  # noqa: S603 - our own words; a revision stands behind --end-of-options
-        ["git", *settings, *words],  # noqa: S607 - the user's git
-        cwd=folder,
-        env={**own, **(environment or {}), "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode not in status:
-        told = done.stderr.decode(errors="replace").strip()[-2000:]
-        raise WorkFolderError(f"git {words[0]} in {folder}: {told or f'exit status {done.returncode}'}")
-    return done.stdout.decode(errors="replace")
-
-
-def _size(folder: Path, most: int) -> int:
-    """Return the bytes of a folder's files; stop where they are too many."""
-    total = 0
-    for size in _sizes(folder):
-        total += size
-        if total > most:
-            break
-    return total
-
-
-def _sizes(folder: Path) -> Iterator[int]:
+def _is_this_users(path: Path) -> bool:
     try:
-        entries = list(os.scandir(folder))
-    except OSError:  # gone, or not ours to read
-        return
-    for entry in entries:
-        if _ours(folder, entry.name):
-            continue
-        try:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _sizes(Path(entry.path))
-            else:
-                yield entry.stat(follow_symlinks=False).st_size
-        except OSError:
-            continue
+        return path.lstat().st_uid == os.geteuid()
+    except OSError:  # another process deletes it, too
+        return False
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder, whatever it holds; what can't be deleted is told in the log."""
+    try:
+        remove_tree(folder)
+    except OSError as error:
+        logger.warning("the work folder %s can't be deleted: %s", folder, error)
+
+
+def _git(folder: Path, *words: str, status: Sequence[int] = (0,)) -> str:
+    """Run git where no agent has worked yet."""
+    return os.fsdecode(run_git(folder, *words, status=status))
