@@ -75,6 +75,7 @@ def falling_to(end: float, start: float = 1.2) -> Callable[[float], float]:
         (history(calls_unread__mistral=lambda _: 0.3), "calls_unread/mistral", "30% .*--tool-format mistral"),
         (history(calls_unread__other=lambda _: 0.3), "calls_unread/other", "30% .*in a form that is not read"),
         (history(calls_malformed=lambda _: 0.3, reward=stuck), "calls_malformed", "30% .*, 30% were at first"),
+        (history(**{"rule_failures/tool_arguments": [2.0]}), "rules_fail/tool_arguments", "failed on 2 attempts"),
         (history(failed=lambda x: 40 * x, rollouts=[64], reward=rising), "rollouts_fail", "rollouts fail, .*--failed"),
     ],
 )

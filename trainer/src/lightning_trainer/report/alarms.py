@@ -211,6 +211,18 @@ def rollouts_fail(history: History) -> Found:
         yield "", text
 
 
+def rules_fail(history: History) -> Found:
+    """Raise where a rule of automatic rewards failed on attempts: they were given nothing by it, penalties included."""
+    for of, points in _each(history, "rule_failures", least=1):
+        if points[-1][0] == _newest(history):
+            text = (
+                f"The rule {of.removeprefix('/')} failed on {points[-1][1]:.0f} attempts of the last step, so it gave"
+                " them neither rewards nor penalties. The log has the traceback: mend the rule, or leave it out of"
+                " [rewards]."
+            )
+            yield of, text
+
+
 CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
     entropy_collapsed,
     length_collapsed,
@@ -222,6 +234,7 @@ CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
     calls_unread,
     calls_malformed,
     rollouts_fail,
+    rules_fail,
 )
 
 

@@ -30,6 +30,7 @@ from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.comparison import Penalty
 from lightning_trainer.rl.credit.counterfactual import Cells
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
+from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.scores import Score, by_source, given_to, reward_of_failures, score
 from lightning_trainer.run.capture import FirstTask
@@ -176,6 +177,7 @@ class Loop:
             **result.metrics(),
             **batch.account.metrics(),
             **by_source(given, result.rollouts - result.failed),
+            **take_failures(),
             **step_metrics.of_groups(*step_metrics.compared(batch)),
             **step_metrics.of_traces(_without(traces.found, forks)),
             **of_forks,

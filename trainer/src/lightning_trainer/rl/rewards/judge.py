@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from lightning_spans.schema.transitions import Transition
 from lightning_trainer.rl.rewards.callers import ToolCaller, callers
 from lightning_trainer.rl.rewards.potential import shaping
 from lightning_trainer.rl.rewards.rules import RULES, Finding, Rule
+
+logger = logging.getLogger("lightning_trainer")
 
 PLUGIN: Final = "lightning-air"
 # Credit whose values are returns to go, under which differences of a potential leave the best policy where it is.
@@ -81,14 +84,35 @@ class Judge:
 
     def __init__(self, rules: Sequence[JudgeRule]) -> None:
         self._rules = tuple(rules)
+        self._failed: Counter[str] = Counter()
 
     @hookimpl
     def lightning_rewards(self, trace: Trace, transitions: Sequence[Transition]) -> list[Reward]:
-        """Judge an attempt. Each reward is of the model call that led to it, where there is one."""
+        """Judge an attempt. Each reward is of the model call that led to it, where there is one.
+
+        A rule that raises gives this attempt nothing, and is counted; what the others give stays.
+        """
         if not transitions:
             return []
-        ids = (transitions[0].rollout_id, transitions[0].attempt_id)
-        return [reward for chosen in self._rules for reward in judge(chosen, trace, *ids)]
+        rewards = []
+        for chosen in self._rules:
+            try:
+                rewards += judge(chosen, trace, transitions[0].rollout_id, transitions[0].attempt_id)
+            except Exception:
+                logger.exception("the rule %s failed on attempt %s", chosen.name, transitions[0].attempt_id)
+                self._failed[chosen.name] += 1
+        return rewards
+
+    def take_failures(self) -> dict[str, float]:
+        """Return how many attempts each rule failed on since this was asked last, as numbers for logs."""
+        taken, self._failed = self._failed, Counter()
+        return {f"rule_failures/{name}": float(count) for name, count in sorted(taken.items())}
+
+
+def take_failures() -> dict[str, float]:
+    """Return what `Judge.take_failures` gives for the rules that are installed."""
+    found = hooks.manager().get_plugin(PLUGIN)
+    return found.take_failures() if isinstance(found, Judge) else {}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from lightning_spans.chat.body import ToolCall, tool_calls, tool_schemas
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import TOOL_RESULT, Json
 from lightning_trainer.rl.rewards.callers import request_of, tools_called
+from lightning_trainer.rl.rewards.checking import Checks
 from lightning_trainer.rl.usage import tokens_of
 
 
@@ -47,9 +48,10 @@ def tool_status(trace: Trace) -> list[Finding]:
 def tool_arguments(trace: Trace) -> list[Finding]:
     """1 for a tool call whose arguments fit the schema that the model was given, else -1.
 
-    Arguments that are no JSON, and tools that were not offered, do not fit.
+    Arguments that are no JSON, tools that were not offered, and schemas that can't be used do not fit.
     """
-    return [Finding(1.0 if _fits(node, call) else -1.0, node, choice) for node, choice, call in _calls(trace)]
+    checks = Checks()
+    return [Finding(1.0 if _fits(node, call, checks) else -1.0, node, choice) for node, choice, call in _calls(trace)]
 
 
 def repeated_calls(trace: Trace) -> Iterator[Finding]:
@@ -87,10 +89,12 @@ def answer_format(
     """
     if (pattern is None) == (schema is None):
         raise ConfigError("answer_format needs either a pattern or a schema.")
-    expression = _compiled(pattern) if pattern is not None else None
+    if pattern is not None:
+        _check_pattern(pattern)
+    checks = Checks()
 
     def has_format(text: str) -> bool:
-        return expression.search(text) is not None if expression is not None else _reads_as(text, schema)
+        return _reads_as(text, schema, checks) if pattern is None else checks.found(pattern, text)
 
     last = {node.path: node for node in trace.chats}
     return [
@@ -189,9 +193,9 @@ def _text(message: Mapping[str, Json]) -> str:
     return "".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and "text" in part)
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _check_pattern(pattern: str) -> None:
     try:
-        return re.compile(pattern)
+        re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"answer_format: pattern {pattern!r} is no regular expression: {error}.") from None
 
@@ -200,34 +204,21 @@ def _calls(trace: Trace) -> list[tuple[Node, int, ToolCall]]:
     return [(node, choice, call) for node in trace.chats for choice, call in tools_called(node)]
 
 
-def _fits(node: Node, call: ToolCall) -> bool:
+def _fits(node: Node, call: ToolCall, checks: Checks) -> bool:
     schemas = tool_schemas(request_of(node))
     if call.name not in schemas:
         return False
     try:
-        return _valid(call.parsed, schemas[call.name])
-    except ValueError:
+        return checks.fits(call.parsed, schemas[call.name])
+    except (ValueError, RecursionError):
         return False
 
 
-def _reads_as(text: str, schema: Mapping[str, Json] | None) -> bool:
+def _reads_as(text: str, schema: Mapping[str, Json] | None, checks: Checks) -> bool:
     try:
-        return _valid(json.loads(text), schema or {})
-    except ValueError:
+        return checks.fits(json.loads(text), schema or {})
+    except (ValueError, RecursionError):
         return False
-
-
-def _valid(value: Json, schema: Json) -> bool:
-    """Whether a value fits a JSON schema; one that is no schema is fitted by nothing."""
-    from jsonschema import Draft202012Validator, SchemaError
-    from jsonschema.validators import validator_for
-
-    chosen = validator_for(schema, default=Draft202012Validator)
-    try:
-        chosen.check_schema(schema)
-    except SchemaError:
-        return False
-    return bool(chosen(schema).is_valid(value))
 
 
 def _is_empty(node: Node) -> bool:

@@ -7,16 +7,17 @@ from dataclasses import replace
 
 from lightning_spans import hooks
 from lightning_spans.adapter.trace import Trace
-from lightning_trainer.rl.rewards.judge import Judge, JudgeRule
+from lightning_trainer.rl.rewards.judge import JudgeRule, judge
 
 
 def with_automatic(traces: Iterable[Trace], rules: Sequence[JudgeRule]) -> list[Trace]:
     """Return the same traces with the rewards of these rules; a reward that a run has kept is not given twice."""
-    return [_judged(trace, Judge(rules)) for trace in traces] if rules else list(traces)
+    return [_judged(trace, rules) for trace in traces] if rules else list(traces)
 
 
-def _judged(trace: Trace, judge: Judge) -> Trace:
+def _judged(trace: Trace, rules: Sequence[JudgeRule]) -> Trace:
     transitions = hooks.manager().hook.lightning_adapt(trace=trace) or []
     known = {reward.reward_id for reward in trace.rewards}
-    found = [r for r in judge.lightning_rewards(trace, transitions) if r.reward_id not in known]
+    ids = [(transition.rollout_id, transition.attempt_id) for transition in transitions[:1]]
+    found = [r for rule in rules for of in ids for r in judge(rule, trace, *of) if r.reward_id not in known]
     return replace(trace, rewards=(*trace.rewards, *found))

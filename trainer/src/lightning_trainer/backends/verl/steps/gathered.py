@@ -10,6 +10,7 @@ from lightning_spans.schema.rewards import Reward
 from lightning_trainer.report import step_metrics
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Failed, Outcome
 from lightning_trainer.rl.scores import by_source, given_to, score
 
@@ -46,6 +47,7 @@ class Gathered:
                 **result.metrics(),
                 **self._account.metrics(),
                 **by_source(given, result.rollouts - result.failed),
+                **take_failures(),
                 **step_metrics.of_groups(self._compared, self._flat),
                 **step_metrics.of_traces(self._traces),
             }
