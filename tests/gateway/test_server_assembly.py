@@ -58,7 +58,6 @@ class Longer(Assembly):
 def went(kind, request, chunks):
     """Return what goes to the agent, chunk by chunk, and what is recorded."""
     draft = begin(request, Grant("attempt", None, None, "r", "a"), {}, "m")
-    draft.response_id = ""
     assembly, sent = kind(draft), []
     for chunk in chunks:
         try:
@@ -66,8 +65,8 @@ def went(kind, request, chunks):
         except (TypeError, AttributeError, KeyError, ValueError, IndexError) as error:
             sent.append(type(error))
             break
-    assembly.settle()
-    return sent, draft.choices, draft.prompt_token_ids
+    assembly.settle({})
+    return sent, draft.sampled.choices, draft.sampled.prompt_token_ids
 
 
 @settings(max_examples=500, deadline=None)

@@ -130,20 +130,20 @@ class Responder:
         """
         request, prompt, engine = ready.request, ready.prompt, ready.engine
         ids = await asyncio.to_thread(self._raw, request) if prompt is None else prompt.ids
-        pending.prompt_token_ids = ids
+        pending.sample(prompt_token_ids=ids)
         if request.max_tokens is None and routing.max_tokens is not None:
             request = replace(request, max_tokens=max(1, min(routing.max_tokens, engine.max_model_len - len(ids))))
         room = engine.max_model_len - len(ids)
-        if pending.soft_limit and request.max_tokens is not None and request.max_tokens > room > 0:
-            pending.left_out["max_tokens"] = request.max_tokens
+        if pending.requested.soft_limit and request.max_tokens is not None and request.max_tokens > room > 0:
+            pending.sample(left_out={"max_tokens": request.max_tokens})
             request = replace(request, max_tokens=room)
         _check_room(request, len(ids), engine.max_model_len)
         samplings = self._samplings(request, pending, ids, routing, engine)
         if prompt is not None:
-            pending.sampling[CONTINUATION] = prompt.how
+            pending.note(**{CONTINUATION: prompt.how})
             if switches := switches_of(request, self.chat):
-                pending.sampling["template"] = dict(switches)
-        pending.left_out = {**_unmet(request, self.chat), **pending.left_out}
+                pending.note(template=dict(switches))
+        pending.sample(left_out={**_unmet(request, self.chat), **pending.sampled.left_out})
         generation = Generation(request, pending, self.chat, sender, None if prompt is None else prompt.text)
         try:
             async with aclosing(self._drawn(engine, ids, samplings)) as drawn:
@@ -153,24 +153,26 @@ class Responder:
             generation.cut()
             raise
         generation.close()
-        if pending.grant.attempt_id is not None and prompt is not None:
-            for choice in pending.choices:
-                self.continuations.remember(pending.grant.attempt_id, prompt, choice.token_ids or (), choice.message)
+        if pending.requested.grant.attempt_id is not None and prompt is not None:
+            for choice in pending.sampled.choices:
+                self.continuations.remember(
+                    pending.requested.grant.attempt_id, prompt, choice.token_ids or (), choice.message
+                )
         await record(pending)
         await generation.send()
 
     def remember(self, pending: PendingCall) -> None:
         """Note a call that was answered from a record, so that the attempt's next prompts continue its tokens."""
-        attempt_id, ids = pending.grant.attempt_id, pending.prompt_token_ids
-        if attempt_id is None or ids is None or not pending.request.get("messages"):
+        attempt_id, ids = pending.requested.grant.attempt_id, pending.sampled.prompt_token_ids
+        if attempt_id is None or ids is None or not pending.requested.request.get("messages"):
             return
         try:
-            prompt = self.prompt(read_chat_request(pending.request), attempt_id)
+            prompt = self.prompt(read_chat_request(pending.requested.request), attempt_id)
         except Refusal:  # another model's, which took what this one does not
             return
         if prompt is None or prompt.ids != ids:
             return
-        for choice in pending.choices:
+        for choice in pending.sampled.choices:
             if choice.token_ids:
                 self.continuations.remember(attempt_id, prompt, choice.token_ids, choice.message)
 
@@ -186,7 +188,7 @@ class Responder:
         """Say how each choice is drawn, and put it on record."""
         asked = 1.0 if request.temperature is None else request.temperature
         left_out: dict[str, Any] = {}
-        if routing.plain and pending.grant.attempt_id is not None:
+        if routing.plain and pending.requested.grant.attempt_id is not None:
             request, left_out = plainly(request)
         sampling = Sampling(
             max_tokens=request.max_tokens,
@@ -197,7 +199,7 @@ class Responder:
             **request.others,
         )
         seeds = seeds_of_choices(self._seed(request, pending, ids, routing), request.n)
-        pending.sampling = {
+        known: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -208,25 +210,26 @@ class Responder:
             **request.others,
         }
         if routing.temperature is not None:
-            pending.sampling["temperature_asked"] = request.temperature
+            known["temperature_asked"] = request.temperature
         if request.seed is not None:
-            pending.sampling["seed_asked"] = request.seed
-        pending.sampling |= {f"{name}_asked": value for name, value in left_out.items()}
+            known["seed_asked"] = request.seed
+        known |= {f"{name}_asked": value for name, value in left_out.items()}
         if STEERED in abilities(engine) and (request.others or request.top_p < 1 or request.top_k):
-            pending.sampling[STEERED] = {}
+            known[STEERED] = {}
+        pending.sample(sampling=known)
         return [replace(sampling, seed=seed) for seed in seeds]
 
     def _seed(self, request: ChatRequest, pending: PendingCall, ids: Sequence[int], routing: Routing) -> int:
-        grant = pending.grant
-        if pending.seed is not None:
-            return pending.seed
+        grant = pending.requested.grant
+        if pending.routed.seed is not None:
+            return pending.routed.seed
         if routing.seed is None or grant.rollout_id is None or grant.attempt_id is None:
             return random.getrandbits(63) if request.seed is None else request.seed & (2**63 - 1)
         return self._counter.seed(
             routing.seed,
             grant.rollout_id,
             grant.attempt_id,
-            pending.agent,
+            pending.requested.agent,
             ids,
             failures=grant.failures,
             asked=request.seed,

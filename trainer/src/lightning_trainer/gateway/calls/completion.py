@@ -19,9 +19,9 @@ class CompletionBuilder:
         self._chat = chat
         self._head = {
             "id": pending.response_id,
-            "created": pending.start_ns // 1_000_000_000,
-            "model": pending.policy,
-            "system_fingerprint": f"{pending.policy}-{pending.policy_version}",  # which weights answered
+            "created": pending.requested.start_ns // 1_000_000_000,
+            "model": pending.routed.policy,
+            "system_fingerprint": f"{pending.routed.policy}-{pending.sampled.policy_version}",  # which weights answered
         }
 
     def whole(self) -> dict[str, Any]:
@@ -29,11 +29,11 @@ class CompletionBuilder:
         reply = {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(choice) for choice in self._pending.choices],
+            "choices": [self._choice(choice) for choice in self._pending.sampled.choices],
             "usage": self.usage(),
         }
         if self._request.token_ids:
-            reply["prompt_token_ids"] = list(self._pending.prompt_token_ids or ())
+            reply["prompt_token_ids"] = list(self._pending.sampled.prompt_token_ids or ())
         return reply
 
     def _choice(self, choice: PendingChoice) -> dict[str, Any]:
@@ -100,11 +100,11 @@ class CompletionBuilder:
         opened = {"role": "assistant", "content": ""}
         choices = [
             {"index": choice.index, "delta": opened, "logprobs": None, "finish_reason": None}
-            for choice in self._pending.choices
+            for choice in self._pending.sampled.choices
         ]
         chunk = self._chunk(choices)
         if self._request.token_ids:
-            chunk["prompt_token_ids"] = list(self._pending.prompt_token_ids or ())
+            chunk["prompt_token_ids"] = list(self._pending.sampled.prompt_token_ids or ())
         return chunk
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -117,9 +117,9 @@ class CompletionBuilder:
 
     def usage(self) -> dict[str, Any]:
         """Count the tokens, those of all choices together."""
-        prompt = len(self._pending.prompt_token_ids or ())
-        drawn = sum(len(choice.token_ids or ()) for choice in self._pending.choices)
-        thought = sum(choice.reasoning_tokens for choice in self._pending.choices)
+        prompt = len(self._pending.sampled.prompt_token_ids or ())
+        drawn = sum(len(choice.token_ids or ()) for choice in self._pending.sampled.choices)
+        thought = sum(choice.reasoning_tokens for choice in self._pending.sampled.choices)
         counts: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
         return {**counts, "completion_tokens_details": {"reasoning_tokens": thought}} if thought else counts
 

@@ -53,12 +53,16 @@ class EmbeddedEngine:
         Raises:
             Refusal: the request can't be done, or the engine failed; nothing was sent unless `sender` has started.
         """
-        request = read_chat_request(pending.request)
-        pending.policy_version = self.engine.version
-        plain = routing.plain and pending.grant.attempt_id is not None  # what is left out, no engine has to do
+        request = read_chat_request(pending.requested.request)
+        pending.sample(policy_version=self.engine.version)
+        plain = (
+            routing.plain and pending.requested.grant.attempt_id is not None
+        )  # what is left out, no engine has to do
         check_abilities(plainly(request)[0] if plain else request, abilities(self.engine))
         request = self._answers.constrained(request)
-        prompt = await self._answers.bounded_prompt(request, pending.grant.attempt_id, self.engine.max_model_len)
+        prompt = await self._answers.bounded_prompt(
+            request, pending.requested.grant.attempt_id, self.engine.max_model_len
+        )
         await self._answers.draw(Ready(request, prompt, self.engine), pending, sender, record, routing)
 
     def remember(self, pending: PendingCall) -> None:

@@ -101,7 +101,7 @@ class Gateway:
             task.add_done_callback(self._open.discard)
         kept = CallRecord(self._writer, self._metrics)
         call = IncomingCall(surface, pending, sent, self._routing(), self._models, kept, self._metrics, receive, send)
-        decider = next((decider for decider in self._deciders if decider.takes(pending.grant)), None)
+        decider = next((decider for decider in self._deciders if decider.takes(pending.requested.grant)), None)
         try:
             await (call.sample() if decider is None else decider.answer(call))
         except ClientGoneError:

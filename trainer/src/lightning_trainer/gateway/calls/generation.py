@@ -37,16 +37,19 @@ class Generation:
             self._readers = [chat.reader(request.tools, opened=opened) for _ in range(request.n)]
             self._texts = [chat.text_of(request.stop) for _ in range(request.n)]
         self._rests: list[tuple[str, str]] = []  # reasoning and content held back until an answer is whole, by choice
-        pending.choices = [PendingChoice(index, [], []) for index in range(request.n)]
+        self._choices = [PendingChoice(index, [], []) for index in range(request.n)]
+        self._steered: dict[str, list[int]] = {}  # places of tokens that were steered, by choice
+        self._unread: dict[str, str] = {}  # why tool calls could not be read, by choice
+        pending.sample(choices=self._choices)
 
     async def take(self, index: int, piece: Sampled) -> None:
         """Take a piece of one choice; in a stream, send it."""
-        choice = self._pending.choices[index]
+        choice = self._choices[index]
         choice.add(piece.token_ids, piece.logprobs)
         choice.finish_reason = piece.finish_reason
         if any(piece.steered):
             first = len(choice.token_ids or ()) - len(piece.token_ids)
-            places = self._pending.sampling.setdefault(STEERED, {}).setdefault(str(index), [])
+            places = self._steered.setdefault(str(index), [])
             places += [first + place for place, steered in enumerate(piece.steered) if steered]
         reader, text = self._readers[index], self._texts[index]
         thinks = reader.thinks
@@ -62,7 +65,7 @@ class Generation:
 
     def close(self) -> None:
         """Every choice is whole: read its tool calls, finish its record."""
-        for choice, reader, text in zip(self._pending.choices, self._readers, self._texts, strict=True):
+        for choice, reader, text in zip(self._choices, self._readers, self._texts, strict=True):
             last = ("", "") if text is None else reader.feed(text.finish())
             rest, answer = reader.close()
             rest = (last[0] + rest[0], last[1] + rest[1])
@@ -71,11 +74,18 @@ class Generation:
                 choice.finish_reason = "tool_calls"
             elif self._request.tools and (named := unread(answer.content, self._request.tools)):
                 own = self._chat.calls is not None and named == self._chat.calls.name
-                self._pending.sampling.setdefault(UNREAD, {})[str(choice.index)] = MALFORMED if own else named
+                self._unread[str(choice.index)] = MALFORMED if own else named
             if not answer.tool_calls and choice.finish_reason == "stop" and self._request.stop:
                 choice.stopped_by = self._stopped_by(choice)
             choice.message = answer.message()
             self._rests.append(rest)
+        self._note()
+
+    def _note(self) -> None:
+        if self._steered:
+            self._pending.note(**{STEERED: self._steered})
+        if self._unread:
+            self._pending.note(**{UNREAD: self._unread})
 
     def _stopped_by(self, choice: PendingChoice) -> str | None:
         """Return the stop string that ended an answer; None when the model ended it."""
@@ -84,8 +94,9 @@ class Generation:
 
     def cut(self) -> None:
         """The answer ended early: keep the text drawn so far in the record."""
-        for choice, reader in zip(self._pending.choices, self._readers, strict=True):
+        for choice, reader in zip(self._choices, self._readers, strict=True):
             choice.message = choice.message or reader.partial.message()
+        self._note()
 
     async def send(self) -> None:
         """Send the whole reply, or the end of the stream."""
@@ -96,7 +107,7 @@ class Generation:
 
     def _last_chunks(self) -> Sequence[dict[str, Any]]:
         chunks = [] if self._sender.started else [self._replies.first_chunk()]
-        for choice, rest in zip(self._pending.choices, self._rests, strict=True):
+        for choice, rest in zip(self._choices, self._rests, strict=True):
             delta: dict[str, Any] = _delta(*rest)
             if calls := choice.message.get("tool_calls"):
                 delta["tool_calls"] = tool_call_deltas(calls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from starlette.types import Receive, Send
@@ -75,19 +75,31 @@ class IncomingCall:
             Refusal: the surface does not take it.
         """
         pending = self.pending
-        exchange = self.surface.begin(body, pending.grant.attempt_id)
-        pending.request, pending.keeps_id = exchange.asked, exchange.keeps_id
-        pending.left_out |= exchange.left_out
-        pending.soft_limit = exchange.demands_limit
-        self.name_agent(pending.request)
+        exchange = self.surface.begin(body, pending.requested.grant.attempt_id)
+        pending.requested = replace(
+            pending.requested,
+            request=exchange.asked,
+            agent=self._agent(exchange.asked),
+            keeps_id=exchange.keeps_id,
+            soft_limit=exchange.demands_limit,
+            left_out=exchange.left_out,
+        )
         self.sender = ResponseSender(self.send, exchange, pending)
         return self.sender
 
     def name_agent(self, request: Mapping[str, Any]) -> None:
         """Name the agent by the rules, where the sender does not; `request` is a chat completion."""
-        if AGENT_HEADER not in self.headers:
-            pending = self.pending
-            pending.agent = agent_of(self.routing.name_by, request, pending.policy, self.headers) or pending.agent
+        self.pending.requested = replace(self.pending.requested, agent=self._agent(request))
+
+    def _agent(self, request: Mapping[str, Any]) -> str | None:
+        known, rules = self.pending.requested.agent, self.routing.name_by
+        if not rules or AGENT_HEADER in self.headers:
+            return known
+        return agent_of(rules, request, self.pending.routed.policy, self.headers) or known
+
+    def decide(self, *, seed: int | None, marks: Mapping[str, Any]) -> None:
+        """Note what a decider gives: the seed, and marks that go on record."""
+        self.pending.routed = replace(self.pending.routed, seed=seed, marks=marks)
 
     def live_policy(self) -> ServedModel | None:
         """Return the model that answers the agent when nothing decides otherwise; None where there is none."""
@@ -106,7 +118,7 @@ class IncomingCall:
             Refusal: it can't be done.
             ClientGoneError: the client closed the connection.
         """
-        sender = self.open(self.pending.request)
+        sender = self.open(self.pending.requested.request)
         policy = self.models.route(self.pending, self.routing, model)
         self.record.keeps = self.models.records(policy)
         with self.metrics.in_flight():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from lightning_spans.schema.agents import selects
@@ -91,22 +92,33 @@ class ServedModels:
         Raises:
             Refusal: there is no such model.
         """
+        policy_name = pending.routed.policy
         if instead is not None:
-            pending.policy = instead
-        elif pending.grant.attempt_id is not None:
-            own = routing.policies.of(pending.agent)
-            untrained = own is None and pending.agent is not None and not selects(routing.agents, pending.agent)
+            policy_name = instead
+        elif pending.requested.grant.attempt_id is not None:
+            own = routing.policies.of(pending.requested.agent)
+            untrained = (
+                own is None
+                and pending.requested.agent is not None
+                and not selects(routing.agents, pending.requested.agent)
+            )
             if untrained and self._provider is not None:
                 return self._provider
             if own is not None:
-                pending.policy = own
-            elif pending.policy not in self._served:
-                pending.policy = routing.model  # a program that was not changed requests its usual model
-        policy = self._served.get(pending.policy)
+                policy_name = own
+            elif policy_name not in self._served:
+                policy_name = routing.model  # a program that was not changed requests its usual model
+        if policy_name != pending.routed.policy:
+            pending.routed = replace(pending.routed, policy=policy_name)
+        policy = self._served.get(policy_name)
         if policy is None:
-            nameless = pending.grant.attempt_id is not None and routing.policies.by_agent and pending.agent is None
+            nameless = (
+                pending.requested.grant.attempt_id is not None
+                and routing.policies.by_agent
+                and pending.requested.agent is None
+            )
             hint = ". This call names no agent: send x-lightning-agent, or ask for one of these" if nameless else ""
-            raise _unknown(pending.policy, self._served, hint)
+            raise _unknown(policy_name, self._served, hint)
         return policy
 
 

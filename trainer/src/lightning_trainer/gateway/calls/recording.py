@@ -42,7 +42,7 @@ class CallRecord:
             try:
                 await self.record(pending, error)
             except Refusal as refusal:
-                logger.error("a call of attempt %s was not recorded: %s", pending.grant.attempt_id, refusal)
+                logger.error("a call of attempt %s was not recorded: %s", pending.requested.grant.attempt_id, refusal)
 
     async def refused(self, pending: PendingCall, error: Exception) -> Refusal:
         """Keep a call that is refused or failed; return the error for the client."""
@@ -52,7 +52,7 @@ class CallRecord:
             logger.exception("a call failed", exc_info=error)
             error = Refusal(500, f"the gateway failed: {type(error).__name__}: {error}", "server_error")
         if not self._begun:
-            pending.sampling["error"] = {"status": error.status, "type": error.kind, "code": error.code}
+            pending.note(error={"status": error.status, "type": error.kind, "code": error.code})
             try:
                 await self.record(pending, str(error))
             except Refusal as refusal:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import orjson
@@ -21,7 +21,7 @@ from lightning_trainer.gateway.http.asgi import send_bytes
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.events import named_event
 from lightning_trainer.gateway.replay.record import RecordedCall
-from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice
+from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice, SampledCall
 
 HEADER: Final = "x-lightning-replay"
 CUT: Final = "client cut the connection"
@@ -48,13 +48,14 @@ class LivePolicy(Protocol):
 def fill(pending: PendingCall, call: RecordedCall) -> None:
     """Make a call's record that of the recorded one: its tokens, its policy, its parameters."""
     node, answer = call.node, call.node.answer
-    pending.policy = answer.model or pending.policy
-    pending.policy_version = node.policy_version or 0
-    pending.response_id = answer.response_id or pending.response_id
-    pending.keeps_id = True
-    pending.prompt_token_ids = answer.prompt_token_ids
-    pending.choices = [_pending(choice) for choice in answer.choices]
-    pending.sampling = dict(node.call.sampling) if node.call is not None else {}
+    pending.routed = replace(pending.routed, policy=answer.model or pending.routed.policy)
+    pending.sampled = SampledCall(
+        policy_version=node.policy_version or 0,
+        response_id=answer.response_id or None,
+        prompt_token_ids=answer.prompt_token_ids,
+        choices=[_pending(choice) for choice in answer.choices],
+        sampling=dict(node.call.sampling) if node.call is not None else {},
+    )
 
 
 def _pending(choice: Choice) -> PendingChoice:
@@ -127,18 +128,18 @@ class RecordedAnswer:
         """
         fill(pending, self.call)
         node = self.call.node
-        streams = pending.request.get("stream") is True
+        streams = pending.requested.request.get("stream") is True
         if self.policy is not None:
             self.policy.remember(pending)
         completion = _completion(pending, node, self.call.body, None if self.policy is None else self.policy.decode)
         cut = node.call is not None and node.call.error == CUT
         if self.call.is_left:
-            if streams and any(choice.message for choice in pending.choices):
+            if streams and any(choice.message for choice in pending.sampled.choices):
                 await sender.chunks(list(_chunks(pending, completion, whole=False)))
             await asyncio.Event().wait()  # its agent is cancelled again
-        refusal = None if cut and streams and pending.choices else error_of(node)
+        refusal = None if cut and streams and pending.sampled.choices else error_of(node)
         if refusal is not None:
-            if streams and any(choice.message for choice in pending.choices):  # it broke off in the middle
+            if streams and any(choice.message for choice in pending.sampled.choices):  # it broke off in the middle
                 await sender.chunks(list(_chunks(pending, completion, whole=False)))
             raise refusal
         await record(pending)
@@ -150,13 +151,13 @@ class RecordedAnswer:
 
 async def say(text: str, pending: PendingCall, sender: ResponseSender, record: Record) -> None:
     """Answer a request with a text of the user's."""
-    number = pending.request.get("n")
+    number = pending.requested.request.get("n")
     count = number if isinstance(number, int) and number > 0 else 1
     message = {"role": "assistant", "content": text}
-    pending.choices = [PendingChoice(index, None, None, "stop", message) for index in range(count)]
+    pending.sample(choices=[PendingChoice(index, None, None, "stop", message) for index in range(count)])
     completion = _completion(pending, None, None, None)
     await record(pending)
-    if pending.request.get("stream") is True:
+    if pending.requested.request.get("stream") is True:
         await sender.last(list(_chunks(pending, completion, whole=True)))
     else:
         await sender.whole(completion)
@@ -167,14 +168,17 @@ def _completion(
 ) -> dict[str, Any]:
     """Put a whole chat completion together."""
     sent = body or {}
-    shows, ids = pending.request.get("logprobs") is True, pending.request.get("return_token_ids") is True
+    shows, ids = (
+        pending.requested.request.get("logprobs") is True,
+        pending.requested.request.get("return_token_ids") is True,
+    )
     by_index = {
         choice.get("index", place): choice
         for place, choice in enumerate(sent.get("choices") or ())
         if isinstance(choice, Mapping)
     }
     choices = []
-    for choice in pending.choices:
+    for choice in pending.sampled.choices:
         told = by_index.get(choice.index, {})
         out: dict[str, Any] = {
             "index": choice.index,
@@ -190,13 +194,15 @@ def _completion(
     completion = {
         "id": pending.response_id,
         "object": "chat.completion",
-        "created": sent.get("created") or (node.span.start_ns if node is not None else pending.start_ns) // 10**9,
-        "model": sent.get("model") or pending.policy,
-        "system_fingerprint": sent.get("system_fingerprint") or f"{pending.policy}-{pending.policy_version}",
+        "created": sent.get("created")
+        or (node.span.start_ns if node is not None else pending.requested.start_ns) // 10**9,
+        "model": sent.get("model") or pending.routed.policy,
+        "system_fingerprint": sent.get("system_fingerprint")
+        or f"{pending.routed.policy}-{pending.sampled.policy_version}",
         "choices": choices,
         "usage": _usage(pending, node, sent),
     }
-    return {**completion, "prompt_token_ids": list(pending.prompt_token_ids or ())} if ids else completion
+    return {**completion, "prompt_token_ids": list(pending.sampled.prompt_token_ids or ())} if ids else completion
 
 
 def _usage(pending: PendingCall, node: Node | None, sent: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,8 +211,8 @@ def _usage(pending: PendingCall, node: Node | None, sent: Mapping[str, Any]) -> 
         return known
     told = node.span.attributes if node is not None else {}
     prompt, drawn = told.get(names.INPUT_TOKENS), told.get(names.OUTPUT_TOKENS)
-    prompt = len(pending.prompt_token_ids or ()) if prompt is None else prompt
-    drawn = sum(len(choice.token_ids or ()) for choice in pending.choices) if drawn is None else drawn
+    prompt = len(pending.sampled.prompt_token_ids or ()) if prompt is None else prompt
+    drawn = sum(len(choice.token_ids or ()) for choice in pending.sampled.choices) if drawn is None else drawn
     return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
 
@@ -225,7 +231,7 @@ def _logprobs(choice: PendingChoice, decode: Decode | None) -> dict[str, Any] | 
 
 def _chunks(pending: PendingCall, completion: Mapping[str, Any], *, whole: bool) -> Iterator[dict[str, Any]]:
     """Cut a completion into the chunks of a stream: the role, the texts by words, the tool calls, the end."""
-    counts = pending.wants_usage
+    counts = pending.requested.wants_usage
     head = {name: value for name, value in completion.items() if name not in {"choices", "usage", "prompt_token_ids"}}
     head |= {"object": "chat.completion.chunk"} | ({"usage": None} if counts else {})
 
@@ -268,7 +274,7 @@ async def send_verbatim(call: RecordedCall, pending: PendingCall, send: Send, re
     Returns:
         False where it is to be sent as a stream of a kind that `RecordedAnswer` makes; nothing was sent then.
     """
-    streams = pending.request.get("stream") is True
+    streams = pending.requested.request.get("stream") is True
     if streams and path != "/v1/responses":
         return False
     fill(pending, call)

@@ -143,25 +143,31 @@ class ReplayGate:
     async def _step(self, call: IncomingCall) -> ReplayStep:
         """Decide on a model call, and mark its record. Its request is as it came."""
         pending = call.pending
-        session = await self._sessions.of(str(pending.grant.attempt_id))
+        session = await self._sessions.of(str(pending.requested.grant.attempt_id))
         try:
-            asked = call.surface.begin(pending.request, pending.grant.attempt_id).asked
+            asked = call.surface.begin(pending.requested.request, pending.requested.grant.attempt_id).asked
         except Refusal:  # it can still be one of the program's own endpoint
             chat = None
         else:
             call.name_agent(asked)  # the record knows it by that name
             chat = read_request(asked)
-        span = (pending.trace_id, pending.span_id) if pending.trace_id and pending.span_id else None
+        span = (
+            (pending.requested.trace_id, pending.requested.span_id)
+            if pending.requested.trace_id and pending.requested.span_id
+            else None
+        )
         leaves = call.headers.get(HEADER.encode()) == ASKS
-        sampled = not leaves or call.models.samples(pending.agent, call.routing)
-        request = ReplayRequest(pending.agent, chat, read_request(pending.request), span, sampled=sampled)
+        sampled = not leaves or call.models.samples(pending.requested.agent, call.routing)
+        request = ReplayRequest(
+            pending.requested.agent, chat, read_request(pending.requested.request), span, sampled=sampled
+        )
         decision = session.call(request)
+        marks: dict[str, Any] = {}
         if isinstance(decision, FromRecord):
-            pending.marks = {REPLAYED: decision.call.call_id} | ({COUPLED: True} if decision.coupled else {})
+            marks = {REPLAYED: decision.call.call_id} | ({COUPLED: True} if decision.coupled else {})
         elif decision.fork is not None:
-            pending.marks = {FORKED: decision.fork.call_id, "draw": session.replay.draw}
-        if isinstance(decision, DrawnAnew):
-            pending.seed = decision.seed
+            marks = {FORKED: decision.fork.call_id, "draw": session.replay.draw}
+        call.decide(seed=decision.seed if isinstance(decision, DrawnAnew) else None, marks=marks)
         return ReplayStep(session, request, decision)
 
     async def tool(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,7 +200,7 @@ async def _carry_out(step: ReplayStep, call: IncomingCall) -> None:
     elif step.is_drawn:
         await call.sample(model=step.model)
     elif not await step.send_as_it_was(pending, call.send, record, call.surface.path):
-        sender = call.open(step.body(pending.request))
+        sender = call.open(step.body(pending.requested.request))
         given = step.answer(pending, sender, record, call.live_policy())
         await (unless_gone(call.receive, given) if step.waits else given)
 

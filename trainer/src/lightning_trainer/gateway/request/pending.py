@@ -6,8 +6,8 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 from urllib.parse import unquote
 
 from lightning_spans.schema.calls import LEFT_OUT, PARTIAL, Call, Choice
@@ -48,26 +48,32 @@ class PendingChoice:
         )
 
 
-@dataclass(slots=True)
-class PendingCall:
-    """One call while it is answered. `request` is in the form of a chat completion, whatever surface it came by."""
+@dataclass(frozen=True, slots=True)
+class RequestedCall:
+    """What a client requests, and who it is. Written by `calls`, when the call comes in.
+
+    Attributes:
+        request: in the form of a chat completion, whatever surface it came by.
+        grant: what its key opens.
+        agent: who calls; None where nothing names it.
+        trace_id: of the client's span; None where it names none.
+        span_id: likewise.
+        response_id: made here.
+        keeps_id: whether an upstream's id of its answer is the one that the client sees.
+        soft_limit: whether its limit is cut to what the context leaves.
+        left_out: what the surface does not pass on, as it was requested.
+        start_ns: Unix time in nanoseconds.
+    """
 
     request: Mapping[str, Json]
     grant: Grant
     agent: str | None
     trace_id: str | None
     span_id: str | None
-    policy: str
-    policy_version: int = 0
-    response_id: str = ""
-    keeps_id: bool = True  # whether an upstream's id of its answer is the one that the client sees
-    prompt_token_ids: tuple[int, ...] | None = None
-    choices: list[PendingChoice] = field(default_factory=list)
-    sampling: dict[str, Json] = field(default_factory=dict)
-    marks: Mapping[str, Json] = field(default_factory=dict)  # of a replay; they go into `sampling` on record
-    seed: int | None = None  # given by a replay; None: it follows from the rollout
-    soft_limit: bool = False  # whether its limit is cut to what the context leaves
-    left_out: dict[str, Json] = field(default_factory=dict)  # what of the request was not done, as it was asked
+    response_id: str
+    keeps_id: bool = True
+    soft_limit: bool = False
+    left_out: Mapping[str, Json] = field(default_factory=dict)
     start_ns: int = field(default_factory=time.time_ns)
 
     @property
@@ -76,33 +82,95 @@ class PendingCall:
         options = self.request.get("stream_options")
         return isinstance(options, Mapping) and bool(options.get("include_usage"))
 
+
+@dataclass(frozen=True, slots=True)
+class RoutedCall:
+    """Which policy answers. Written by `calls`, and by `replay` where the answer comes from a record.
+
+    Attributes:
+        policy: the name of the policy; until one is chosen, the model that the client requests.
+        seed: that a decider gives; None: it follows from the rollout.
+        marks: of a decider; they go on record with the sampling parameters.
+    """
+
+    policy: str
+    seed: int | None = None
+    marks: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledCall:
+    """What was sampled so far. Written by what answers the call: an engine, an upstream, or a record.
+
+    Attributes:
+        policy_version: of the weights.
+        response_id: the upstream's; None: the one that was made here.
+        prompt_token_ids: None where they are not known.
+        choices: the answers, which grow while they are sampled.
+        sampling: the parameters in force.
+        left_out: what of the request was not done, as it was requested.
+    """
+
+    policy_version: int = 0
+    response_id: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    choices: Sequence[PendingChoice] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PendingCall:
+    """One call while it is answered: three frozen values, each replaced whole by the package that knows it."""
+
+    requested: RequestedCall
+    routed: RoutedCall
+    sampled: SampledCall = field(default_factory=SampledCall)
+
+    @property
+    def response_id(self) -> str:
+        """The id of the response."""
+        known = self.sampled.response_id
+        return self.requested.response_id if known is None else known
+
+    def sample(self, **known: Any) -> None:
+        """Replace some of what was sampled."""
+        self.sampled = replace(self.sampled, **known)
+
+    def note(self, **sampling: Any) -> None:
+        """Add to the parameters in force."""
+        self.sampled = replace(self.sampled, sampling={**self.sampled.sampling, **sampling})
+
     def drop_partial_tokens(self, reported: int) -> None:
         """Keep no answer's tokens if the server reported more than it returned ids for: it can't be told which."""
-        returned = sum(len(choice.token_ids or ()) for choice in self.choices)
+        choices = self.sampled.choices
+        returned = sum(len(choice.token_ids or ()) for choice in choices)
         if not 0 < returned < reported:
             return
-        for choice in self.choices:
+        for choice in choices:
             choice.token_ids = choice.logprobs = None
-        self.sampling[PARTIAL] = {"reported": reported, "returned": returned}
+        self.note(**{PARTIAL: {"reported": reported, "returned": returned}})
 
     def finish(self, error: str | None = None) -> Call:
-        """Return the record of the call, with what was drawn so far when it failed."""
+        """Return the record of the call, with what was sampled so far when it failed."""
+        requested, routed, sampled = self.requested, self.routed, self.sampled
+        left_out = {**sampled.left_out, **requested.left_out}
         return Call(
             call_id=os.urandom(16).hex(),
             response_id=self.response_id,
-            start_ns=self.start_ns,
-            end_ns=max(self.start_ns, time.time_ns()),
-            policy=self.policy,
-            policy_version=self.policy_version,
-            trace_id=self.trace_id,
-            span_id=self.span_id,
-            rollout_id=self.grant.rollout_id,
-            attempt_id=self.grant.attempt_id,
-            agent=self.agent,
-            prompt_token_ids=self.prompt_token_ids,
-            choices=tuple(choice.choice() for choice in self.choices),
-            request=self.request,
-            sampling={**self.sampling, **self.marks, **({LEFT_OUT: self.left_out} if self.left_out else {})},
+            start_ns=requested.start_ns,
+            end_ns=max(requested.start_ns, time.time_ns()),
+            policy=routed.policy,
+            policy_version=sampled.policy_version,
+            trace_id=requested.trace_id,
+            span_id=requested.span_id,
+            rollout_id=requested.grant.rollout_id,
+            attempt_id=requested.grant.attempt_id,
+            agent=requested.agent,
+            prompt_token_ids=sampled.prompt_token_ids,
+            choices=tuple(choice.choice() for choice in sampled.choices),
+            request=requested.request,
+            sampling={**sampled.sampling, **routed.marks, **({LEFT_OUT: left_out} if left_out else {})},
             error=error,
         )
 
@@ -122,4 +190,5 @@ def begin(
     if not (trace_id and span_id and trace_id.strip("0") and span_id.strip("0")):  # all zero: W3C's "no span"
         trace_id = span_id = None
     made = f"{id_prefix}{os.urandom(12).hex()}"
-    return PendingCall(request, grant, named or grant.agent, trace_id, span_id, policy, response_id=made)
+    requested = RequestedCall(request, grant, named or grant.agent, trace_id, span_id, made)
+    return PendingCall(requested, RoutedCall(policy))

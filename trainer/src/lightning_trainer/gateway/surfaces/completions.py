@@ -92,7 +92,7 @@ class CompletionsExchange:
         if self._ids:
             out["token_ids"] = choice.get("token_ids")
             if index not in self._told and (text or out["token_ids"] or out["finish_reason"]):
-                out["prompt_token_ids"] = list(pending.prompt_token_ids or ())
+                out["prompt_token_ids"] = list(pending.sampled.prompt_token_ids or ())
                 if out["prompt_token_ids"]:  # once, as vLLM does: each chunk would be as long as the prompt
                     self._told.add(index)
         return out

@@ -78,7 +78,7 @@ class MessagesExchange:
 
 
 def _head(pending: PendingCall) -> dict[str, Any]:
-    return {"id": pending.response_id, "type": "message", "role": "assistant", "model": pending.policy}
+    return {"id": pending.response_id, "type": "message", "role": "assistant", "model": pending.routed.policy}
 
 
 def _stop(parts: OutputItems) -> dict[str, Any]:

@@ -83,8 +83,8 @@ class OutputItems:
         prompt = self._usage.get("prompt_tokens")
         drawn = self._usage.get("completion_tokens")
         return (
-            len(pending.prompt_token_ids or ()) if prompt is None else prompt,
-            sum(len(choice.token_ids or ()) for choice in pending.choices) if drawn is None else drawn,
+            len(pending.sampled.prompt_token_ids or ()) if prompt is None else prompt,
+            sum(len(choice.token_ids or ()) for choice in pending.sampled.choices) if drawn is None else drawn,
             cached,
         )
 

@@ -103,7 +103,7 @@ class ResponsesExchange:
 
     def _keep(self, pending: PendingCall) -> None:
         if self._body.get("store") is not False:
-            answer = dict(pending.choices[0].message) if pending.choices else {}
+            answer = dict(pending.sampled.choices[0].message) if pending.sampled.choices else {}
             self._conversations.keep(pending.response_id, self._owner, [*self._said, {**answer, "role": "assistant"}])
 
     def _status(self) -> str:
@@ -115,11 +115,11 @@ class ResponsesExchange:
         return {
             "id": pending.response_id,
             "object": "response",
-            "created_at": pending.start_ns // 1_000_000_000,
+            "created_at": pending.requested.start_ns // 1_000_000_000,
             "status": status,
             "error": None,
             "incomplete_details": None if cut is None else {"reason": cut},
-            "model": pending.policy,
+            "model": pending.routed.policy,
             "output": [self._item(pending, part, "completed") for part in self._parts.parts] if done else [],
             "usage": self._usage(pending) if done else None,
             **{
@@ -133,7 +133,9 @@ class ResponsesExchange:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": drawn,
-            "output_tokens_details": {"reasoning_tokens": sum(each.reasoning_tokens for each in pending.choices)},
+            "output_tokens_details": {
+                "reasoning_tokens": sum(each.reasoning_tokens for each in pending.sampled.choices)
+            },
             "total_tokens": prompt + drawn,
         }
 

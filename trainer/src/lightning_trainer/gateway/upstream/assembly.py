@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from lightning_spans.chat.stream import Growing, message_of
@@ -17,14 +17,15 @@ class Assembly:
 
     def __init__(self, pending: PendingCall) -> None:
         self._pending = pending
-        self._shows_logprobs = pending.request.get("logprobs") is True
-        self._shows_ids = pending.request.get("return_token_ids") is True
+        self._shows_logprobs = pending.requested.request.get("logprobs") is True
+        self._shows_ids = pending.requested.request.get("return_token_ids") is True
+        self._keeps_id = pending.requested.keeps_id
         self._choices: dict[int, PendingChoice] = {}
         self._messages: dict[int, Growing] = {}
         self._ended: set[int] = set()
         self._reported = 0  # tokens of all answers, as the server counts them
         self.ended = False  # whether every choice has its finish reason
-        number = pending.request.get("n")
+        number = pending.requested.request.get("n")
         self._number = number if isinstance(number, int) else 1
 
     @property
@@ -37,8 +38,8 @@ class Assembly:
         if self._add_token(reply):
             return reply
         as_chat(reply)
-        if self._pending.keeps_id and isinstance(reply.get("id"), str):
-            self._pending.response_id = reply["id"]
+        if self._keeps_id and isinstance(reply.get("id"), str) and reply["id"] != self._pending.sampled.response_id:
+            self._pending.sample(response_id=reply["id"])
         self._take_prompt(reply)
         self._take_usage(reply.get("usage"))
         choices = reply.get("choices")
@@ -77,7 +78,7 @@ class Assembly:
         if "prompt_token_ids" not in holder:
             return
         if ids := _ids(holder["prompt_token_ids"]):
-            self._pending.prompt_token_ids = tuple(ids)
+            self._pending.sample(prompt_token_ids=tuple(ids))
         if not self._shows_ids:
             holder.pop("prompt_token_ids", None)
 
@@ -113,11 +114,12 @@ class Assembly:
         if not self._shows_logprobs and "logprobs" in choice:
             choice["logprobs"] = None
 
-    def settle(self) -> None:
-        """Write what came, whole or not, to the pending call."""
+    def settle(self, sampling: Mapping[str, Any]) -> None:
+        """Write what came, whole or not, to the pending call, with the parameters in force."""
         for index, drawn in self._choices.items():
             drawn.message = message_of(self._messages[index])
-        self._pending.choices = [self._choices[index] for index in sorted(self._choices)]
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        self._pending.sample(choices=choices, sampling=dict(sampling))
         self._pending.drop_partial_tokens(self._reported)
 
 

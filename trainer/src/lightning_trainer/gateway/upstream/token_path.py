@@ -86,22 +86,22 @@ class TokenPath:
         Raises:
             Refusal: no replica can be reached.
         """
-        found = await self._first(pending.grant.attempt_id, self.server)
+        found = await self._first(pending.requested.grant.attempt_id, self.server)
         stamp()
         if isinstance(found, str):
             return found
         try:
-            request = read_chat_request(pending.request)
+            request = read_chat_request(pending.requested.request)
             check_abilities(request, found.protocol.abilities)
             if request.tools and self._answers.chat.takes_tools and self._answers.chat.calls is None:
                 return reasons.OTHER_CALLS
             if request.constraint is not None and request.constraint.tools and not self._answers.writes_hermes:
                 return reasons.ONLY_UPSTREAM_READS
-            prompt = await self._answers.bounded_prompt(request, pending.grant.attempt_id, found.context)
+            prompt = await self._answers.bounded_prompt(request, pending.requested.grant.attempt_id, found.context)
         except Refusal:  # the upstream may do it; what it can't, it refuses in its own words
             return reasons.ONLY_UPSTREAM_READS
         if request.constraint is not None:
-            if await self._first(pending.grant.attempt_id, self.form) == "none":
+            if await self._first(pending.requested.grant.attempt_id, self.form) == "none":
                 return reasons.NO_FORM
             others = {name: value for name, value in request.others.items() if name != "grammar"}
             request = replace(request, others=others)  # each replica is told it in its own form
@@ -115,10 +115,10 @@ class TokenPath:
 
     def pass_by(self, pending: PendingCall) -> None:
         """Note a call that was sent as messages."""
-        messages = pending.request.get("messages")
-        if pending.grant.attempt_id is not None and isinstance(messages, list):
-            for choice in pending.choices:
-                self._answers.continuations.pass_by(pending.grant.attempt_id, messages, choice.message)
+        messages = pending.requested.request.get("messages")
+        if pending.requested.grant.attempt_id is not None and isinstance(messages, list):
+            for choice in pending.sampled.choices:
+                self._answers.continuations.pass_by(pending.requested.grant.attempt_id, messages, choice.message)
 
     async def _first(self, attempt_id: str | None, find: Callable[[Replica], Awaitable[_T]]) -> _T:
         """Find something out about the replica that the call goes to."""
@@ -176,16 +176,17 @@ class TokenPath:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {server.context}")
         heated = sampling.temperature not in {0.0, 1.0}
         if heated and await http.gives_raw_logprobs(replica, served):
-            pending.sampling["logprobs_temperature"] = 1.0
+            pending.note(logprobs_temperature=1.0)
         most, reader = min(room, sampling.max_tokens or room), server.protocol.reader(prompt, sampling)
-        streams = pending.request.get("stream") is True
+        streams = pending.requested.request.get("stream") is True
         body = server.protocol.body(served, prompt, most, sampling, stream=streams)
         if constraint is not None:
             form = await self.form(replica)
             if form == "none":
                 raise BrokenError(failed(f"{replica.url} is not as the others: {reasons.NO_FORM}"))
             told = constraint.structured_outputs(form, self._answers.chat.frame or HERMES)
-            body["structured_outputs"] = pending.sampling["structured_outputs"] = told
+            body["structured_outputs"] = told
+            pending.note(structured_outputs=told)
         async with http.response(replica, server.protocol.path, body) as response:
             if response.content_type != "text/event-stream":
                 yield _read(reader, await http.read(response), replica)
@@ -220,14 +221,14 @@ class _OneCall:
 
     @property
     def version(self) -> int:
-        return self._pending.policy_version
+        return self._pending.sampled.policy_version
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Sampled, None]:
         """Draw one answer. A replica that fails is left for another as long as nothing of the call was drawn."""
         replicas, tried, stale = self._route.replicas, list[Replica](), False
         while True:
             await replicas.may_go(self._route.paused_s)
-            replica = replicas.choose(self._pending.grant.attempt_id, tried)
+            replica = replicas.choose(self._pending.requested.grant.attempt_id, tried)
             if replica is None:  # a connection that was kept open too long says nothing of the server
                 replica = tried.pop()
             self._stamp()

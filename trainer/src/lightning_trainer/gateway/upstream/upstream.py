@@ -185,7 +185,7 @@ class UpstreamPolicy:
             Refusal: no replica can be reached, or the one that answered broke off.
         """
         why = None
-        if self._tokens is not None and pending.request.get("messages"):
+        if self._tokens is not None and pending.requested.request.get("messages"):
             ready = await self._tokens.ready(pending, lambda: self._stamp(pending, routing))
             if isinstance(ready, Ready):
                 await self._tokens.draw(ready, pending, sender, record, routing)
@@ -195,20 +195,22 @@ class UpstreamPolicy:
 
     def _stamp(self, pending: PendingCall, routing: Routing) -> None:
         """Say which weights answer now."""
-        pending.policy_version = routing.versions.get(pending.policy, 0) if self.version is None else self.version
+        version = routing.versions.get(pending.routed.policy, 0) if self.version is None else self.version
+        pending.sample(policy_version=version)
 
     async def _send_messages(
         self, pending: PendingCall, sender: ResponseSender, record: Record, routing: Routing, why: str | None
     ) -> None:
         """Answer one request as it came; `why` says why it is not sent as token ids, where it could be expected."""
-        sampling = pending.sampling = self._sampling(pending, routing)
+        sampling = self._sampling(pending, routing)
         if why is not None:
-            sampling[CONTINUATION] = why if _goes_on(pending.request) else BEGINS
+            sampling[CONTINUATION] = why if _goes_on(pending.requested.request) else BEGINS
+        pending.sample(sampling=dict(sampling))
         tried: list[Replica] = []
         stale = False
         while True:
             await self.replicas.may_go(self.upstream.paused_s)
-            replica = self.replicas.choose(pending.grant.attempt_id, tried)
+            replica = self.replicas.choose(pending.requested.grant.attempt_id, tried)
             if replica is None:  # a connection that was kept open too long says nothing of the server
                 replica = tried.pop()
             self._stamp(pending, routing)
@@ -226,7 +228,7 @@ class UpstreamPolicy:
                     raise error.refusal from error
                 stale = error.stale
             finally:
-                assembly.settle()
+                assembly.settle(sampling)
         if self._tokens is not None:
             self._tokens.pass_by(pending)
         await record(pending)
@@ -237,28 +239,35 @@ class UpstreamPolicy:
 
     def _sampling(self, pending: PendingCall, routing: Routing) -> dict[str, Any]:
         """Return the parameters in force: those of the request, and the routing's."""
-        sampling = {name: pending.request[name] for name in _SAMPLING if pending.request.get(name) is not None}
+        sampling = {
+            name: pending.requested.request[name]
+            for name in _SAMPLING
+            if pending.requested.request.get(name) is not None
+        }
         if self.upstream.any_model:  # nobody trains on these: they are asked as they are
             return sampling
         if routing.temperature is not None:
-            sampling |= {"temperature_asked": pending.request.get("temperature"), "temperature": routing.temperature}
-        if routing.plain and pending.grant.attempt_id is not None:
+            sampling |= {
+                "temperature_asked": pending.requested.request.get("temperature"),
+                "temperature": routing.temperature,
+            }
+        if routing.plain and pending.requested.grant.attempt_id is not None:
             free = {name: value for name, value in SHAPING.items() if sampling.get(name, value) not in (value, -1)}
             sampling |= {f"{name}_asked": sampling[name] for name in free} | free
         if routing.max_tokens is not None and not {"max_tokens", "max_completion_tokens"} & sampling.keys():
             sampling["max_tokens"] = routing.max_tokens
-        grant = pending.grant
-        if pending.seed is not None:
+        grant = pending.requested.grant
+        if pending.routed.seed is not None:
             named = {"seed_asked": sampling["seed"]} if "seed" in sampling else {}
-            return sampling | named | {"seed": pending.seed % 2**31}
+            return sampling | named | {"seed": pending.routed.seed % 2**31}
         if routing.seed is not None and grant.rollout_id and grant.attempt_id:
-            said = orjson.dumps([messages_of(pending.request), pending.request.get("tools")])
+            said = orjson.dumps([messages_of(pending.requested.request), pending.requested.request.get("tools")])
             asked = sampling.get("seed") if isinstance(sampling.get("seed"), int) else None
             drawn = self._counter.seed(
                 routing.seed,
                 grant.rollout_id,
                 grant.attempt_id,
-                pending.agent,
+                pending.requested.agent,
                 hashlib.sha256(said).digest(),
                 failures=grant.failures,
                 asked=asked,
@@ -281,16 +290,18 @@ class UpstreamPolicy:
         try:
             return await self._asked_once(replica, pending, sampling, assembly, sender, served=served)
         except Refusal as refusal:
-            if refusal.status != 400 or not pending.soft_limit or "max_tokens" not in sampling:
+            if refusal.status != 400 or not pending.requested.soft_limit or "max_tokens" not in sampling:
                 raise
             first = refusal
-        pending.left_out["max_tokens"] = sampling.pop("max_tokens")
+        before = pending.sampled.left_out
+        pending.sample(left_out={**before, "max_tokens": sampling.pop("max_tokens")})
         try:
             return await self._asked_once(replica, pending, sampling, assembly, sender, served=served)
         except Refusal as refusal:
             if refusal.status != 400:
                 raise
-            sampling["max_tokens"] = pending.left_out.pop("max_tokens")
+            sampling["max_tokens"] = pending.sampled.left_out["max_tokens"]
+            pending.sample(left_out=before)
             raise first from None
 
     async def _asked_once(
@@ -305,8 +316,8 @@ class UpstreamPolicy:
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Ask one replica. Returns a whole answer, or the chunks that end a stream; those before are sent."""
         dialect = await self._http.dialect(replica)
-        if pending.grant.attempt_id is not None and not self.upstream.any_model:
-            refuse_unknown(dialect, pending.request)
+        if pending.requested.grant.attempt_id is not None and not self.upstream.any_model:
+            refuse_unknown(dialect, pending.requested.request)
         body = self._body(dialect, served, pending, sampling)
         heated = dialect != "plain" and body.get("temperature") not in (None, 0, 1)
         if heated and await self._http.gives_raw_logprobs(replica, str(body["model"])):
@@ -314,17 +325,17 @@ class UpstreamPolicy:
         path = "/completions" if "prompt" in body else "/chat/completions"
         async with self._http.response(replica, path, body) as response:
             if response.content_type == "text/event-stream":
-                return await self._stream(replica, response, assembly, sender, usage=pending.wants_usage)
+                return await self._stream(replica, response, assembly, sender, usage=pending.requested.wants_usage)
             completion = taken(assembly, await self._http.read(response))
-        if pending.request.get("stream") is not True:
+        if pending.requested.request.get("stream") is not True:
             return completion
-        return chunks_of(completion, usage=pending.wants_usage)
+        return chunks_of(completion, usage=pending.requested.wants_usage)
 
     def _body(self, dialect: Dialect, served: str, pending: PendingCall, sampling: dict[str, Any]) -> dict[str, Any]:
-        body = {**pending.request, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
-        if "max_tokens" in pending.left_out:
+        body = {**pending.requested.request, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
+        if "max_tokens" in pending.sampled.left_out:
             del body["max_tokens"]
-        if dialect != "plain" and not self.upstream.any_model and pending.grant.attempt_id is not None:
+        if dialect != "plain" and not self.upstream.any_model and pending.requested.grant.attempt_id is not None:
             for name, value in _OPEN.items():
                 body[name] = sampling.setdefault(name, value)
         if not self.upstream.any_model:
