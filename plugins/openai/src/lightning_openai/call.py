@@ -13,6 +13,7 @@ import orjson
 from lightning_openai import reroute
 from lightning_openai.abandoned import abandoned
 from lightning_openai.attributes import request_attributes, response_attributes
+from lightning_openai.call_state import OPEN, SENT, WHOLE, Destination
 from lightning_openai.events import is_whole, read_events
 from lightning_openai.json_text import read_object, to_json
 from lightning_openai.recorded_body import RecordedBody, body_of, record_body
@@ -60,7 +61,6 @@ class ModelCall:
         self._user = client
         self._method = method  # of the client's class: what it passes on is the same call
         self._endpoint = endpoint
-        self._streamed = streamed
         self._body: Mapping[str, Json] = _body(options)
         self._request: Any = None
         self._asked: bytes | None = None  # the body of the request
@@ -68,16 +68,15 @@ class ModelCall:
         self._recorded: RecordedBody | None = None  # the body of the response; None: there was no response
         self._refusal: bytes | None = None  # the body of the response where that was an error
         self._chunks: int | None = None  # of that body, when the span ended
-        self._prompted = False  # its agent's other prompt is in the body
-        self._left_to_it = False  # a replay left the call to the program's own endpoint
-        self._is_made_again = False  # likewise, and another call is made for it
-        self._left = False  # nothing went wrong but that the agent reads no further
-        self._to_end = False
+        self._prompted: Mapping[str, Json] | None = (
+            None  # the body with its agent's other prompt; None: the agent's own
+        )
+        self._destination = Destination.PROGRAM
+        self.state = SENT
+        self._failed = False  # something went wrong other than that the agent reads no further
         self.events: int | None = None  # items of an event stream that the agent took; None: it reads in another way
         self.seen_ns = 0
-        self.pending = False  # the body is still to be read
-        self._events = False  # the body is an event stream
-        self.reading = False  # the next item of an event stream is being read: how that ends says what became of it
+        self._kind = ""  # the content type of an answer to a streamed call that came whole
         scope = current_scope()
         context = None if scope is None else scope.call_begins()
         model = self._body.get("model")
@@ -112,7 +111,7 @@ class ModelCall:
         """
         options = self._with_prompts(client, options)
         span, attempt = self.span, self.span.attempt
-        if client is not self._user or attempt is None or self._left_to_it:
+        if client is not self._user or attempt is None or self._destination is Destination.RETURNED:
             return client, options
         trained = self._recorder.reroutes(span)
         if not trained and (attempt.replay is None or attempt.endpoint is None):
@@ -126,7 +125,7 @@ class ModelCall:
                 span.set(**{names.REQUEST_MODEL: attempt.model})
                 span.name = attempt.model
             self._body = body
-            self.client, self._base_url = client, client.base_url
+            self.client, self._base_url, self._destination = client, client.base_url, Destination.GATEWAY
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, span)
             return self._user, options
@@ -138,23 +137,24 @@ class ModelCall:
             return None
         lead: Any = next((scope.call for scope in scopes_around() if getattr(scope.call, "leads", False)), None)
         if lead is not None:  # who led it to the gateway knows where else it goes
-            self._is_made_again = lead.left = True
+            self._destination, lead.left = Destination.REPLACED, True
             return None
-        if self._prompted:  # its other system prompt goes along
+        if self._prompted is not None:  # its other system prompt goes along
             options = reroute.with_body(options, self._body)
-        self.client, self._base_url, self._left_to_it = self._user, self._user.base_url, True
+        self.client, self._base_url = self._user, self._user.base_url
+        self._destination = Destination.RETURNED
         self.span.attributes.pop(names.REROUTED, None)
         return self._user, options
 
     def _with_prompts(self, client: Any, options: Any) -> Any:
         """Return options whose body has the agent's other system prompt, where there is one for it."""
-        if self._prompted or client is not self._user:
+        if self._prompted is not None or client is not self._user:
             return options
         try:
             body = with_prompts(_body(options), self.span.path, self.span.attempt)
             if body is None:
                 return options
-            self._prompted, self._body = True, body
+            self._prompted = self._body = body
             return reroute.with_body(options, body)
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, self.span)
@@ -180,24 +180,24 @@ class ModelCall:
             self._request, self._retries = response.request, retries
             response.extensions[PLUGIN] = self
             self.seen_ns = time.time_ns()
-            self.pending = not response.is_stream_consumed
-            if self.pending:
-                self._recorded, self._events = record_body(response, self), self._streamed
+            if response.is_stream_consumed:
+                self.state, self._recorded = WHOLE, RecordedBody([response.content])
+                if self.span.attributes[names.STREAMED]:
+                    self._kind = response.headers.get("content-type", "")
             else:
-                self._recorded = RecordedBody([response.content])
-                self._events = self._streamed and "text/event-stream" in response.headers.get("content-type", "")
+                self.state, self._recorded = OPEN, record_body(response, self)
         except Exception as error:  # noqa: BLE001 - logged
             log_failure(PLUGIN, error, self.span)
 
     def returned(self) -> None:
         """End the span of a call that is complete as it returns to the agent."""
-        if not self.pending:
+        if not self.state.is_streamed:
             self.end_left()
 
     def failed(self, error: BaseException) -> None:
         """End the span of a call that raised."""
         with self._recorder.guard(PLUGIN, self.span):
-            if self._is_made_again:
+            if self._destination is Destination.REPLACED:
                 unfinished.discard(self)
                 self.leave()
             if self.span.end_ns is not None:
@@ -212,20 +212,20 @@ class ModelCall:
 
     def read_to_end(self) -> None:
         """The body is complete."""
-        self._to_end = True
+        self.state = self.state.ended
         if self.events is None:
             self.seen_ns = time.time_ns()
 
     def read_failed(self, error: BaseException) -> None:
         """Reading raised. An event stream makes another error of it for the agent, so that one is waited for."""
-        if not self.reading:
+        if not self.state.is_waiting:
             self.failed(error)
 
     def closed(self) -> None:
         """End the span: nobody reads any further. Perhaps it is the garbage collector that says so: see `abandoned`."""
-        if self.span.end_ns is not None or self.reading:
+        if self.span.end_ns is not None or self.state.is_waiting:
             return
-        if self._to_end:
+        if self.state.is_complete:
             self.end_left()
         else:
             abandoned.take(self.end_left)
@@ -255,7 +255,7 @@ class ModelCall:
             self.span.set(**{names.REQUEST: to_json(self._body)})
         elif self._retries is None:
             self._retries = _retries(request)
-        self._left = error is None or isinstance(error, asyncio.CancelledError)
+        self._failed = error is not None and not isinstance(error, asyncio.CancelledError)
         self.client = self._user = self._options = None
         self._body = {}
         self.span.end(error=error, end_ns=end_ns, later=self._told)
@@ -274,21 +274,29 @@ class ModelCall:
             if self.span.status == "ok":
                 told[names.ABANDONED] = True  # recording stopped before the answer came
             return
-        text = body_of(self._recorded, self._chunks)
-        if not self._events:
-            if self.pending and not self._to_end:
+        text, state = body_of(self._recorded, self._chunks), self.state
+        if not self._is_event_stream():
+            if not state.is_complete:
                 told[names.ABANDONED] = True
             told[names.RESPONSE] = text
             told.update(response_attributes(self._endpoint, read_object(text) or {}))
             return
-        events = read_events(text, self.events if self.pending else None)  # else it ended before the agent took any
+        events = read_events(
+            text, self.events if state.is_streamed else None
+        )  # else it ended before the agent took any
         response = put_together(self._endpoint, events.found)
-        whole = (self._to_end or events.done or not self.pending) and not events.more
-        if self._left and not whole and not is_whole(self._endpoint, response):
+        whole = (state.is_complete or events.done) and not events.more
+        if not self._failed and not whole and not is_whole(self._endpoint, response):
             told[names.ABANDONED] = True
         if response is not None:
             told[names.RESPONSE] = orjson.dumps(response).decode()
             told.update(response_attributes(self._endpoint, response))
+
+    def _is_event_stream(self) -> bool:
+        """Whether the body is an event stream: one that is streamed is what was requested, another what it says."""
+        if not self.span.attributes[names.STREAMED]:
+            return False
+        return self.state.is_streamed or "text/event-stream" in self._kind
 
 
 def _body(options: Any) -> Mapping[str, Json]:

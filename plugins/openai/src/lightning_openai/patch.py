@@ -264,13 +264,13 @@ def _wrap_stream(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterat
 def _watched(items: Iterator[Any], call: ModelCall) -> Iterator[Any]:
     taken = 0
     try:
-        call.reading = True
+        call.state = call.state.requested
         for item in items:
-            call.reading = False
+            call.state = call.state.received
             taken += 1
             call.events, call.seen_ns = taken, time.time_ns()
             yield item
-            call.reading = True
+            call.state = call.state.requested
         call.read_to_end()
     except GeneratorExit:
         raise  # the agent reads no further
@@ -278,7 +278,7 @@ def _watched(items: Iterator[Any], call: ModelCall) -> Iterator[Any]:
         call.failed(error)
         raise
     finally:
-        call.reading = False
+        call.state = call.state.received
         call.closed()
 
 
@@ -296,13 +296,13 @@ def _wrap_async_stream(original: Callable[..., AsyncIterator[Any]]) -> Callable[
 async def _awatched(items: Any, call: ModelCall) -> AsyncIterator[Any]:
     taken = 0
     try:
-        call.reading = True
+        call.state = call.state.requested
         async for item in items:
-            call.reading = False
+            call.state = call.state.received
             taken += 1
             call.events, call.seen_ns = taken, time.time_ns()
             yield item
-            call.reading = True
+            call.state = call.state.requested
         call.read_to_end()
     except GeneratorExit:
         raise
@@ -310,7 +310,7 @@ async def _awatched(items: Any, call: ModelCall) -> AsyncIterator[Any]:
         call.failed(error)
         raise
     finally:
-        call.reading = False
+        call.state = call.state.received
         call.closed()
 
 
