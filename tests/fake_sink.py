@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_spans.record.delivery.sink import EndedSpan
+from lightning_spans.record.delivery.ended import EndedSpan
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import Span
 

@@ -231,15 +231,24 @@ def delivers_in_the_agents_thread(original):
     return lambda sink, span, attempt: sink._deliver(sink._route(attempt)[0], [span])
 
 
-def starts_what_waits_for_ever(original):
+def starts_with(code):
     folder = Path(mkdtemp())
-    (folder / "sitecustomize.py").write_text("from lightning_spans.record.delivery import sink\nsink.CLOSE_S = 1e6\n")
+    (folder / "sitecustomize.py").write_text(code)
 
-    def environment():
-        given = original()
-        return {**given, "PYTHONPATH": f"{folder}{os.pathsep}{given['PYTHONPATH']}"}
+    def broken(original):
+        def environment():
+            given = original()
+            return {**given, "PYTHONPATH": f"{folder}{os.pathsep}{given['PYTHONPATH']}"}
 
-    return environment
+        return environment
+
+    return broken
+
+
+waits_for_ever = starts_with("from lightning_spans.record.delivery import sink\nsink.CLOSE_S = 1e6\n")
+writes_nothing_down = starts_with(
+    "from lightning_spans.record.delivery.journal import Journal\nJournal.write = lambda *_: None\n"
+)
 
 
 def drops_spans(original):
@@ -347,7 +356,10 @@ BROKEN = {
         "lightning_spans.record.delivery.sink.BatchSink.put", delivers_in_the_agents_thread, "tool_call",
     ),
     "test_the_process_ends_though_spans_can_not_be_delivered": (
-        "lightning_spans.testing.plugins.harmless.child_environment", starts_what_waits_for_ever, None,
+        "lightning_spans.testing.plugins.harmless.child_environment", waits_for_ever, None,
+    ),
+    "test_no_span_is_lost_where_a_process_ends_at_once": (
+        "lightning_spans.testing.plugins.harmless.child_environment", writes_nothing_down, None,
     ),
     "test_a_failing_event_or_sink_harms_nothing": (
         TRACKER + ".log_failure", lets_everything_through, "tool_call",
@@ -382,7 +394,7 @@ def test_there_is_something_broken_for_every_promise():
 
 def chosen(promise):
     fault = "blocks" if "process_ends" in promise else "refuses"
-    return {"scenario": BROKEN[promise][2], "broken": "SpanRecorder.start", "fault": fault}
+    return {"scenario": BROKEN[promise][2], "broken": "SpanRecorder.start", "fault": fault, "how": "spawn"}
 
 
 @pytest.mark.parametrize("promise", PROMISES)
@@ -397,7 +409,7 @@ def test_a_promise_that_is_broken_is_red(promise, toy, monkeypatch):
     place = sys.modules.get(owner) or resolve_name(owner)
     monkeypatch.setattr(hooks, "notify", hooks.notify)  # one that is broken replaces it
     monkeypatch.setattr(place, name, broken(getattr(place, name)))
-    if broken is starts_what_waits_for_ever:
+    if broken is waits_for_ever:
         monkeypatch.setattr("lightning_spans.testing.plugins.program.PATIENCE_S", 2.0)
     red = (AssertionError, KeyError, ValueError, RuntimeError, FileNotFoundError, subprocess.TimeoutExpired)
     with pytest.raises(red):

@@ -129,8 +129,7 @@ class OpenSpan(Protocol):
             error: what went wrong; None when all went well.
             attributes: added before it is delivered.
             end_ns: Unix time in nanoseconds; now by default.
-            later: called when the span is delivered, in the thread that does, to `set` more. What it reads must be
-                beyond the agent's reach by now.
+            later: called once the span has ended, to `set` more; what it raises is logged, and costs no span.
         """
 
 

@@ -13,7 +13,7 @@ from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import TRAINING, Span
 
 if TYPE_CHECKING:
-    from lightning_spans.record.delivery.sink import EndedSpan
+    from lightning_spans.record.delivery.ended import EndedSpan
 
 _HALF: Final = 1 << 64
 

@@ -69,7 +69,7 @@ class RecordingSpan:
     """A span that has begun. `end` it once; later ends change nothing."""
 
     __slots__ = (
-        "_begun_in", "_context", "_later", "_record", "_recorder", "agent", "attempt", "attributes", "end_ns", "given",
+        "_begun_in", "_context", "_record", "_recorder", "agent", "attempt", "attributes", "end_ns", "given",
         "handle", "name", "operation", "parent", "span_id", "start_ns", "status", "status_message", "trace_id",
     )  # fmt: skip
 
@@ -84,7 +84,6 @@ class RecordingSpan:
         self._recorder = recorder
         self._begun_in: Context
         self._context: Context | None = None
-        self._later: Later | None = None
         self._record: Span | None = None
         self.operation = operation
         self.name = name
@@ -146,14 +145,26 @@ class RecordingSpan:
             error: what went wrong; None when all went well.
             attributes: added before it is delivered.
             end_ns: Unix time in nanoseconds; now by default.
-            later: called when the span is delivered, in the thread that does, to `set` more. What it reads must be
-                beyond the agent's reach by now.
+            later: called once the span has ended, to `set` more; what it raises is logged, and costs no span.
         """
         self._recorder.end(self, error=error, attributes=attributes, end_ns=end_ns, later=later)
 
+    @property
+    def unnamed(self) -> bool:
+        """Whether a hook is still to name its agent."""
+        return self.agent is None and self._record is None and self._recorder.names_agents
+
     def record(self) -> Span:
-        """Return the record of the span, which has ended; made when it is first asked for."""
+        """Return the record of the span, which has ended. Waits for the hook that names its agent."""
         return self._record or self._recorder.finish(self)
+
+    def draft(self) -> Span:
+        """Return the record, with the agent that is known by now."""
+        if self.unnamed:
+            return self._made()
+        if self._record is None:  # without the lock of `finish`, which may be held by who names another
+            self._record = self._made()
+        return self._record
 
     def _made(self) -> Span:
         return Span(
@@ -215,7 +226,7 @@ class SpanRecorder:
         tracer: Tracer,
         *,
         on_end: Callable[[RecordingSpan], None] = lambda _: None,
-        name_agent: Callable[[RecordingSpan], str | None] = lambda _: None,
+        name_agent: Callable[[RecordingSpan], str | None] | None = None,
         agents: Sequence[str] | None = None,
         store: str | None = None,
     ) -> None:
@@ -225,6 +236,11 @@ class SpanRecorder:
         self._name_agent = name_agent
         self._agents = agents
         self._guards: dict[str, _Guard] = {}  # they hold nothing of a block, so one serves all
+
+    @property
+    def names_agents(self) -> bool:
+        """Whether hooks are asked for the agents of spans that nothing named."""
+        return self._name_agent is not None
 
     def reroutes(self, span: Caller) -> bool:
         """Whether a model call goes to the policy: its attempt asks for its agent, and `attach(agents=)` allows it."""
@@ -286,7 +302,6 @@ class SpanRecorder:
         if span.end_ns is not None:
             return
         span.end_ns = time.time_ns() if end_ns is None else end_ns
-        span._later = later
         if attributes:
             span.set(**attributes)
         if error is None:
@@ -296,6 +311,11 @@ class SpanRecorder:
             span.status_message = str(error)
             if isinstance(error, BaseException):
                 span.attributes.setdefault(names.ERROR_TYPE, type(error).__qualname__)
+        if later is not None:
+            try:
+                later()
+            except Exception as raised:  # noqa: BLE001 - logged
+                log_failure("what was left for later", raised, span)
         # What waits to be delivered holds no context, and so nothing of what is around it: memory that the agent can't
         # use again is slow. But a hook that names its agent may look there.
         span._context = None
@@ -311,21 +331,15 @@ class SpanRecorder:
             log_failure("lightning_span_ended", raised, span)
 
     def finish(self, span: RecordingSpan) -> Span:
-        """Make the record of an ended span: add what was left for later, and name its agent."""
+        """Make the record of an ended span, and have its agent named."""
         with _finishing:  # the sink and the listeners ask for it, each in a thread of its own
+            if span.unnamed and self._name_agent is not None:
+                try:
+                    span.agent = self._name_agent(span)
+                except Exception as raised:  # noqa: BLE001 - logged
+                    log_failure("lightning_agent_name", raised, span)
+                span._begun_in, span._context = _NOWHERE, None
             if span._record is None:
-                later, span._later = span._later, None
-                if later is not None:
-                    try:
-                        later()
-                    except Exception as raised:  # noqa: BLE001 - logged
-                        log_failure("what was left for later", raised, span)
-                if span.agent is None:
-                    try:
-                        span.agent = self._name_agent(span)
-                    except Exception as raised:  # noqa: BLE001 - logged
-                        log_failure("lightning_agent_name", raised, span)
-                    span._begun_in, span._context = _NOWHERE, None
                 span._record = span._made()
             return span._record
 

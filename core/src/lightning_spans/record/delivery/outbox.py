@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from lightning_spans.record.process import in_child
 from lightning_spans.schema.json import dumps, from_json, loads, to_json
@@ -29,12 +29,16 @@ logger = logging.getLogger("lightning_spans")
 
 MAX_BYTES: Final = 1 << 30
 STALE_S: Final = 600.0  # half a batch this old belongs to a process that died while it wrote
+JOURNAL: Final = ".journal"  # ends the name of a file that a living process writes to
 _TELL_EVERY_S: Final = 60.0
+_BATCH_SIZE: Final = 512
+mine: Final[set[Path]] = set()  # journals of this process: opening one here a second time would lose its lock
 _in_this_process: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
 
 def _after_fork() -> None:
     _in_this_process.clear()  # the threads that held them are not in the child
+    mine.clear()  # the parent's, and locked by it
 
 
 in_child(_after_fork)
@@ -65,11 +69,11 @@ class Spool:
 
     def append(self, url: str | None, key: str | None, spans: Sequence[Span]) -> int:
         """Keep a batch. Returns the number of spans kept: all, or 0 when the spool is full or the disk refuses."""
-        body = self._body(url, key, spans)
+        body = self.body(url, key, spans)
         half = None
         try:
             if self._size() + len(body) > self._max_bytes:
-                self._tell(f"the spool {self.folder} is full ({self._max_bytes} bytes)")
+                self.tell(f"the spool {self.folder} is full ({self._max_bytes} bytes)")
                 return 0
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             half = self.folder / f"{self._next():020d}-{line_of(url)}-{uuid.uuid4().hex[:8]}.half"
@@ -77,20 +81,20 @@ class Spool:
             half.rename(half.with_suffix(".spans"))
             _sync(self.folder)
         except OSError as error:
-            self._tell(f"can't spool to {self.folder}: {error}")
+            self.tell(f"can't spool to {self.folder}: {error}")
             if half is not None:
                 with suppress(OSError):  # the disk that refused to write; what is left is removed when it is old
                     half.unlink(missing_ok=True)
             return 0
         return len(spans)
 
-    def _body(self, url: str | None, key: str | None, spans: Sequence[Span]) -> bytes:
-        """Write a batch as JSON; of an attribute that is none, its type alone: text of it would not be masked."""
+    def body(self, url: str | None, key: str | None, spans: Sequence[Span]) -> bytes:
+        """Return a batch as JSON; of an attribute that is none, its type alone: text of it would not be masked."""
         batch = {"url": url, "key": key, "spans": [to_json(span) for span in spans]}
         try:
             return dumps(batch)
         except (ValueError, RecursionError) as error:
-            self._tell(f"a span can't be spooled whole: {error}")
+            self.tell(f"a span can't be spooled whole: {error}")
         known = (replace(span, attributes={k: _known(v) for k, v in span.attributes.items()}) for span in spans)
         return dumps(batch | {"spans": [to_json(span) for span in known]})
 
@@ -124,10 +128,43 @@ class Spool:
             ready: whether a line, as `line_of` names it, is worth a try.
             first: the line that is served before all others, which may be slow to fail.
         """
-        if not self._waiting():
+        if not self._waiting() and not self.journals():
             return 0
         with self._alone() as alone:
-            return self._deliver(send, ready, first) if alone else 0
+            if not alone:
+                return 0
+            for journal in self.journals():
+                self._adopt(journal)
+            return self._deliver(send, ready, first)
+
+    def journals(self) -> list[Path]:
+        """Return the journals of other processes, some of which may live."""
+        return [path for path in self._files() if path.suffix == JOURNAL and path not in mine]
+
+    def _adopt(self, journal: Path) -> None:
+        """Spool what a process that is gone wrote down and did not deliver."""
+        with suppress(OSError):  # it was removed meanwhile, or its process may not be ours to see
+            if not journal.stat().st_size and time.time() - journal.stat().st_mtime < STALE_S:
+                return  # it may be new, and not locked yet
+            file = os.open(journal, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+            try:
+                if not hold(file):
+                    return  # its process lives
+                batches, unreadable = _read_journal(journal.read_bytes())
+                if not all(self.append(*batch) for batch in batches):
+                    return
+                if unreadable:
+                    self.tell(f"{unreadable} spans of {journal} can't be read; it is kept as a .broken file")
+                    journal.rename(journal.with_suffix(".broken"))
+                else:
+                    journal.unlink()
+            finally:
+                os.close(file)
+
+    def remove_if_empty(self) -> None:
+        """Remove the folder where nothing ever waited in it."""
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def _deliver(
         self,
@@ -162,17 +199,20 @@ class Spool:
         try:
             file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
             try:
-                yield _locked(file)  # closing the file unlocks it
+                yield hold(file)  # closing the file unlocks it
             finally:
                 os.close(file)
         finally:
             mine.release()
 
-    def _waiting(self) -> list[Path]:
+    def _files(self) -> list[Path]:
         try:
-            found = sorted(self.folder.iterdir())
+            return sorted(self.folder.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def _waiting(self) -> list[Path]:
+        found = self._files()
         for path in found:
             if path.suffix == ".half":
                 with suppress(OSError):  # somebody finished or removed it meanwhile
@@ -195,7 +235,8 @@ class Spool:
                     size += path.stat().st_size
         return size
 
-    def _tell(self, what: str) -> None:
+    def tell(self, what: str) -> None:
+        """Log what went wrong, once a minute."""
         if time.monotonic() - self._told_at >= _TELL_EVERY_S:
             self._told_at = time.monotonic()
             logger.error("lightning: %s", what)
@@ -237,7 +278,8 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _locked(file: int) -> bool:
+def hold(file: int) -> bool:
+    """Lock an open file for this process, as long as it is open; False where another process has it."""
     try:
         if sys.platform == "win32":
             msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
@@ -248,10 +290,33 @@ def _locked(file: int) -> bool:
     return True
 
 
-def _read(path: Path) -> tuple[str | None, str | None, list[Span]] | None:
+Batch: TypeAlias = tuple[str | None, str | None, list[Span]]
+
+
+def _read_journal(body: bytes) -> tuple[list[Batch], int]:
+    """Read a journal as batches; also count the lines that can't be read. Half a line at its end is none."""
+    batches: list[Batch] = []
+    unreadable = 0
+    for line in body.split(b"\n")[:-1]:
+        try:
+            url, key, spans = _batch(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            unreadable += 1
+            continue
+        if not batches or batches[-1][:2] != (url, key) or len(batches[-1][2]) >= _BATCH_SIZE:
+            batches.append((url, key, []))
+        batches[-1][2].extend(spans)
+    return batches, unreadable
+
+
+def _batch(body: bytes) -> Batch:
+    batch: Any = loads(body)
+    return batch["url"], batch["key"], [from_json(Span, span) for span in batch["spans"]]
+
+
+def _read(path: Path) -> Batch | None:
     try:
-        batch: Any = loads(path.read_bytes())
-        return batch["url"], batch["key"], [from_json(Span, span) for span in batch["spans"]]
+        return _batch(path.read_bytes())
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,7 +1,8 @@
 """Where spans go: a bounded queue, a thread that delivers in batches, and a spool on disk for what can't be delivered.
 
-The agent's thread only puts; it never waits for the network or the disk. What can't be delivered is spooled, what can't
-be spooled is dropped, and both are counted and reported.
+The agent's thread writes a span to the journal and puts it into the queue; it never waits for the network or for a disk
+to be synchronised. What can't be delivered is spooled, what can't be spooled is dropped, and both are counted and
+reported.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 from lightning_spans.record.delivery.deliver import BatchRefusedError, BusyError, Destination
+from lightning_spans.record.delivery.ended import CLOSE_S, EndedSpan
+from lightning_spans.record.delivery.journal import Journal
 from lightning_spans.record.delivery.outbox import Spool, line_of
 from lightning_spans.record.process import in_child
 from lightning_spans.record.stalls import waiting
@@ -36,7 +39,6 @@ BATCH_SIZE: Final = 512
 LINGER_S: Final = 0.1  # a batch waits this long for company
 IDLE_S: Final = 0.5  # and a thread that has nothing to deliver for something, or for what is spooled
 RETRY_S: Final = (1.0, 2.0, 5.0, 15.0, 30.0)
-CLOSE_S: Final = 5.0  # at the end of the process, for a destination that does not answer
 DETACH_S: Final = 2.0  # the same when the process goes on without us
 
 
@@ -62,35 +64,6 @@ class _Line:
     retry_at: float = 0.0
 
 
-class EndedSpan(Protocol):
-    """A span that has ended, and whose record is still to be made."""
-
-    @property
-    def trace_id(self) -> str:
-        """32 hex digits."""
-        ...
-
-    def record(self) -> Span:
-        """Make the record: in the thread that delivers, so that it costs the agent no time."""
-        ...
-
-
-class Sink(Protocol):
-    """Takes finished spans; never blocks, never raises."""
-
-    def put(self, span: Span | EndedSpan, attempt: Attempt | None) -> None:
-        """Take a span for delivery."""
-        ...
-
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""
-        ...
-
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Deliver or spool what is pending, and stop; what is not delivered when the time runs out is spooled."""
-        ...
-
-
 Put: TypeAlias = tuple[Span | EndedSpan, Attempt | None]
 Deliver = Callable[[Destination, Sequence[Span]], int | None]
 """Sends a batch; gives how many of its spans the other side will never take, or None for none of them."""
@@ -108,7 +81,7 @@ class BatchSink:
         queue_size: spans that may wait; more are dropped and counted.
         keeps: whether a span is recorded at all; the rest is counted.
         prepare: masks what must not leave the process, before anything is sent or spooled; one that raises drops its
-            batch.
+            span.
         finish: called after the last delivery, by the thread that delivers.
     """
 
@@ -127,6 +100,7 @@ class BatchSink:
         self._deliver = deliver
         self._route = route
         self._spool = spool
+        self._journal = Journal(spool)
         self._own = own
         self._trying: Destination | None = None
         self._queue_size = queue_size
@@ -142,7 +116,9 @@ class BatchSink:
         atexit.register(self.close)
         if parent_process() is not None:
             _close_with_worker(self)
-        if spool.pending():  # what an earlier process left is delivered, even where this one never records a span
+        if (
+            spool.pending() or spool.journals()
+        ):  # what an earlier process left is delivered, even where this one never records a span
             self._start()
 
     def _begin_again(self) -> None:
@@ -151,7 +127,7 @@ class BatchSink:
         register_after_fork(self, _close_with_worker)
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what the collector ends while one is put is put, too
         self._queue: deque[Put] = deque()
         self._current: deque[tuple[Destination, list[Span]]] = deque()  # of the batch under way, what is not settled
         self._taken = 0  # spans of that batch
@@ -159,6 +135,7 @@ class BatchSink:
         self._wake = threading.Event()
         self._done = threading.Condition()
         self._finished = self.counts.put
+        self._looks = self._looked = 0  # at the spool: how many were asked for, and how many there were
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="lightning-sink", daemon=True)
         self._started = False
@@ -168,17 +145,33 @@ class BatchSink:
         if self._keeps is not None and not self._keeps(span, attempt):
             self.counts.sampled_out += 1
             return
+        draft = self._drafted(span, attempt)
+        waits = span if not isinstance(span, Span) and span.unnamed else draft
         with self._lock:
             if self._closing or len(self._queue) >= self._queue_size:
                 self.counts.dropped += 1
                 self._warn("the queue is full or closed")
                 return
             self.counts.put += 1
-            self._queue.append((span, attempt))
+            self._queue.append((waits, attempt))
+            self._journal.write(self._route(attempt), draft)
             if not self._started:
                 self._start()
         if len(self._queue) >= BATCH_SIZE:
             self._wake.set()
+
+    def _drafted(self, ended: Span | EndedSpan, attempt: Attempt | None) -> Span:
+        given = ended if isinstance(ended, Span) else ended.draft()
+        try:
+            span = self._prepared(given, attempt)
+        except Exception:
+            self.counts.dropped += 1
+            raise
+        self.counts.redacted += span.attributes is not given.attributes
+        return span
+
+    def _prepared(self, given: Span, attempt: Attempt | None) -> Span:
+        return given if self._prepare is None else self._prepare(given, attempt)
 
     def _start(self) -> None:
         try:
@@ -188,11 +181,22 @@ class BatchSink:
             self._warn(str(error))
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out."""
-        target = self.counts.put
+        """Wait until everything put so far is delivered, spooled or dropped; False when the time ran out.
+
+        What processes that are gone have left is delivered, too.
+        """
+        with self._lock:
+            target = self.counts.put
+            self._looks += 1
+            look = self._looks
+            if not self._started and self._spool.journals():
+                self._start()
         self._wake.set()
         with self._done:
-            return self._done.wait_for(lambda: not self._started or self._finished >= target, timeout_s)
+            return self._done.wait_for(
+                lambda: not self._started or (self._finished >= target and (self._closing or self._looked >= look)),
+                timeout_s,
+            )
 
     def close(self, timeout_s: float | None = None) -> None:
         """Deliver or spool what is pending, and stop; reports what was not delivered.
@@ -212,6 +216,7 @@ class BatchSink:
         else:
             self._abandon()  # what came when no thread could be started any more
             self._finish()
+        self._journal.close()
         left = self.counts
         if left.dropped or left.refused or self._spool.pending():
             logger.warning(
@@ -235,7 +240,11 @@ class BatchSink:
             self._wake.wait(LINGER_S if self._queue else IDLE_S)
             self._wake.clear()
             closing = self._closing
+            looks = self._looks
             self._work(closing=closing)
+            with self._done:
+                self._looked = looks
+                self._done.notify_all()
             if closing and not self._queue:
                 break
         try:
@@ -262,6 +271,8 @@ class BatchSink:
             if self._abandoned:
                 return
             self._replay()
+            with self._lock:
+                self._journal.settle(all_of_them=not self._queue)
             with self._done:
                 self._finished += self._taken
                 self._taken = 0
@@ -269,7 +280,10 @@ class BatchSink:
 
     def _take(self) -> None:
         """Begin a batch."""
-        batch = [self._queue.popleft() for _ in range(min(BATCH_SIZE, len(self._queue)))]
+        with self._lock:
+            batch = [self._queue.popleft() for _ in range(min(BATCH_SIZE, len(self._queue)))]
+            if not self._queue:
+                self._journal.replace_if_long()
         self._taken = len(batch)
         self._current.extend(self._grouped(batch))
 
@@ -280,9 +294,7 @@ class BatchSink:
         lists: list[list[Span]] | None = None  # of the attempt before, whose spans go to the same places
         before: Attempt | None = None
         for ended, attempt in batch:
-            given = ended if isinstance(ended, Span) else ended.record()
-            span = given if self._prepare is None else self._prepare(given, attempt)
-            self.counts.redacted += span.attributes is not given.attributes
+            span = ended if isinstance(ended, Span) else self._prepared(ended.record(), attempt)
             if lists is None or attempt is not before:
                 lists = [groups.setdefault(destination, []) for destination in self._route(attempt)]
                 before = attempt

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision, Sampler, SamplingResult
 
 from lightning_spans.record.context import STARTING
-from lightning_spans.record.delivery.sink import EndedSpan
+from lightning_spans.record.delivery.ended import EndedSpan
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.spans import Span
 

@@ -17,8 +17,8 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.context import STARTING
+from lightning_spans.record.delivery.ended import CLOSE_S
 from lightning_spans.record.delivery.otlp import flatten
-from lightning_spans.record.delivery.sink import CLOSE_S
 from lightning_spans.record.process import at_end, in_child, within
 from lightning_spans.record.tracing.listeners import SpanFeed
 from lightning_spans.schema import spans as names
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
     from lightning_spans.record.delivery.collector import Collector
-    from lightning_spans.record.delivery.sink import EndedSpan, Sink
+    from lightning_spans.record.delivery.ended import EndedSpan, Sink
     from lightning_spans.record.recorder import RecordingSpan, Tracer
     from lightning_spans.schema.attempts import Attempt
 

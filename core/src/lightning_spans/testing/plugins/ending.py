@@ -1,4 +1,6 @@
-"""A process of its own that runs `one_agent` of a test class while its spans can't be delivered, and ends attached.
+"""A process of its own that runs `one_agent` of a test class and ends attached.
+
+FAULT keeps its spans from being delivered; ``os._exit`` ends it at once instead, ``spawn`` a process that it spawned.
 
 Run it as ``python -m lightning_spans.testing.plugins.ending FILE CLASS FAULT URL``.
 """
@@ -7,8 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sys
 from contextlib import ExitStack
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +33,19 @@ def main(file: str, name: str, fault: str, url: str) -> None:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     suite: Any = getattr(module, name)()
-    endpoint, _ = _broken.enter_context(broken_delivery(fault))
+    if fault == "spawn":
+        process = get_context("spawn").Process(target=main, args=(file, name, "os._exit", url))
+        process.start()
+        process.join()
+        return
+    ends_at_once = fault == "os._exit"
+    endpoint, _ = (None, None) if ends_at_once else _broken.enter_context(broken_delivery(fault))
     attach(suite.framework, store="own.db")
     with use_attempt(Attempt("r", "a", endpoint=endpoint, key="k")):
         sys.stdout.write(f"{run(suite.program('one_agent'), url)!r}\n")
+    if ends_at_once:
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

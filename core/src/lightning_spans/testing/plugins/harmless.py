@@ -161,19 +161,38 @@ class HarmlessPromises:
         If it fails: something waits at the end of the process for what never comes, or a thread is no daemon.
         """
         alone, whole = recorded("one_agent", None), recorded("one_agent", "embedded")
-        kind = type(self)
-        home = str(sys.modules[kind.__module__].__file__)
-        command = [sys.executable, "-m", "lightning_spans.testing.plugins.ending", home, kind.__name__, fault]
         with user_environment(tmp_path), ScriptedServer() as server:
-            child = subprocess.run(  # noqa: S603 - it is this very Python
-                [*command, server.url],
-                cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=4 * kit.PATIENCE_S,
-                check=False,
-            )  # fmt: skip
+            child = self._run_apart(fault, server.url, tmp_path)
         assert child.stdout.splitlines()[-1:] == [repr(alone.output)], child.stderr
         assert child.returncode == 0
         assert f"{len(whole.spans)} were spooled" in child.stderr
         assert len(_spooled(tmp_path / "spool")) == len(whole.spans)
+
+    @pytest.mark.parametrize("how", ["os._exit", "spawn"])
+    def test_no_span_is_lost_where_a_process_ends_at_once(self, how: str, tmp_path: Path, recorded: Any) -> None:
+        """A program that ends without a word loses no span that had ended: the next process delivers it.
+
+        If it fails: a span ends after the framework has returned, in a task or thread that the process does not wait
+        for.
+        """
+        alone, whole = recorded("one_agent", None), recorded("one_agent", "embedded")
+        with user_environment(tmp_path), ScriptedServer() as server:
+            child = self._run_apart(how, server.url, tmp_path)
+            assert child.stdout.splitlines()[-1:] == [repr(alone.output)], child.stderr
+            with attach(self.framework, store=str(tmp_path / "own.db")) as attachment:
+                assert attachment.flush(kit.PATIENCE_S)
+        found = sorted((span.operation, span.name) for span in _spans_in(tmp_path / "own.db"))
+        assert found == sorted((span.operation, span.name) for span in whole.spans)
+
+    def _run_apart(self, fault: str, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run `one_agent` in a process of its own: see `ending`."""
+        kind = type(self)
+        home = str(sys.modules[kind.__module__].__file__)
+        command = [sys.executable, "-m", "lightning_spans.testing.plugins.ending", home, kind.__name__, fault, url]
+        return subprocess.run(  # noqa: S603 - it is this very Python
+            command, cwd=folder, env=child_environment(), capture_output=True, text=True, timeout=4 * kit.PATIENCE_S,
+            check=False,
+        )  # fmt: skip
 
 
 _NO_ATTEMPT: Final = Attempt("r", "a")

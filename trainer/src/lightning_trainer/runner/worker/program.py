@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_spans.record import unrecorded
 from lightning_spans.record.attach import attached
+from lightning_spans.record.delivery.leftover import deliver_left
 from lightning_spans.record.pipeline import live_recorder
 from lightning_trainer.runner.protocol import Message, attempt_from_json
 from lightning_trainer.runner.target import Job, load_function
@@ -131,9 +132,12 @@ def _ended(number: int, outcome: AttemptResult, flushed: bool) -> Message:
 
 
 async def _flush() -> bool:
-    """Deliver the spans so far, so that an attempt's spans are in the store when its end is reported."""
+    """Deliver the spans so far, so that an attempt's spans are in the store when its end is reported.
+
+    Also those of processes that the attempt started and that ended before they could.
+    """
     recorder = live_recorder()
-    return recorder is None or await asyncio.to_thread(recorder.tracer.flush, FLUSH_S)
+    return await asyncio.to_thread(deliver_left if recorder is None else recorder.tracer.flush, FLUSH_S)
 
 
 def load_job(job: Job, threads: ThreadPoolExecutor) -> tuple[Agent, Score | None]:
