@@ -152,6 +152,16 @@ def clock(monkeypatch):
     return ahead
 
 
+def test_a_clock_that_is_set_ends_no_running_attempts_key(tmp_path, clock):
+    keys = Keys.fresh()
+    attempt = keys.issue("attempt", rollout_id="r", attempt_id="a", fence=1, expires_s=600.0)
+    person = keys.issue("evaluator", expires_s=600.0)
+    clock[0] = 3_600.0
+    assert keys.check(attempt).attempt_id == "a"
+    with pytest.raises(KeyRefusedError, match="too old"):
+        keys.check(person)
+
+
 def test_keys_in_files_are_renewed_at_half_their_life(tmp_path, clock):
     keys = Keys.from_file(tmp_path / "secret")
     files = KeyFiles(keys, {"admin": tmp_path / "key", "runner": tmp_path / "key.runner"})

@@ -19,6 +19,7 @@ from lightning_spans.errors import UnknownAgentError
 from lightning_spans.schema.agents import check_known, selects
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, INVOKE_AGENT, TOOL_RESULT, Span
 from lightning_spans.store import open_store
+from lightning_trainer.gateway.formats import literal_calls
 from lightning_trainer.report.terminal import PrintableFormatter, printable
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x1b[31mwriter\x9b31m\u202e\u200b\r\nFAKE LINE"
@@ -160,3 +161,17 @@ def test_nothing_is_ever_loaded_by_pickle():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "load":
                 owner = node.func.value
                 assert not (isinstance(owner, ast.Name) and owner.id == "torch"), path
+
+
+@pytest.mark.parametrize("arguments", ["[" + "1," * 300_000 + "]", "{" + "'k':1," * 150_000 + "}"])
+def test_a_call_in_python_with_parts_without_number_is_not_read(arguments, monkeypatch):
+    read = []
+    monkeypatch.setattr(literal_calls.ast, "parse", lambda *_, **__: read.append(1) or pytest.fail("it was read"))
+    with pytest.raises(ValueError, match="too long"):
+        literal_calls.pythonic(f"[f(a={arguments})]", ())
+    assert read == []
+
+
+def test_a_long_text_in_a_call_in_python_is_read():
+    ((call,), _) = literal_calls.pythonic("[write(text=" + repr("x = 1\n" * 100_000) + ")]", ())
+    assert call.arguments == {"text": "x = 1\n" * 100_000}

@@ -115,6 +115,57 @@ def test_an_event_without_end_is_cut(tmp_path, monkeypatch):
         assert is_well(front)
 
 
+def test_an_event_that_is_too_large_is_the_upstreams_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(EventReader.__init__, "__defaults__", (100_000,))
+    large = b"data: " + b"x" * 200_000
+    with rogue(tmp_path, lambda _: Response(large, media_type="text/event-stream")) as front:
+        assert ask(front, stream=True).status_code == 502
+        assert front.calls("a")[0].error.startswith("the model's server sent an event of more than")
+
+
+@pytest.mark.parametrize("status", [600, 799, 999])
+def test_a_status_that_http_does_not_have_is_the_upstreams_fault(tmp_path, status):
+    with rogue(tmp_path, lambda _: Response(b"odd", status)) as front:
+        assert ask(front).status_code == 502
+        assert is_well(front)
+
+
+def test_an_event_in_small_pieces_costs_no_more_than_it_has_bytes():
+    reader, searched = EventReader(), []
+
+    class Counted(bytearray):
+        def find(self, end, begin=0):
+            searched.append(len(self) - begin)
+            return super().find(end, begin)
+
+    reader._rest = Counted()
+    pieces = [b"data: ", *[b"x" * 100] * 1_000, b"\r", b"\n\r\n"]
+    assert [reader.feed(piece) for piece in pieces][-1] == [b"x" * 100_000]
+    assert sum(searched) < 3 * 100_000
+
+
+OF_OWNERS = {
+    "priority": -100, "cache_salt": "s", "request_id": "r", "rid": "r", "logits_processors": ["os.system"],
+    "custom_logit_processor": "gASV", "custom_params": {"a": 1}, "chat_template": "{{ 1 }}", "documents": [{"a": "b"}],
+    "mm_processor_kwargs": {"num_crops": 9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_OWNERS)
+def test_an_attempt_says_nothing_that_is_for_the_servers_owner(tmp_path, name):
+    seen = []
+
+    def answer(request):
+        seen.append(request.url.path)
+        return JSONResponse(completion())
+
+    with rogue(tmp_path, answer) as front:
+        reply = ask(front, **{name: OF_OWNERS[name]})
+        assert (reply.status_code, name in reply.text) == (400, True)
+        assert seen == []
+        assert ask(front, **{name: None}).status_code == 200
+
+
 def test_a_compressed_bomb_is_not_unpacked(tmp_path):
     bomb = gzip.compress(b" " * 20_000_000)
     with rogue(tmp_path, lambda _: Response(bomb, headers={"content-encoding": "gzip"})) as front:

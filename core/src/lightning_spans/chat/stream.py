@@ -25,7 +25,7 @@ class EventReader:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.done = False
-        self._rest, self._most_bytes = b"", most_bytes
+        self._rest, self._most_bytes = bytearray(), most_bytes
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Take what came; return the data of the events that are whole now.
@@ -44,7 +44,13 @@ class EventReader:
             found = piece[6:-2].split(b"\n\ndata: ")
             if piece.count(b"\n") == 2 * len(found) and b"" not in found:
                 return found  # data alone, each in a line, as most servers write it
-        *whole, self._rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        begin = max(len(self._rest) - 3, 0)  # an end may lie across two pieces
+        self._rest += piece
+        if any(self._rest.find(end, begin) >= 0 for end in (b"\n\n", b"\n\r\n")):
+            *whole, rest = bytes(self._rest).replace(b"\r\n", b"\n").split(b"\n\n")
+            self._rest = bytearray(rest)
+        else:  # what came before is not searched again
+            whole = []
         if len(self._rest) > self._most_bytes:
             raise ValueError(f"an event of more than {self._most_bytes} bytes")
         return [data for event in whole if (data := _data(event))]

@@ -126,7 +126,7 @@ class _CountedSend:
 
 _COUNTED = frozenset({
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/v1/embeddings", "/v1/models", "/v1/replay/tool", "/v1/traces", "/healthz", "/metrics",
+    "/v1/embeddings", "/v1/models", "/v1/replay/tool", "/v1/traces", "/healthz", "/livez", "/readyz", "/metrics",
 })  # fmt: skip
 
 
@@ -254,6 +254,8 @@ def _pages(app: App, health: Health) -> dict[tuple[str, str], ASGIApp]:
     """Return what says how the server is and what it answers."""
     return {
         ("GET", "/healthz"): health.page,
+        ("GET", "/livez"): health.live,
+        ("GET", "/readyz"): health.ready,
         ("GET", "/metrics"): app.metrics.page,
         ("GET", "/openapi.json"): _description(app),
     }

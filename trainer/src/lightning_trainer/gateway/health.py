@@ -1,4 +1,8 @@
-"""``GET /healthz``: whether the store takes writes, the engine answers, and nothing stalls, as found out just now."""
+"""How the server is, as found out just now.
+
+``GET /livez``: the process answers. ``GET /readyz``: the store takes writes and every policy has a server that answers.
+``GET /healthz``: all that is known, for people; it fails where any part is not well.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +49,30 @@ class Health:
 
     async def page(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
         """Answer 200 when all is well, else 503; the body says which part is not and why."""
+        await _send(send, await self._found())
+
+    async def live(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Answer 200: only a process that does not answer has to be started again."""
+        await _send(send, {"status": "ok"})
+
+    async def ready(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """Answer 200 where the store takes writes and every policy has a server that answers, else 503.
+
+        An engine whose last call failed is ready: only the next call shows that it is well again.
+        """
+        found = await self._found()
+        parts = {"store": found["store"], **found["upstreams"]}
+        if found["engine"] is not None and not all(map(_can_be_asked, self._engines)):
+            parts["engine"] = found["engine"]
+        down = sorted(name for name, part in parts.items() if part["status"] != "ok")
+        await _send(send, {"status": "error" if down else "ok", "not_ready": down})
+
+    async def _found(self) -> dict[str, Any]:
         async with self._lock:
             if time.monotonic() - self._checked_s >= _FRESH_S:
                 self._answer = await self._check()
                 self._checked_s = time.monotonic()
-        body = masked(orjson.dumps(self._answer).decode()).encode()  # it asks for no key
-        await send_bytes(send, body, status=200 if self._answer["status"] == "ok" else 503)
+        return self._answer
 
     async def _check(self) -> dict[str, Any]:
         store = await self._check_store()
@@ -85,6 +107,15 @@ class Health:
         if shown is not None and len(states) > 1:
             shown = {**shown, "policies": {state.get("model"): state.get("version") for state in states}}
         return shown
+
+
+async def _send(send: Send, answer: dict[str, Any]) -> None:
+    body = masked(orjson.dumps(answer).decode()).encode()  # it asks for no key
+    await send_bytes(send, body, status=200 if answer["status"] == "ok" else 503)
+
+
+def _can_be_asked(engine: EmbeddedEngine) -> bool:
+    return "version" in _state(engine)
 
 
 def _standing(policy: UpstreamPolicy) -> dict[str, Any]:

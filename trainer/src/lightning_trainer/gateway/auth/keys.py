@@ -22,6 +22,7 @@ _PREFIX: Final = "lk-"
 _SECRET_BYTES: Final = 32
 _SECRETS_KEPT: Final = 2  # the newest signs; the one before it is still good, until the next is made
 _LONGEST: Final = 2048  # characters of a key; longer ones are refused unread
+_AT_ZERO_S: Final = time.time() - time.monotonic()
 LIFE_S: Final = 30 * 86_400.0
 RUN_S: Final = 3650 * 86_400.0  # of keys whose secret goes with the process: a run may take long
 
@@ -145,7 +146,7 @@ class Keys:
         own = (rollout_id, attempt_id, fence)
         if (scope == "attempt") != all(each is not None for each in own) or (scope != "attempt" and any(own)):
             raise ValueError(f"a key of scope {scope!r} with rollout, attempt and fence {own}")
-        until_s = round(time.time() + expires_s, 3)
+        until_s = round(_now_s(attempt_id) + expires_s, 3)
         key_id = None if scope == "attempt" else secrets.token_hex(6)
         if self._register is not None and key_id is not None:
             self._register.add(Issued(key_id, scope, holder, round(time.time(), 3), until_s))
@@ -180,10 +181,15 @@ class Keys:
         Raises:
             KeyRefusedError: it is revoked, or too old.
         """
-        if time.time() >= grant.expires_s:
+        if _now_s(grant.attempt_id) >= grant.expires_s:
             raise KeyRefusedError("this key is too old: it opens nothing any more")
         if self._register is not None and grant.key_id is not None and not self._register.stands(grant.key_id):
             raise KeyRefusedError("this key is revoked: it opens nothing any more")
+
+
+def _now_s(attempt_id: str | None) -> float:
+    """Return the Unix time; for attempts as if the machine's clock had not been set since this process began."""
+    return time.time() if attempt_id is None else _AT_ZERO_S + time.monotonic()
 
 
 def _lines(path: Path) -> list[str]:

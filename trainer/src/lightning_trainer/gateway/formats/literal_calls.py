@@ -8,6 +8,8 @@ from typing import Any, Final
 
 from lightning_trainer.gateway.formats.calls import Calls, Tools, WrittenCall, as_name, json_at, skip_space
 
+_MOST_PARTS: Final = 20_000  # a call that writes a long file has a few thousand; each part takes a while to read
+
 
 def pythonic(text: str, tools: Tools) -> Calls:  # noqa: ARG001 - the protocol's
     """Read ``[f(a=1), g(b="x")]``: a list of calls with literals; nothing else may stand beside it."""
@@ -25,11 +27,11 @@ def lfm(text: str, tools: Tools) -> Calls:  # noqa: ARG001
 
 
 def _of_python(body: str) -> list[WrittenCall]:
-    if len(body) > 1_000_000:
+    if len(body) > 1_000_000 or sum(map(body.count, ",:([{")) > _MOST_PARTS:
         raise ValueError("too long a list of calls")
     try:
         tree = ast.parse(body, mode="eval").body
-    except (SyntaxError, MemoryError) as error:
+    except (SyntaxError, MemoryError, RecursionError) as error:
         raise ValueError("no Python") from error
     listed = tree.elts if isinstance(tree, ast.List) else [tree] if isinstance(tree, ast.Call) else []
     calls = [_call(node) for node in listed]

@@ -79,6 +79,8 @@ class Connection:
             async with response:
                 if 300 <= response.status < 400:
                     raise failed(f"{url} answered with a redirect, which is not followed: its target may be anything")
+                if response.status >= 600:
+                    raise failed(f"{url} answered with the status {response.status}, which HTTP does not have")
                 if response.status >= 400:
                     refusal = refusal_of(
                         response.status, await self.read(response), response.headers.get("retry-after")
@@ -237,6 +239,8 @@ def _not_listed(url: str, response: aiohttp.ClientResponse, body: bytes) -> Refu
     """Return what a call is told whose server could not be asked what it is."""
     if response.status < 400:
         return failed(f"{url} answered {response.status} and no list of models; redirects are not followed")
+    if response.status >= 600:
+        return failed(f"{url} answered with the status {response.status}, which HTTP does not have")
     refusal = refusal_of(response.status, body, response.headers.get("retry-after"))
     return replace(refusal, message=f"{url} answered {response.status}: {refusal.message}")
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import orjson
 
+from lightning_spans.chat.stream import EventReader
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.weight import too_heavy
 from lightning_trainer.gateway.intake.intake import MAX_DEPTH, deeper_than
@@ -41,6 +42,18 @@ def refusal_of(status: int, body: bytes, retry_after: str | None = None) -> Refu
     message = message or f"the model's server answered {status} without a word"  # vLLM's way for its own failures
     headers = {"retry-after": retry_after} if retry_after is not None and _RETRY_AFTER.fullmatch(retry_after) else {}
     return Refusal(status, str(message), str(kind or "upstream_error"), None if code is None else str(code), headers)
+
+
+def events_of(events: EventReader, piece: bytes) -> list[bytes]:
+    """Return the events that are whole with a piece of a stream.
+
+    Raises:
+        Refusal: one is larger than any that a model server sends.
+    """
+    try:
+        return events.feed(piece)
+    except ValueError as error:
+        raise failed(f"sent {error}") from None
 
 
 def object_of(body: bytes) -> dict[str, Any]:

@@ -23,25 +23,35 @@ _SERVERS: Final = frozenset({  # vLLM and SGLang
     "top_k", "min_p", "repetition_penalty", "min_tokens", "length_penalty", "use_beam_search", "ignore_eos",
     "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "truncate_prompt_tokens", "prompt_logprobs", "add_special_tokens", "add_generation_prompt",
-    "continue_final_message", "chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs",
+    "continue_final_message", "chat_template_kwargs",
     "allowed_token_ids", "bad_words", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "structural_tag", "guided_decoding_backend", "guided_whitespace_pattern", "regex", "ebnf",
     "include_reasoning", "separate_reasoning", "stream_reasoning", "thinking", "thinking_token_budget",
-    "return_token_ids", "return_tokens_as_token_ids", "logits_processors", "custom_logit_processor", "custom_params",
-    "priority", "request_id", "rid", "cache_salt", "no_stop_trim",
+    "return_token_ids", "return_tokens_as_token_ids", "no_stop_trim",
+})  # fmt: skip
+# What decides for other attempts, too, or runs as a program in the server: nothing for the key of one attempt to say.
+_OWNERS: Final = frozenset({
+    "priority", "cache_salt", "request_id", "rid", "logits_processors", "custom_logit_processor", "custom_params",
+    "chat_template", "documents", "mm_processor_kwargs",
 })  # fmt: skip
 
 
 def refuse_unknown(dialect: Dialect, request: Mapping[str, Any]) -> None:
-    """Refuse a request of an attempt's that has fields of which nobody knows what they do to the answer.
+    """Refuse a request of an attempt's that has fields of which nobody knows what they do to the answer, or others.
 
     Raises:
         Refusal: names the field.
     """
+    for name in sorted(_OWNERS & request.keys()):
+        if request[name] not in (None, [], {}):
+            raise bad_request(
+                f"parameter {name!r} is for whoever owns the model's server, and not for an attempt. Leave it out.",
+                "unsupported_parameter",
+            )
     if dialect == "plain":  # it sends no tokens, so nothing of it is trained on
         return
     for name, value in request.items():
-        if value is not None and name not in _OPENAI and name not in _SERVERS:
+        if value is not None and name not in _OPENAI | _SERVERS | _OWNERS:
             raise bad_request(
                 f"parameter {name!r} is not known here, so it is not sent on in training. Leave it out.",
                 "unsupported_parameter",

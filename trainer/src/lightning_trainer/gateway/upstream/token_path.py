@@ -20,7 +20,7 @@ from lightning_trainer.gateway.request.constraints import Constraint, Form
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.connection import Connection
-from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
+from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, failed, object_of
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_protocols import Reader, TokenProtocolError, TokenServer
@@ -194,7 +194,7 @@ class TokenPath:
             events = EventReader()
             with http.arriving(response) as arriving:
                 while piece := await arriving.piece():
-                    for data in events.feed(piece):
+                    for data in events_of(events, piece):
                         yield _read(reader, data, replica)
 
 

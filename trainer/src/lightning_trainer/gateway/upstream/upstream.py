@@ -30,7 +30,7 @@ from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.assembly import Assembly
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.dialects import Dialect, asking, chunks_of
-from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
+from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, failed, object_of
 from lightning_trainer.gateway.upstream.parameters import refuse_unknown
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.served_names import ServedNames
@@ -358,7 +358,7 @@ class UpstreamPolicy:
             while not events.done and (piece := await body.piece()):
                 news: list[dict[str, Any]] = []
                 try:
-                    for data in events.feed(piece):
+                    for data in events_of(events, piece):
                         chunk = taken(assembly, data)
                         if not usage and _is_usage_alone(chunk):
                             continue
