@@ -27,6 +27,7 @@ from lightning_trainer.export import episodes as room
 from lightning_trainer.export.candidates import LineCandidate
 from lightning_trainer.export.export import Exported, export
 from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.rl.endings import Ending
 
 
 @pytest.fixture
@@ -194,7 +195,7 @@ def test_everything_left_out_is_counted_with_its_reason(made: Made, tmp_path: Pa
         "a message holds more than text": 1,
         "agent not selected": 1,
         "answer cut at its longest": 1,
-        "attempt failed": 1,
+        Ending.CRASHED.text: 1,
         "no answer recorded": 1,
         "no reward": 1,
         "of a validation: --validation takes these, too": 1,

@@ -1,9 +1,10 @@
-"""A policy that could win by crashing: from attempts in a store to advantages, with a simulated policy."""
+"""A policy that could win by failing: from attempts in a store to advantages, with a simulated policy."""
 
 from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ from lightning_spans.schema.spans import CHAT, Span
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
 from lightning_spans.testing.stores.memory import MemoryStore
+from lightning_trainer.call_errors import CLIENT_GONE, CUT
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
 from lightning_trainer.rl.scores import reward_of_failures, score
 
 RISKY, SAFE = 11, 12  # the tokens of the two actions
+FAILURES: dict[str, tuple[AttemptStatus, str | None]] = {
+    "crash": ("failed", "ValueError: no number in it"),
+    "hang": ("timeout", "no result after 10 s, the time limit of an attempt"),
+    "long": ("failed", "openai.APITimeoutError: Request timed out."),
+}
 
 
 def config(**options: Any) -> TrainConfig:
@@ -30,9 +37,19 @@ def config(**options: Any) -> TrainConfig:
 
 
 class Bandit:
-    """Two actions: one ends the program four times in five and else gives `high`, the other always gives `low`."""
+    """Two actions: one fails four times in five and otherwise gives `high`, the other always gives `low`.
 
-    def __init__(self, seed: int, *, high: float = 1.0, low: float = 0.5, **options: Any) -> None:
+    Args:
+        seed: of the samples.
+        fails: how the risky action fails: the program crashes, hangs until the attempt's time limit, or gives up on
+            an answer that takes too long.
+        high: reward of the risky action where it does not fail.
+        low: reward of the safe action.
+        options: of the run.
+    """
+
+    def __init__(self, seed: int, *, fails: str = "crash", high: float = 1.0, low: float = 0.5, **options: Any) -> None:
+        self.fails = fails
         self.config = config(max_attempts=3, **options)
         self.algorithm = algorithm_by_name(self.config.algorithm)
         self.high, self.low = high, low
@@ -50,13 +67,14 @@ class Bandit:
                 ids = {"rollout_id": record.rollout.rollout_id, "attempt_id": record.attempt_id}
                 risky = self.numbers.random() < self.risky
                 call = spoke(record.attempt_id, RISKY if risky else SAFE, math.log(self.risky), **ids)
-                store.add_calls([call])
-                crashes = risky and self.numbers.random() < 0.8
-                status: AttemptStatus = "failed" if crashes else "succeeded"
-                rewards = [] if crashes else [Reward(value=self.high if risky else self.low, **ids)]
-                error = "ValueError: no number in it" if crashes else None
+                fails = risky and self.numbers.random() < 0.8
+                store.add_calls(
+                    [replace(call, error=CLIENT_GONE, sampling={CUT: True}) if fails and self.fails == "long" else call]
+                )
+                status, error = FAILURES[self.fails] if fails else ("succeeded", None)
+                rewards = [] if fails else [Reward(value=self.high if risky else self.low, **ids)]
                 store.finish(record.attempt_id, record.fence, status=status, rewards=rewards, error=error)
-        return outcomes(store, rollouts)
+        return outcomes(store, rollouts, self.config.timeouts)
 
     def learn(self, steps: int) -> float:
         """Take policy-gradient steps; gives the probability of the risky action after them."""
@@ -82,9 +100,10 @@ def spoke(name: str, token: int, logprob: float, **ids: str) -> Call:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("fails", FAILURES)
 @pytest.mark.parametrize("seed", range(3))
-def test_policy_does_not_learn_to_crash(seed: int) -> None:
-    assert Bandit(seed).learn(60) < 0.2
+def test_policy_does_not_learn_to_fail(fails: str, seed: int) -> None:
+    assert Bandit(seed, fails=fails).learn(60) < 0.2
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -97,6 +116,7 @@ def test_crash_is_no_way_out_where_rewards_are_negative(seed: int) -> None:
 def test_leaving_crashes_out_teaches_to_crash() -> None:
     """Why it is not the default: with only successes counted, the risky action looks twice as good."""
     assert Bandit(0, failed="exclude").learn(60) > 0.8
+    assert Bandit(0, fails="hang", timeouts="exclude").learn(60) > 0.8
 
 
 def one(status: AttemptStatus, *, then: float | None = None, **call: Any) -> Outcome:
@@ -106,16 +126,13 @@ def one(status: AttemptStatus, *, then: float | None = None, **call: Any) -> Out
     store.enqueue([rollout])
     [first] = store.claim("worker")
     ids = {"rollout_id": rollout.rollout_id, "attempt_id": first.attempt_id}
+    if call.get("answered", True):
+        store.add_calls([spoke(f"{first.attempt_id}/0", 5, -1.0, **ids)])
     if "status_code" in call:
-        store.add_calls([spoke(f"{first.attempt_id}/0", 5, -1.0, **ids)])
         store.add_spans([failed_call(int(call["status_code"]), **ids)])
-    elif "error" in call:
-        store.add_calls([spoke(f"{first.attempt_id}/0", 5, -1.0, **ids)])
-        empty = Call(call_id="x", response_id="x", start_ns=3, end_ns=4, policy="policy", policy_version=0, **ids)
-        store.add_calls([Call(**{n: getattr(empty, n) for n in empty.__slots__} | {"error": call["error"]})])
-    elif call.get("answered", True):
-        store.add_calls([spoke(first.attempt_id, 5, -1.0, **ids)])
-    store.finish(first.attempt_id, first.fence, status=status, error="it broke")
+    if "error" in call:
+        store.add_calls([replace(empty_call(**ids), error=call["error"])])
+    store.finish(first.attempt_id, first.fence, status=status, error=call.get("told", "it broke"))
     while claimed := store.claim("worker"):
         [second] = claimed
         ids["attempt_id"] = second.attempt_id
@@ -125,6 +142,10 @@ def one(status: AttemptStatus, *, then: float | None = None, **call: Any) -> Out
             store.finish(second.attempt_id, second.fence, status="succeeded", rewards=[Reward(value=then, **ids)])
     [found] = outcomes(store, [rollout])
     return found
+
+
+def empty_call(**ids: str) -> Call:
+    return Call(call_id="x", response_id="x", start_ns=3, end_ns=4, policy="policy", policy_version=0, **ids)
 
 
 def failed_call(status: int, **ids: str) -> Span:
@@ -144,11 +165,11 @@ def test_crash_after_an_answer_counts_although_the_retry_succeeded() -> None:
     assert found.error == "it broke"
 
 
-@pytest.mark.parametrize("status", ["timeout", "disturbed", "released"])
+@pytest.mark.parametrize("status", ["disturbed", "released"])
 def test_what_the_machine_did_is_tried_again_and_left_out(status: AttemptStatus) -> None:
     assert one(status, then=1.0).crash is None
     assert score([one(status, then=1.0)], "lowest").reward == 1.0
-    assert score([one(status)], "lowest").reward is None
+    assert score([one(status, answered=False)], "lowest").reward is None
 
 
 def test_crash_before_any_model_answered_is_no_doing_of_the_policys() -> None:
@@ -156,7 +177,7 @@ def test_crash_before_any_model_answered_is_no_doing_of_the_policys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "policys"), [(400, True), (404, True), (408, False), (429, False), (500, False), (503, False)]
+    ("status", "policys"), [(400, True), (404, True), (408, True), (429, False), (500, False), (503, False)]
 )
 def test_server_that_did_not_answer_is_no_doing_of_the_policys(status: int, policys: bool) -> None:
     assert (one("failed", status_code=status).crash is not None) == policys

@@ -215,7 +215,7 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
 
 
 def _counting(config: CompareConfig) -> Counting:
-    return Counting(failed=config.train.failed)
+    return Counting(failed=config.train.failed, timeouts=config.train.timeouts)
 
 
 def _val(config: CompareConfig) -> Path:

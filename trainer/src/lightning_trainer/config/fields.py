@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.choices import Aggregation, KlEstimator, Schedule
+from lightning_trainer.choices import Aggregation, KlEstimator, Schedule, Timeouts
 from lightning_trainer.config.chosen import chosen_algorithm, credit_says, looks_at_forks
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.work import Work
@@ -194,7 +194,11 @@ class TrainFields(BaseModel):
     failed: Literal["exclude", "lowest"] | float = "lowest"
     """Reward of a rollout whose program failed after a model had answered, which is the policy's doing: 0, or the
     lowest reward of the batch where that is less (lowest), this reward, or nothing (exclude), which teaches policies to
-    crash. Time-outs, lost workers and servers that do not answer are left out and tried again."""
+    crash. Lost workers and servers that do not answer are left out and tried again."""
+    timeouts: Timeouts = "count"
+    """How rollouts count that reach `timeout_s`, or in which the program gives up on a model call, after a model has
+    answered: as failures (count), or not at all (exclude). Exclude them only where slow infrastructure is to blame,
+    because it teaches policies to hang and to write answers that take too long."""
 
     # How it samples.
     temperature: float | None = Field(default=None, gt=0)

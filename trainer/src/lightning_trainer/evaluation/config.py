@@ -112,7 +112,8 @@ class EvalConfig:
         """
         try:
             failed: Failed = values["counting"]["failed"]
-            counting = Counting(failed=failed, success=values["counting"]["success"])
+            timeouts = values["counting"].get("timeouts", "exclude")  # as it was before there was a choice
+            counting = Counting(failed=failed, success=values["counting"]["success"], timeouts=timeouts)
             agents = None if values["agents"] is None else tuple(values["agents"])
             prompts = None if values.get("prompts") is None else Path(values["prompts"])
             made: dict[str, Any] = {"data": Path(values["data"]), "out": None, "prompts": prompts, "agents": agents}

@@ -26,6 +26,7 @@ from lightning_trainer.naming import parse_rules
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.progress import IMPORTING, Progress
+from lightning_trainer.rl.endings import LATE_LEFT_OUT_OF_FIGURES
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.run.data import Task
 from lightning_trainer.run.local import Local, serving, unnamed
@@ -101,6 +102,8 @@ class Measurement:
         carried = {self._rollout(place, generation).rollout_id: prompts for place in missing} if prompts else {}
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
+        if config.counting.timeouts == "exclude":
+            self.progress.note(LATE_LEFT_OUT_OF_FIGURES)
         self.progress.phase(IMPORTING)
         runner = self._runner(len(missing), logs)
         with _started(runner), answering(self.subject, **config.load) as answers:
@@ -111,6 +114,7 @@ class Measurement:
                 routing=replace(self._routing(answers), prompts=carried),
                 engine=list(answers.engines) or None,
                 upstreams=answers.upstreams,
+                timeouts=config.counting.timeouts,
             ) as local:
                 for some in _together(missing):
                     self._draw_some(local, answers, some, generation)
@@ -187,7 +191,7 @@ class Measurement:
         places = {rollout.rollout_id: _place(rollout.rollout_id) for rollout in ended}
         waiting: list[Outcome] = []
         for first in range(0, len(ended), _AT_ONCE):
-            some = outcomes(self.store, ended[first : first + _AT_ONCE])
+            some = outcomes(self.store, ended[first : first + _AT_ONCE], self.config.counting.timeouts)
             waiting += [outcome for outcome in some if not self._has_verdict(outcome)]
             judged = [outcome for outcome in some if self._has_verdict(outcome)]
             for sample in read_samples(self.store, places, judged, self.config.agents):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_spans.schema.agents import earns, label
 from lightning_spans.store.traces import traces_of
+from lightning_trainer.rl.endings import Ending
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import total
 from lightning_trainer.rl.usage import tokens_of
@@ -61,8 +62,9 @@ class Sample:
         sample: its place among the samples of the task, from 0.
         rollout_id: in the store.
         attempt_id: the attempt that counts; None where none began.
-        status: ``succeeded``; ``crashed``: failed after a model had answered, by what it said; ``failed``: anything
-            else, such as a time-out or a model server that does not answer.
+        status: ``succeeded``; ``crashed``: failed by what the model said; ``failed``: anything else, such as a model
+            server that does not answer.
+        ending: how the attempt that counts ended, see `rl.endings`; None where that is not known.
         reward: of the whole attempt; None unless it succeeded.
         rewards: by agent, called as in `usage`, where rewards were given by agent; those that reach nobody by the name
             that was given.
@@ -76,11 +78,17 @@ class Sample:
     rollout_id: str
     attempt_id: str | None
     status: Status
+    ending: str | None = None
     reward: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
     usage: Mapping[str, Usage] = field(default_factory=dict)
     seconds: float = 0.0
     error: str | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it was too slow."""
+        return self.ending is not None and Ending.from_slug(self.ending).is_late
 
     def to_json(self) -> dict[str, Any]:
         """Return the line of the file."""
@@ -136,6 +144,7 @@ def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _
         rollout_id=outcome.rollout.rollout_id,
         attempt_id=None if attempt is None else attempt.attempt_id,
         status=status,
+        ending=None if outcome.ending is None else outcome.ending.slug,
         reward=total(outcome.rewards) if good else None,
         rewards=_by_label(outcome.rewards, heard.labels) if good else {},
         usage=heard.usage,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from lightning_trainer.choices import Timeouts
 from lightning_trainer.evaluation.passes import pass_all, pass_at
 from lightning_trainer.evaluation.samples import Sample, Usage
 from lightning_trainer.intervals import METHOD, Estimate, estimate_difference, estimate_mean, reward_bounds
@@ -23,10 +24,12 @@ class Counting:
         failed: the reward of a sample whose program failed by what the model said; ``exclude`` leaves it out, and
             ``lowest`` takes 0, or the lowest reward of all that is compared where that is less.
         success: the least reward that is a success.
+        timeouts: whether samples that were too slow count as failed by what the model said, or are left out.
     """
 
     failed: Failed = "lowest"
     success: float = 1.0
+    timeouts: Timeouts = "count"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class Summary:
         samples: samples that were drawn of each task.
         counted: samples that count.
         crashed: samples whose program failed by what the model said.
+        timed_out: samples that were too slow after a model had answered, whether they count or not.
         left_out: samples that failed otherwise, and do not count.
         pass_at: chance that at least one of k samples succeeds, by k.
         pass_all: chance that k samples all succeed, by k.
@@ -68,6 +72,7 @@ class Summary:
     samples: int
     counted: int
     crashed: int
+    timed_out: int
     left_out: int
     pass_at: Mapping[int, float]
     pass_all: Mapping[int, float]
@@ -100,6 +105,7 @@ class Summary:
             "counted": self.counted,
             "failed": self.crashed + self.left_out,
             "crashed": self.crashed,
+            "timed_out": self.timed_out,
             "left_out": self.left_out,
             "failed_reward": self.failed_reward,
             "sample_seconds": round(self.sample_seconds, 3),
@@ -127,6 +133,7 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         samples=drawn,
         counted=sum(map(len, by_task.values())),
         crashed=crashed,
+        timed_out=sum(sample.is_late for sample in samples),
         left_out=len(samples) - sum(map(len, by_task.values())) - (crashed if crash is None else 0),
         pass_at={k: _mean([pass_at(n, c, k) for n, c in its]) for k, its in each.items() if its},
         pass_all={k: _mean([pass_all(n, c, k) for n, c in its]) for k, its in each.items() if its},

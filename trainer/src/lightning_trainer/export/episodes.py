@@ -21,7 +21,7 @@ from lightning_spans.store.traces import each_trace
 from lightning_trainer.export.asked import UnreadableError
 from lightning_trainer.export.chat import exchange, spoken
 from lightning_trainer.export.wanted import NOT_ENDED, OTHER_ATTEMPT, Wanted
-from lightning_trainer.rl.account import ATTEMPT_FAILED
+from lightning_trainer.rl.endings import ending_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def episodes(store: Store, wanted: Wanted) -> Iterator[StoredEpisode]:
             task=task,
             opening=opening,
             group=attempt.rollout.group_id if attempt is not None else opening or trace.attempt_id or "",
-            problem=_problem(attempt, newest),
+            problem=_problem(attempt, trace, newest),
         )
 
 
@@ -122,13 +122,13 @@ def _newest(attempts: Mapping[str, AttemptRecord]) -> dict[str, str]:
     return {one.rollout.rollout_id: one.attempt_id for one in sorted(good, key=lambda attempt: attempt.number)}
 
 
-def _problem(attempt: AttemptRecord | None, newest: Mapping[str, str]) -> str | None:
+def _problem(attempt: AttemptRecord | None, trace: Trace, newest: Mapping[str, str]) -> str | None:
     if attempt is None:
         return None
     if attempt.status == "running":
         return NOT_ENDED
     if attempt.status != "succeeded":
-        return ATTEMPT_FAILED
+        return ending_of(attempt, trace).text
     return None if newest[attempt.rollout.rollout_id] == attempt.attempt_id else OTHER_ATTEMPT
 
 

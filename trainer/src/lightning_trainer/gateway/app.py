@@ -197,6 +197,7 @@ def create_app(
         routing=lambda: app.state.routing,
     )
     gateway.register(replays)
+    app.state.cut = gateway.cut
     receiver = OtlpReceiver(
         access=access, leases=leases, intake=intake, writer=writer, metrics=metrics, limits=limits, live=live
     )

@@ -32,6 +32,6 @@ def judged(
     algorithm = algorithm if algorithm.grouped else GRPO
     if every_agent and config.agents is not None:  # those that are selected by their path go on being called by it
         config = config.model_copy(update={"agents": (*config.agents, "*")})
-    ended = outcomes(store, rollouts)
+    ended = outcomes(store, rollouts, config.timeouts)
     with installed(read_rules(config.rewards, credit=config.credit, gamma=config.gamma)):
         return algorithm.batch(config, ended, lambda ids: traces_of(store, attempt_ids=ids), whole=False), ended

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 # Why a call is not trained on. The first ones are decided by whoever chooses calls, the later ones by `make_rows`.
 NOT_SELECTED: Final = "agent not selected"
 REPLAYED: Final = "answered from a record"
-ATTEMPT_FAILED: Final = "attempt failed"
+ATTEMPT_FAILED: Final = "attempt failed"  # where nothing says how
+OTHER_ATTEMPT: Final = "another attempt of the rollout counts"
 FORK_ENDED: Final = "of a fork that was not as its record"
 FORK: Final = "of a fork, which this credit does not look at"
 NO_ALTERNATIVE: Final = "no alternative to compare it with"

@@ -11,11 +11,12 @@ from typing import Any, Final, Literal, TypeAlias
 from lightning_spans.errors import LightningError, RewardError
 from lightning_spans.record.stalls import Wait, begin
 from lightning_spans.schema.attempts import AttemptRecord, Rollout, RolloutStatus
-from lightning_spans.schema.replays import ENDED
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.rl.failures import is_policys
+from lightning_trainer.choices import Timeouts
+from lightning_trainer.rl.account import ATTEMPT_FAILED, OTHER_ATTEMPT
+from lightning_trainer.rl.endings import Ending, ending_of, needs_trace
 
 POLL_S: Final = 0.25
 SLACK_S: Final = 60.0  # a runner notices a time-out, ends the attempt and tells the store well within this
@@ -37,8 +38,9 @@ class Outcome:
         attempt: its successful attempt, the last one if there are several; None when none succeeded.
         attempts: all of its attempts in order.
         rewards: of `attempt`; empty without one.
-        crash: its first attempt that failed by the policy's own doing, see `failures`; None where none did. Where
+        crash: its first attempt that failed by the policy's own doing, see `endings`; None where none did. Where
             failures count, it counts, and no retry makes it good: else a policy that crashes would draw until it wins.
+        endings: how each of its attempts ended, by its id.
         unjudged: why the judge gave it no reward; None where it did, or there is no judge. It is left out then.
     """
 
@@ -47,6 +49,7 @@ class Outcome:
     attempts: tuple[AttemptRecord, ...]
     rewards: tuple[Reward, ...] = field(default=())
     crash: AttemptRecord | None = None
+    endings: Mapping[str, Ending] = field(default_factory=dict)
     unjudged: str | None = None
 
     def counts(self, failed: Failed) -> AttemptRecord | None:
@@ -54,6 +57,23 @@ class Outcome:
         if self.unjudged is not None:
             return None
         return self.attempt if failed == "exclude" or self.crash is None else self.crash
+
+    @property
+    def ending(self) -> Ending | None:
+        """How it ended: as the attempt did that failed by the policy's doing, else as its success, else as its last."""
+        if self.unjudged is not None:
+            return Ending.UNJUDGED
+        attempt = self.crash or self.attempt or (self.attempts[-1] if self.attempts else None)
+        return None if attempt is None else self.endings.get(attempt.attempt_id)
+
+    def why_left_out(self, attempt_id: str) -> str:
+        """Say why an attempt does not count, as the account does."""
+        ending = self.endings.get(attempt_id)
+        if self.unjudged is not None and self.attempt is not None and attempt_id == self.attempt.attempt_id:
+            return Ending.UNJUDGED.text
+        if ending is None:
+            return ATTEMPT_FAILED
+        return OTHER_ATTEMPT if ending is Ending.SUCCEEDED else ending.text
 
     @property
     def error(self) -> str | None:
@@ -143,8 +163,14 @@ def wait(
             time.sleep(poll_s)
 
 
-def outcomes(store: Store, rollouts: Sequence[Rollout]) -> list[Outcome]:
-    """Say what became of rollouts that have ended, in their order."""
+def outcomes(store: Store, rollouts: Sequence[Rollout], timeouts: Timeouts = "count") -> list[Outcome]:
+    """Say what became of rollouts that have ended, in their order.
+
+    Args:
+        store: where they were run.
+        rollouts: they have ended.
+        timeouts: ``exclude``: an attempt that was too slow is no failure of the policy's.
+    """
     ids = [rollout.rollout_id for rollout in rollouts]
     ended = {rollout.rollout_id: rollout for rollout in store.rollouts(rollout_ids=ids)}
     attempts: dict[str, list[AttemptRecord]] = defaultdict(list)
@@ -153,31 +179,32 @@ def outcomes(store: Store, rollouts: Sequence[Rollout]) -> list[Outcome]:
     rewards: dict[str, list[Reward]] = defaultdict(list)
     for reward in store.rewards(rollout_ids=ids):
         rewards[reward.attempt_id].append(reward)
-    crashed = _crashed(store, [attempt for its in attempts.values() for attempt in its])
-    return [_outcome(ended[i], sorted(attempts[i], key=lambda a: a.number), rewards, crashed) for i in ids]
+    endings = _endings(store, [attempt for its in attempts.values() for attempt in its])
+    return [_outcome(ended[i], sorted(attempts[i], key=lambda a: a.number), rewards, endings, timeouts) for i in ids]
 
 
-def _crashed(store: Store, attempts: Sequence[AttemptRecord]) -> frozenset[str]:
-    """Name the attempts that failed by the policy's own doing."""
-    failed = (attempt for attempt in attempts if attempt.status == "failed" and not ended_early(attempt))
-    status = {attempt.attempt_id: attempt.status for attempt in failed}
-    traces = traces_of(store, attempt_ids=sorted(status)) if status else []
-    return frozenset(t.attempt_id for t in traces if t.attempt_id in status and is_policys(status[t.attempt_id], t))
-
-
-def ended_early(attempt: AttemptRecord) -> bool:
-    """Whether an attempt was to replay another and was not as that one: nobody's failure, and nothing to learn from."""
-    return attempt.rollout.replay is not None and ENDED in (attempt.error or "")
+def _endings(store: Store, attempts: Sequence[AttemptRecord]) -> dict[str, Ending]:
+    """Say how attempts ended, by id; of those that failed with what their calls tell."""
+    looked = sorted(attempt.attempt_id for attempt in attempts if needs_trace(attempt))
+    traces = {trace.attempt_id: trace for trace in traces_of(store, attempt_ids=looked)} if looked else {}
+    ended = (attempt for attempt in attempts if attempt.status != "running")
+    return {attempt.attempt_id: ending_of(attempt, traces.get(attempt.attempt_id)) for attempt in ended}
 
 
 def _outcome(
-    rollout: Rollout, attempts: list[AttemptRecord], rewards: Mapping[str, list[Reward]], crashed: frozenset[str]
+    rollout: Rollout,
+    attempts: list[AttemptRecord],
+    rewards: Mapping[str, list[Reward]],
+    endings: Mapping[str, Ending],
+    timeouts: Timeouts,
 ) -> Outcome:
+    its = {attempt.attempt_id: endings[attempt.attempt_id] for attempt in attempts if attempt.attempt_id in endings}
     good = [attempt for attempt in attempts if attempt.status == "succeeded"]
     attempt = good[-1] if good else None
     earned = tuple(rewards.get(attempt.attempt_id, ())) if attempt is not None else ()
-    crash = next((attempt for attempt in attempts if attempt.attempt_id in crashed), None)
-    return Outcome(rollout=rollout, attempt=attempt, attempts=tuple(attempts), rewards=earned, crash=crash)
+    policys = {attempt_id for attempt_id, ending in its.items() if ending.is_policys(timeouts)}
+    crash = next((attempt for attempt in attempts if attempt.attempt_id in policys), None)
+    return Outcome(rollout=rollout, attempt=attempt, attempts=tuple(attempts), rewards=earned, crash=crash, endings=its)
 
 
 def _refuse_missing_rewards(attempts: Sequence[AttemptRecord]) -> None:

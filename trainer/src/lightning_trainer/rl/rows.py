@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_spans.schema.calls import PARTIAL
 from lightning_spans.schema.transitions import Tokens, Transition
+from lightning_trainer.call_errors import CUT
 from lightning_trainer.choices import Aggregation
 from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION, ONLY_MESSAGES
 from lightning_trainer.rl import account as reasons
@@ -135,7 +136,7 @@ def make_rows(
 
 def why_untrainable(transition: Transition, *, max_tokens: int | None = None) -> str | None:
     """Say why this transition can't be a training row; None when it can. The reasons stand in `account`."""
-    if transition.error is not None:
+    if transition.error is not None and not transition.sampling.get(CUT):
         return reasons.CALL_FAILED
     if transition.tokens is None:
         return why_no_tokens(transition)

@@ -84,7 +84,14 @@ class Embedded:
             run.check()
             routing = routing_of(run.config, learner.engine.model)
             local = stack.enter_context(
-                serving(run.store, run.runner, routing=routing, engine=learner.engines, port=run.config.port)
+                serving(
+                    run.store,
+                    run.runner,
+                    routing=routing,
+                    engine=learner.engines,
+                    port=run.config.port,
+                    timeouts=run.config.timeouts,
+                )
             )
             run.begin()
             loop = Loop(run, local, learner, state, teacher)

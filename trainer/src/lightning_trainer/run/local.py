@@ -11,6 +11,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store, open_store
+from lightning_trainer.choices import Timeouts
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.policies import parse
 from lightning_trainer.rl.rollouts import Outcome, outcomes, wait
@@ -40,11 +41,13 @@ class Local:
             get, whatever else waits in the same database.
         runner: claims and ends rollouts with a key that can do no more.
         url: of the server, without ``/v1``.
+        timeouts: how rollouts that were too slow count.
     """
 
     store: Store
     runner: Runner
     url: str
+    timeouts: Timeouts = "count"
 
     def run(
         self, rollouts: Sequence[Rollout], progress: Progress, what: str, *, check: Callable[[], None] = lambda: None
@@ -78,7 +81,7 @@ class Local:
         except BaseException:
             self.store.cancel([rollout.rollout_id for rollout in rollouts])
             raise
-        return outcomes(self.store, rollouts)
+        return outcomes(self.store, rollouts, self.timeouts)
 
 
 @contextmanager
@@ -93,6 +96,7 @@ def serving(
     host: str = LOOPBACK,
     keys: Keys | None = None,
     extend: Callable[[App], None] | None = None,
+    timeouts: Timeouts = "count",
 ) -> Iterator[Local]:
     """Serve the store and let a runner that has started claim from it, until the block ends.
 
@@ -108,6 +112,7 @@ def serving(
         host: address to listen on. On another than this machine's own nothing is encrypted.
         keys: of the server; None: new ones, which nobody else has.
         extend: adds routes to the server's app.
+        timeouts: how rollouts that were too slow count.
 
     Raises:
         ConfigError: the port is in use.
@@ -126,7 +131,7 @@ def serving(
     claims = HttpStore(url, key=keys.issue("runner", expires_s=RUN_S))
     try:
         runner.serve(claims)
-        yield Local(store, runner, url)
+        yield Local(store, runner, url, timeouts)
     finally:
         runner.stop()
         claims.close()

@@ -95,7 +95,9 @@ def probe(
         progress.phase(f"loading {config.model}")
         learner = stack.enter_context(closing(make(config)))
         routing = routing_of(config, learner.engine.model)
-        local = stack.enter_context(serving(store, runner, routing=routing, engine=learner.engines))
+        local = stack.enter_context(
+            serving(store, runner, routing=routing, engine=learner.engines, timeouts=config.timeouts)
+        )
         loaded = time.monotonic() - began
         ran = _run(config, [tasks[place] for place in places], local, judge, progress)
         learned = _learn(learner, ran.rows, progress) if update else 0.0

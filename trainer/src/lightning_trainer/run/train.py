@@ -21,6 +21,7 @@ from lightning_trainer.report import trackers
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import IMPORTING, Progress, Silent
 from lightning_trainer.rl.algorithms.protocol import credit_of
+from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.rl.rewards import read_rules
 from lightning_trainer.run.data import Task, digest, load_tasks, shared
 from lightning_trainer.run.folders import STORE_NAME, held, new_folder
@@ -84,6 +85,8 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
             progress=progress,
             check=check,
         )
+        if config.timeouts == "exclude":
+            progress.note(LATE_LEFT_OUT)
         if both := shared(tasks, val):
             progress.note(
                 f"WARNING: {both} of {len(val)} held-out tasks are training tasks, too, so that learning these"

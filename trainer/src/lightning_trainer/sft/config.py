@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.choices import Timeouts
 from lightning_trainer.config.defaults import with_adapters
 from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
 from lightning_trainer.naming import parse_rules
@@ -185,6 +186,9 @@ class RoundsConfig(SftConfig):
     failed: Literal["exclude", "lowest"] | float = "lowest"
     """Reward of an execution whose program failed after a model had answered, as in train: 0, or the lowest of the
     round where that is less (lowest), this reward, or nothing (exclude) (rounds)."""
+    timeouts: Timeouts = "count"
+    """How executions count that were too slow after a model had answered, as in train: as failures (count), or not at
+    all (exclude) (rounds)."""
     name_by: tuple[str, ...] = ()
     """Rule that names the agents of calls which no header names, as in train: [NAME=]WHERE[:REGEX] (rounds)."""
     workdir: str | None = None

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.store import Store
 from lightning_trainer.backends.verl.engine import VllmEngine
+from lightning_trainer.choices import Timeouts
 from lightning_trainer.gateway.http.guard import is_loopback
 from lightning_trainer.judging.judge import GroupJudge
 from lightning_trainer.report.metrics import Kind
@@ -85,13 +86,15 @@ def add_routes(
         app.add_api_route(f"/api/verl/{endpoint.__name__}", endpoint, methods=["POST"], include_in_schema=False)
 
 
-def judging_by(judge: GroupJudge | None, store: Store) -> Callable[[Sequence[str]], Mapping[str, str]]:
+def judging_by(
+    judge: GroupJudge | None, store: Store, timeouts: Timeouts = "count"
+) -> Callable[[Sequence[str]], Mapping[str, str]]:
     """Return what judges the rollouts of a group, which keeps rewards in the store, and says why some have none."""
 
     def judging(rollout_ids: Sequence[str]) -> Mapping[str, str]:
         if judge is None:
             raise ConfigError("this run has no judge.")
-        judged = judge.verdicts(outcomes(store, store.rollouts(rollout_ids=rollout_ids)))
+        judged = judge.verdicts(outcomes(store, store.rollouts(rollout_ids=rollout_ids), timeouts))
         return {each.rollout.rollout_id: each.unjudged for each in judged if each.unjudged is not None}
 
     return judging

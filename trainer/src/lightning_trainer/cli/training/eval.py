@@ -56,7 +56,12 @@ if TYPE_CHECKING:
 @name_by_option
 @click.option("--success", type=float, help="Least reward that is a success, for pass@k and pass^k. [default: 1]")
 @click.option(
-    "--failed", help="Reward of a crash after a model's answer: a number, lowest or exclude. [default: lowest]"
+    "--failed", help="Reward of a failure after a model's answer: a number, lowest or exclude. [default: lowest]"
+)
+@click.option(
+    "--timeouts",
+    type=click.Choice(["count", "exclude"]),
+    help="Whether samples that were too slow after a model's answer count as failed. [default: count]",
 )
 @click.option("--temperature", type=click.FloatRange(0), help="Forced on the calls; as asked by default.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer whose request names no limit.")
@@ -136,7 +141,8 @@ def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
         raise ConfigError("name the agent: a TARGET module:function, or --command, and one of them.")
     if flags.get("data") is None:
         raise ConfigError("give the tasks to run: --data FILE.")
-    counting = Counting(failed=_failed(flags.pop("failed", "lowest")), success=flags.pop("success", Counting().success))
+    own = {name: flags.pop(name) for name in ("success", "timeouts") if name in flags}
+    counting = Counting(failed=_failed(flags.pop("failed", "lowest")), **own)
     loading = ("chat_template", "device", "dtype", "max_model_len", "tool_format")
     load = {name: flags.pop(name) for name in loading if name in flags}
     if load and (flags.get("endpoint") or flags.get("model") is None):
@@ -210,7 +216,7 @@ def _in_words(summary: Summary) -> str:
         text += f", pass@1 {summary.pass_at[1]:.3f}"
     if summary.crashed:
         counts = "left out" if summary.failed_reward is None else f"counted as {summary.failed_reward:g}"
-        text += f"; {summary.crashed} crashed after a model's answer, {counts}"
+        text += f"; {summary.crashed} failed after a model's answer ({summary.timed_out} too slow), {counts}"
     if summary.left_out:
         text += f"; {summary.left_out} failed otherwise and do not count (--resume tries them again)"
     return f"{text}; {summary.sample_seconds:.1f} s a sample"

@@ -44,6 +44,7 @@ class ApiState(Protocol):
     limits: Limits
     routing: Routing
     forget: Callable[[str], None]
+    cut: Callable[[str], None]
     metrics: Metrics
     began_ns: int
     replays: Sessions
@@ -131,6 +132,7 @@ def _finish(asked: _Asked) -> str:
     state.leases.check(asked.grant, [given["attempt_id"]])
     rewards = given_by(asked.grant, given.pop("rewards"), state.store)
     [end] = _fairly(state, [End(**given | {"error": _masked(given["error"])}, rewards=rewards)])
+    _cut_calls(state, [end])
     try:
         status = state.store.finish(end.attempt_id, end.fence, status=end.status, rewards=end.rewards, error=end.error)
     except LeaseLostError:
@@ -149,6 +151,7 @@ def _finish_all(asked: _Asked) -> list[dict[str, str]]:
     ]
     answers = []
     ends = _fairly(state, ends)
+    _cut_calls(state, ends)
     for end, told in zip(ends, state.store.finish_all(ends), strict=True):
         if isinstance(told, LightningError):
             if isinstance(told, LeaseLostError):
@@ -159,6 +162,13 @@ def _finish_all(asked: _Asked) -> list[dict[str, str]]:
             state.forget(end.attempt_id)
             answers.append({"status": told})
     return answers
+
+
+def _cut_calls(state: ApiState, ends: Sequence[End]) -> None:
+    """End what attempts that did not succeed still have under way, so that their calls are on record with their end."""
+    for end in ends:
+        if end.status != "succeeded":
+            state.cut(end.attempt_id)
 
 
 def _fairly(state: ApiState, ends: list[End]) -> list[End]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from lightning_trainer.call_errors import QUOTA_EXCEEDED
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.settings import Limits
@@ -83,9 +84,9 @@ def _spent(grant: Grant, what: str, most: int, left_s: float) -> Refusal:
     if grant.scope == "live":
         wait_s = max(1, round(left_s))
         message = f"this live key may send {most} {what} in an hour, and has: send more in {wait_s} s"
-        return Refusal(429, message, "rate_limit_error", "quota_exceeded", {"retry-after": str(wait_s)})
+        return Refusal(429, message, "rate_limit_error", QUOTA_EXCEEDED, {"retry-after": str(wait_s)})
     message = (
         f"this attempt may send {most} {what} in all, and has. Where that is too few, start the server with a higher"
         f" --limit attempt_{what.rpartition(' ')[2]}=N."
     )
-    return Refusal(429, message, "rate_limit_error", "quota_exceeded", {"x-should-retry": "false"})
+    return Refusal(429, message, "rate_limit_error", QUOTA_EXCEEDED, {"x-should-retry": "false"})

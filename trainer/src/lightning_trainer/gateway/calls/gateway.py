@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lightning_trainer.call_errors import ATTEMPT_ENDED, CLIENT_GONE
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.calls.incoming import Decider, IncomingCall
 from lightning_trainer.gateway.calls.models import ServedModels
 from lightning_trainer.gateway.calls.recording import CallRecord
 from lightning_trainer.gateway.http.asgi import ClientGoneError, headers, send_bytes, send_json, unless_gone
-from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.http.errors import Refusal, unauthorized
 from lightning_trainer.gateway.http.metrics import Metrics
 from lightning_trainer.gateway.ingest.writer import RecordWriter
 from lightning_trainer.gateway.intake.intake import Intake
@@ -21,7 +23,7 @@ from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.surfaces.messages import MessagesSurface
 from lightning_trainer.gateway.surfaces.surface import Surface
 
-CLIENT_GONE = "client cut the connection"
+_CUT_S: Final = 5.0  # for the records of calls that are cut
 
 
 class Gateway:
@@ -44,7 +46,9 @@ class Gateway:
         self._intake = intake
         self._routing = routing
         self._deciders: list[Decider] = []
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], str | None] = {}  # with the attempt of each
+        self._cut: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
         writer.expected = lambda: len(self._open)
 
     def register(self, decider: Decider) -> None:
@@ -55,6 +59,26 @@ class Gateway:
         """Wait until every call that was begun has left its record; uvicorn only cancels them when it stops."""
         if self._open:
             await asyncio.wait(self._open, timeout=timeout_s)
+
+    def cut(self, attempt_id: str) -> None:
+        """End the calls of an attempt that are still being answered, and wait for their records. Not on the event loop.
+
+        Nobody waits for the answers, and the tokens sampled so far say whether the policy had a part in the end.
+        """
+        if self._loop is not None and attempt_id in list(self._open.values()):
+            asyncio.run_coroutine_threadsafe(self._cut_calls(attempt_id), self._loop).result()
+
+    async def _cut_calls(self, attempt_id: str) -> None:
+        tasks = [task for task, its in self._open.items() if its == attempt_id and task not in self._cut]
+        self._cut.update(tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CUT_S)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._open.pop(task, None)
+        self._cut.discard(task)
 
     async def models(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI signature
         """Answer ``GET /v1/models``: the names of the policies, as OpenAI's and Anthropic's clients read them."""
@@ -97,24 +121,24 @@ class Gateway:
         """Answer one model call and keep its record, whatever becomes of it; `sent` are its headers."""
         task = asyncio.current_task()
         if task is not None:
-            self._open.add(task)
-            task.add_done_callback(self._open.discard)
+            self._loop = asyncio.get_running_loop()
+            self._open[task] = pending.requested.grant.attempt_id
+            task.add_done_callback(self._closed)
         kept = CallRecord(self._writer, self._metrics)
         call = IncomingCall(surface, pending, sent, self._routing(), self._models, kept, self._metrics, receive, send)
         decider = next((decider for decider in self._deciders if decider.takes(pending.requested.grant)), None)
         try:
             await (call.sample() if decider is None else decider.answer(call))
         except ClientGoneError:
-            await kept.failed(pending, CLIENT_GONE)
+            await kept.cut(pending, CLIENT_GONE)
         except asyncio.CancelledError:
-            kept.cancelled(pending)
-            raise
+            if task not in self._cut or task.uncancel():  # more than once: the server stops too
+                kept.cancelled(pending)
+                raise
+            await kept.cut(pending, ATTEMPT_ENDED)
+            await _send_error(call, unauthorized(ATTEMPT_ENDED))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is recorded and told to the client
-            refusal = await kept.refused(pending, error)
-            if call.sender is not None and call.sender.started:
-                await call.sender.fail(refusal)
-            else:
-                await send_bytes(send, surface.refusal(refusal), status=refusal.status, extra=refusal.headers)
+            await _send_error(call, await kept.refused(pending, error))
 
     async def count_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer ``POST /v1/messages/count_tokens``: nothing is drawn, so it makes no call."""
@@ -145,3 +169,11 @@ class Gateway:
         except ClientGoneError:
             return
         await send_bytes(send, found)
+
+
+async def _send_error(call: IncomingCall, refusal: Refusal) -> None:
+    """Tell the client of an error, in the stream if one has begun."""
+    if call.sender is not None and call.sender.started:
+        await call.sender.fail(refusal)
+    else:
+        await send_bytes(call.send, call.surface.refusal(refusal), status=refusal.status, extra=refusal.headers)

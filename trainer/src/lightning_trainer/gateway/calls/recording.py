@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_spans.errors import StoreError
+from lightning_trainer.call_errors import CUT
 from lightning_trainer.gateway.http.errors import Refusal, store_down
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.http.metrics import Metrics
@@ -36,9 +37,10 @@ class CallRecord:
             raise store_down(problem) from problem
         self._metrics.call(call)
 
-    async def failed(self, pending: PendingCall, error: str) -> None:
-        """Keep a call that failed, unless it is kept already; the client is not there to hear of a failing store."""
+    async def cut(self, pending: PendingCall, error: str) -> None:
+        """Keep a call that was cut, unless it is kept already; the client is not there to hear of a failing store."""
         if not self._begun:
+            pending.note(**{CUT: True})
             try:
                 await self.record(pending, error)
             except Refusal as refusal:

@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope
 
 from lightning_spans.record.stalls import waiting
 from lightning_spans.schema.json import loads
+from lightning_trainer.call_errors import TOO_MUCH_AT_ONCE
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.auth.quotas import Quotas
 from lightning_trainer.gateway.http import weight
@@ -130,7 +131,7 @@ class Intake:
             nonlocal held
             if self._held_by[name] + size > own:
                 message = f"requests of this key that are under way hold {own} bytes: wait for their answers"
-                raise Refusal(429, message, "rate_limit_error", "too_much_at_once", {"retry-after": "1"})
+                raise Refusal(429, message, "rate_limit_error", TOO_MUCH_AT_ONCE, {"retry-after": "1"})
             if self._held + size > self._limits.held_bytes:
                 message = "requests that are under way hold all the memory that there is for them: send this again"
                 raise Refusal(503, message, "server_error", "overloaded", {"retry-after": "1"})

@@ -14,6 +14,7 @@ from starlette.types import Send
 from lightning_spans.adapter.trace import Node
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.calls import Choice
+from lightning_trainer.call_errors import CUT_CALLS
 from lightning_trainer.gateway.calls.answers import Record
 from lightning_trainer.gateway.calls.completion import tool_call_deltas
 from lightning_trainer.gateway.calls.response import ResponseSender
@@ -24,7 +25,6 @@ from lightning_trainer.gateway.replay.record import RecordedCall
 from lightning_trainer.gateway.request.pending import PendingCall, PendingChoice, SampledCall
 
 HEADER: Final = "x-lightning-replay"
-CUT: Final = "client cut the connection"
 _PIECES: Final = re.compile(r"\s*\S+\s*|\s+")  # of a text that is streamed: words
 _STATUS: Final = "http.response.status_code"
 _ONCE: Final = {"x-should-retry": "false"}  # what the client made of its tries is one call of the record
@@ -132,7 +132,7 @@ class RecordedAnswer:
         if self.policy is not None:
             self.policy.remember(pending)
         completion = _completion(pending, node, self.call.body, None if self.policy is None else self.policy.decode)
-        cut = node.call is not None and node.call.error == CUT
+        cut = node.call is not None and node.call.error in CUT_CALLS
         if self.call.is_left:
             if streams and any(choice.message for choice in pending.sampled.choices):
                 await sender.chunks(list(_chunks(pending, completion, whole=False)))

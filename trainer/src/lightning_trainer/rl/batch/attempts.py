@@ -13,7 +13,8 @@ from lightning_spans.schema.replays import ENDED
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
 from lightning_trainer.rl.credit.played import Fork, Played
-from lightning_trainer.rl.rollouts import Failed, Outcome, ended_early
+from lightning_trainer.rl.endings import ended_early
+from lightning_trainer.rl.rollouts import Failed, Outcome
 from lightning_trainer.rl.scores import reward_of_failures, total
 
 if TYPE_CHECKING:

@@ -109,12 +109,14 @@ def _that_count(
     crashed, teams = reward_of_failures(outcomes, failed), teams_of(outcomes)
     for outcome in outcomes:
         attempt = outcome.counts(failed)
-        seen = sum(len(by_attempt[a.attempt_id][0]) for a in outcome.attempts if a.attempt_id in by_attempt)
+        seen = {a.attempt_id: len(by_attempt[a.attempt_id][0]) for a in outcome.attempts if a.attempt_id in by_attempt}
         if outcome.rollout.replay is not None and (not forks or fork_ended(outcome, by_attempt)):
-            account = account.plus_dropped(reasons.FORK_ENDED if forks else reasons.FORK, seen)
+            account = account.plus_dropped(reasons.FORK_ENDED if forks else reasons.FORK, sum(seen.values()))
             continue
         its = None if attempt is None else counted_attempt(outcome, attempt, by_attempt, crashed, teams)
-        account = account.plus_dropped(reasons.ATTEMPT_FAILED, seen - (len(its.transitions) if its else 0))
+        for attempt_id, calls in seen.items():
+            if its is None or attempt_id != its.attempt_id:
+                account = account.plus_dropped(outcome.why_left_out(attempt_id), calls)
         counted += [its] if its else []
     return counted, account
 

@@ -22,6 +22,7 @@ from lightning_trainer.naming import parse_rules
 from lightning_trainer.policies import parse
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import IMPORTING, Progress, Silent
+from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.run.data import digest, load_tasks
 from lightning_trainer.run.folders import STORE_NAME, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
@@ -82,7 +83,11 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
             learner.load(folder / state.weights)
         log = stack.enter_context(closing(MetricLog(folder, from_step=state.steps)))
         routing = _routing(config, learner.engine.model)
-        local = stack.enter_context(serving(store, runner, routing=routing, engine=learner.engines))
+        if config.timeouts == "exclude":
+            progress.note(LATE_LEFT_OUT)
+        local = stack.enter_context(
+            serving(store, runner, routing=routing, engine=learner.engines, timeouts=config.timeouts)
+        )
         loop = RoundLoop(
             config=config, tasks=tasks, val=val, folder=folder, store=store, local=local, learner=learner, judge=judge,
             log=log, progress=progress, check=check, state=state, steps=state.steps,

@@ -16,7 +16,6 @@ from lightning_spans.store.protocol import Where, whole_list
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.credit_report import credit_report, turns_of
 from lightning_trainer.report.recomputed import judged
-from lightning_trainer.rl import account as reasons
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.resampling import with_contrast
@@ -143,8 +142,9 @@ def _link_failed(links: dict[str, list[CallLink]], outcomes: Sequence[Outcome], 
     counted = {call.transition.attempt_id for call in calls}
     for outcome in outcomes:
         for attempt in outcome.attempts:
-            if attempt.attempt_id not in counted and len(links[reasons.ATTEMPT_FAILED]) < _LINKS:
-                links[reasons.ATTEMPT_FAILED].append(
+            reason = outcome.why_left_out(attempt.attempt_id)
+            if attempt.attempt_id not in counted and len(links[reason]) < _LINKS:
+                links[reason].append(
                     CallLink(
                         rollout_id=outcome.rollout.rollout_id,
                         attempt_id=attempt.attempt_id,

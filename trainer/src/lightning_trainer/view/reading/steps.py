@@ -188,7 +188,8 @@ def outcomes_of(reader: StoreReader, run: Run, rollouts: Sequence[Rollout]) -> d
     def scored(outcome: Outcome) -> Outcome:
         return replace(outcome, rewards=tuple(each for each in outcome.rewards if each.source not in run.rules))
 
-    return {each.rollout.rollout_id: scored(each) for each in outcomes(reader, rollouts)}
+    timeouts = "count" if run.config is None else run.config.timeouts
+    return {each.rollout.rollout_id: scored(each) for each in outcomes(reader, rollouts, timeouts)}
 
 
 def crash_reward(reader: StoreReader, run: Run, step: Step, outcomes: Iterable[Outcome]) -> float:

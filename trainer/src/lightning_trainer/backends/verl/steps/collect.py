@@ -69,6 +69,7 @@ class RolloutCollector:
             self._store,
             judging=self._judge if self._options else None,
             at_once=self._options.concurrency if self._options else 1,
+            timeouts=self._run.timeouts,
         )
         # Of this start: rollouts of a run that was killed are not taken again.
         self._name = name_start(Path(lightning.config).parent)
@@ -133,7 +134,7 @@ class RolloutCollector:
         """Have a group judged where the judge is, in the run's own process, and read what it came to."""
         limit_s = self._options.longest_s if self._options else 0.0
         unjudged = self._control.judge([outcome.rollout.rollout_id for outcome in ended], limit_s)
-        again = outcomes(self._store, [outcome.rollout for outcome in ended])
+        again = outcomes(self._store, [outcome.rollout for outcome in ended], self._run.timeouts)
         return [replace(outcome, unjudged=unjudged.get(outcome.rollout.rollout_id)) for outcome in again]
 
     def _group_of(self, index: int) -> str:

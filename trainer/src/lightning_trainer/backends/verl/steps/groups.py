@@ -13,6 +13,7 @@ from typing import Final
 from lightning_spans.errors import LightningError, RewardError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
+from lightning_trainer.choices import Timeouts
 from lightning_trainer.rl.rollouts import REWARD_ERROR, SLACK_S, Outcome, StalledError, outcomes
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,20 @@ class Groups:
         poll_s: seconds between looks.
         judging: gives outcomes rewards before they are handed on, in other threads; None: they have theirs.
         at_once: groups that are judged at once.
+        timeouts: how rollouts that were too slow count.
     """
 
     def __init__(
-        self, store: Store, *, poll_s: float = POLL_S, judging: Judging | None = None, at_once: int = 1
+        self,
+        store: Store,
+        *,
+        poll_s: float = POLL_S,
+        judging: Judging | None = None,
+        at_once: int = 1,
+        timeouts: Timeouts = "count",
     ) -> None:
         self._store = store
+        self._timeouts = timeouts
         self._poll_s = poll_s
         self._lock = threading.Lock()
         self._pending: dict[str, tuple[Sequence[Rollout], OnEnd]] = {}
@@ -103,7 +112,7 @@ class Groups:
             time.sleep(max(self._poll_s, len(ids) * _POLL_EACH_S))
 
     def _end(self, group_id: str, rollouts: Sequence[Rollout], on_end: OnEnd) -> None:
-        ended = outcomes(self._store, rollouts)
+        ended = outcomes(self._store, rollouts, self._timeouts)
         for attempt in (attempt for outcome in ended for attempt in outcome.attempts):
             if attempt.status == "failed" and (attempt.error or "").startswith(REWARD_ERROR):
                 raise RewardError(

@@ -1,0 +1,165 @@
+"""How attempts end counts the same everywhere: programs in workers, calls at a gateway, and a batch made of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeEngine
+
+from lightning_spans.store import open_store
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.report.progress import Silent
+from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.batch.batch import Batch
+from lightning_trainer.rl.endings import Ending
+from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.rl.scores import score
+from lightning_trainer.run.local import serving
+from lightning_trainer.runner.runner import Runner
+from lightning_trainer.runner.target import Job
+
+pytest.importorskip("openai")
+
+SHORT_S, PATIENT_S = 4.0, 120.0  # enough for an answer, which takes milliseconds; never reached by what ends
+
+PROGRAM = """
+import asyncio, threading
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded")
+
+def ask(text, **options):
+    with agent("writer"):
+        reply = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0).chat.completions.create(
+            model="m", messages=[{"role": "user", "content": text}], **options)
+    return reply.choices[0].message.content
+
+def run(task):
+    said = ask("go")
+    if said == "hang":
+        threading.Event().wait()
+    return 1.0 if said == "good" else 0.5
+
+def impatient(task):
+    return float(ask("go", timeout=task.get("limit_s", 120.0)) == "good")
+
+def again(task):
+    said = ask("go")
+    try:
+        ask("fail")
+    except openai.InternalServerError:
+        ask("go on")
+    raise ValueError(said)
+"""
+
+
+class Scripted(FakeEngine):
+    """Answers the first prompts in turn, and never ends one that begins with `~`."""
+
+    def __init__(self, *answers: str) -> None:
+        super().__init__(self._answer, delay_s=0.0)
+        self._answers = list(answers)
+
+    def _answer(self, prompt: str) -> Any:
+        if "fail" in prompt:
+            return RuntimeError("out of memory")
+        said = self._answers.pop(0) if self._answers and "go on" not in prompt else "good"
+        self._delay_s = 0.0
+        if said == "~":
+            self._delay_s = 0.05
+            return "~" * 100_000
+        return said
+
+
+def rolled(
+    folder: Path, target: str, engine: FakeEngine, size: int, timeout_s: float = PATIENT_S, timeouts: Any = "count"
+) -> tuple[list[Outcome], Batch]:
+    """Run a group, one rollout after the other, and make the batch of a step of it. Only the first is short of time."""
+    (folder / "slow_agent.py").write_text(PROGRAM)
+    config = TrainConfig(target=f"slow_agent:{target}", data=folder, model="m", timeouts=timeouts)
+    runner = Runner(Job(target=f"slow_agent:{target}"), workers=1, concurrency=1, logs=folder / "logs", grace_s=0.2)
+    runner.start()
+    store = open_store(str(folder / "store.db"))
+    try:
+        with serving(store, runner, routing=Routing(agents=("writer",)), engine=engine, timeouts=timeouts) as local:
+            first, *rest = plan([{}], name="r:0", size=size, mode="train", max_attempts=1, timeout_s=PATIENT_S)
+            task = {"limit_s": SHORT_S} if target == "impatient" else {}
+            rollouts = [replace(first, task=task, timeout_s=timeout_s), *rest]
+            outcomes = local.run(rollouts, Silent(), "rollouts")
+        batch = algorithm_by_name("grpo").batch(config, outcomes, lambda ids: traces_of(store, attempt_ids=ids))
+        return outcomes, batch
+    finally:
+        runner.stop()
+        store.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def by_rollout(batch: Batch) -> dict[str, float]:
+    """The advantage of each rollout's call."""
+    return {call.transition.rollout_id: call.advantage for call in batch.calls if not math.isnan(call.advantage)}
+
+
+def endings(outcomes: Sequence[Outcome]) -> list[Ending | None]:
+    return [outcome.ending for outcome in outcomes]
+
+
+def test_rollout_that_hangs_after_an_answer_earns_the_lowest_reward_and_stays_in_its_group(folder: Path) -> None:
+    outcomes, batch = rolled(folder, "run", Scripted("hang", "good", "poor"), 3, SHORT_S)
+    assert endings(outcomes) == [Ending.TIMED_OUT, Ending.SUCCEEDED, Ending.SUCCEEDED]
+    assert score(outcomes, "lowest").reward == pytest.approx(0.5)
+    advantages = by_rollout(batch)
+    assert len(advantages) == 3
+    assert min(advantages, key=lambda name: advantages[name]) == outcomes[0].rollout.rollout_id
+    assert len(batch.rows) == 3, "the answer after which it hung is learned from"
+
+
+@pytest.mark.parametrize(
+    ("target", "timeout_s", "ending"),
+    [("impatient", PATIENT_S, Ending.CALL_CUT), ("run", SHORT_S, Ending.TIMED_OUT)],
+    ids=["client", "attempt"],
+)
+def test_answer_that_takes_too_long_is_a_failure_with_the_tokens_sampled_until_then(
+    folder: Path, target: str, timeout_s: float, ending: Ending
+) -> None:
+    """In a plain function, which no time limit can interrupt: its only call is still answered as the attempt ends."""
+    outcomes, batch = rolled(folder, target, Scripted("~", "good"), 2, timeout_s)
+    assert endings(outcomes) == [ending, Ending.SUCCEEDED]
+    advantages = by_rollout(batch)
+    assert advantages[outcomes[0].rollout.rollout_id] < 0 < max(advantages.values())
+    [row] = [row for row in batch.rows if row.advantages[row.mask][0] < 0]
+    assert set(row.tokens[row.mask]) == {ord("~")}
+
+
+def test_timeouts_can_be_left_out(folder: Path) -> None:
+    outcomes, batch = rolled(folder, "run", Scripted("hang", "good"), 2, SHORT_S, timeouts="exclude")
+    assert [outcome.counts("lowest") is None for outcome in outcomes] == [True, False]
+    assert batch.account.dropped == {Ending.TIMED_OUT.text: 1, "group incomplete": 1}
+
+
+def test_call_that_failed_and_was_made_again_excuses_no_crash(folder: Path) -> None:
+    outcomes, _ = rolled(folder, "again", Scripted("poor"), 1)
+    assert endings(outcomes) == [Ending.CRASHED]
+    assert outcomes[0].crash is not None
+
+
+def test_the_docs_list_every_ending() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/endings.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (\w+) \|", page, re.MULTILINE)
+    assert [(slug, text.lower(), who) for slug, text, who in rows] == [
+        (ending.slug, ending.text.lower(), ending.responsible) for ending in Ending
+    ]

@@ -1,0 +1,14 @@
+"""Errors of model calls that the gateway records and that say how an attempt ended."""
+
+from __future__ import annotations
+
+from typing import Final
+
+CLIENT_GONE: Final = "client cut the connection"
+ATTEMPT_ENDED: Final = "the attempt ended before the answer did"
+CUT_CALLS: Final = frozenset({CLIENT_GONE, ATTEMPT_ENDED})
+"""Of calls that ended before their answer, by no fault of the engine."""
+CUT: Final = "cut"  # in a call's sampling, where it is true: the record has all tokens that were sampled until then
+
+QUOTA_EXCEEDED: Final = "quota_exceeded"  # code of a refusal: the key may bring no more, for good or for an hour
+TOO_MUCH_AT_ONCE: Final = "too_much_at_once"  # likewise: until what is under way has its answers

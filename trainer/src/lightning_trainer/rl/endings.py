@@ -1,0 +1,206 @@
+"""Every way an attempt can end, who is responsible, and what it counts as: the one classification of all commands.
+
+What the policy can bring about once a model has answered counts as its failure. If it were left out, a policy would
+learn to crash, to hang or to write long answers wherever success pays well, because only successes would count. What it
+can't bring about is left out and tried again. The exception that ended the attempt decides, not an earlier model call
+that failed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Final, Literal, TypeAlias
+
+from lightning_spans.adapter.trace import Node, Trace
+from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus
+from lightning_spans.schema.replays import ENDED
+from lightning_spans.schema.spans import ERROR_TYPE
+from lightning_trainer.call_errors import CUT_CALLS, QUOTA_EXCEEDED, TOO_MUCH_AT_ONCE
+from lightning_trainer.choices import Timeouts
+
+Responsible: TypeAlias = Literal["policy", "program", "infrastructure", "scorer", "nobody"]
+
+LATE_LEFT_OUT: Final = (
+    "WARNING: timeouts = exclude leaves out what was too slow after a model had answered. The policy can bring that"
+    " about: it may learn to hang, and to write answers that take too long. Use it only where slow machines are to"
+    " blame."
+)
+LATE_LEFT_OUT_OF_FIGURES: Final = (
+    "WARNING: timeouts = exclude leaves out what was too slow after a model had answered, so that an agent that hangs"
+    " seems better than it is. Use it only where slow machines are to blame."
+)
+_STATUS: Final = "http.response.status_code"  # of OpenTelemetry's conventions, on the chat spans of the openai client
+_TOO_SLOW: Final = 408  # the request did not come, or was not answered, in time
+_TOO_MANY: Final = 429
+_SERVER_ERRORS: Final = 500
+_IMPLICIT: Final = "\nDuring handling of the above exception, another exception occurred:\n"
+# How the gateway's own failures begin, for records without a status. Any other refused request is the caller's fault.
+_OURS: Final = (
+    "the store can't",
+    "the model's server",
+    "the engine failed",
+    "the gateway failed",
+    "the server stopped",
+)
+_COMMAND: Final = "the command ended with "  # how the error of an agent that is a command begins
+_LATE: Final = re.compile(r"^(?:[\w.]+\.)?(?:TimeoutError|CancelledError)\b")
+_LATE_TYPE: Final = re.compile(r"Timeout|Cancel|Abort")
+_TELLING: Final = 20  # characters of an error's message that no other error is likely to have
+
+
+class Ending(Enum):
+    """How an attempt ended: in words, and who is responsible."""
+
+    SUCCEEDED = "the program ended and its reward is known", "nobody"
+    CRASHED = "the program failed after a model had answered", "policy"
+    TIMED_OUT = "the attempt reached its time limit after a model had answered", "policy"
+    CALL_CUT = "the program gave up on a model call that was being answered", "policy"
+    OVER_QUOTA = "the attempt had used up a quota of its key", "policy"
+    NO_ANSWER = "the attempt ended before any model had answered", "program"
+    SERVER_FAILED = "a model server failed or could not be reached", "infrastructure"
+    LOST = "the runner or its lease was lost", "infrastructure"
+    RELEASED = "the attempt was given back by its runner", "infrastructure"
+    DISTURBED = "its worker process ended while other attempts ran there", "infrastructure"
+    CANCELLED = "the rollout was cancelled", "nobody"
+    FORK_ENDED = "a replay was not as its record", "nobody"
+    UNJUDGED = "the judge gave no verdict", "scorer"
+
+    @classmethod
+    def from_slug(cls, slug: str) -> Ending:
+        """Read what `slug` gave."""
+        return cls[slug.upper()]
+
+    @property
+    def slug(self) -> str:
+        """Its name in JSON and in metrics."""
+        return self.name.lower()
+
+    @property
+    def text(self) -> str:
+        """What happened, for people."""
+        return self.value[0]
+
+    @property
+    def responsible(self) -> Responsible:
+        """Who brought it about."""
+        return self.value[1]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a slow machine can have the same effect as the policy: `timeouts` says how it counts."""
+        return self in (Ending.TIMED_OUT, Ending.CALL_CUT)
+
+    def is_policys(self, timeouts: Timeouts = "count") -> bool:
+        """Whether it counts as a failure of the policy."""
+        return self.responsible == "policy" and not (self.is_late and timeouts == "exclude")
+
+
+_BY_STATUS: Final[dict[AttemptStatus, Ending]] = {
+    "succeeded": Ending.SUCCEEDED,
+    "lost": Ending.LOST,
+    "released": Ending.RELEASED,
+    "disturbed": Ending.DISTURBED,
+    "cancelled": Ending.CANCELLED,
+}
+
+
+def needs_trace(attempt: AttemptRecord) -> bool:
+    """Whether an attempt's calls say how it ended; else its record alone does."""
+    return attempt.status in ("failed", "timeout") and not ended_early(attempt)
+
+
+def ended_early(attempt: AttemptRecord) -> bool:
+    """Whether an attempt was to replay another and was not as that one: nobody's failure, and nothing to learn from."""
+    return attempt.rollout.replay is not None and ENDED in (attempt.error or "")
+
+
+def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
+    """Say how an attempt ended.
+
+    Args:
+        attempt: it has ended.
+        trace: what is known of its calls; None where nothing is.
+    """
+    if (known := _BY_STATUS.get(attempt.status)) is not None:
+        return known
+    if ended_early(attempt):
+        return Ending.FORK_ENDED
+    chats = () if trace is None else trace.chats
+    if not any(_policy_spoke(chat) for chat in chats):
+        return Ending.NO_ANSWER
+    if attempt.status == "timeout":
+        return Ending.SERVER_FAILED if Ending.SERVER_FAILED in _last_failures(chats) else Ending.TIMED_OUT
+    return _ending_of_failure(attempt.error or "", chats)
+
+
+def _ending_of_failure(error: str, chats: Sequence[Node]) -> Ending:
+    """Say how a failed attempt ended: with a model call's failure, or with an exception of the program's own."""
+    exception = error.rpartition(_IMPLICIT)[2]
+    named = {_failure_of(chat) for chat in chats if not error.startswith(_COMMAND) and _names(exception, chat)}
+    last = _last_failures(chats)
+    is_late = error.startswith(_COMMAND) or _LATE.match(exception.strip().rpartition("\n")[2]) is not None
+    for kind in (Ending.SERVER_FAILED, Ending.OVER_QUOTA, Ending.CALL_CUT):
+        if kind in named or (kind in last and (is_late or kind is not Ending.CALL_CUT)):
+            return kind
+    return Ending.CRASHED
+
+
+def _last_failures(chats: Sequence[Node]) -> set[Ending]:
+    """Say how the model calls failed after which none was answered: the program had nothing to go on with."""
+    answered_ns = max((chat.span.start_ns for chat in chats if _policy_spoke(chat)), default=0)
+    return {kind for chat in chats if (kind := _failure_of(chat)) is not None and chat.span.end_ns >= answered_ns}
+
+
+def _policy_spoke(chat: Node) -> bool:
+    """Whether a model answered a call, or had begun to when it was cut."""
+    call = chat.call
+    if chat.error is None or (call is not None and call.error is None):
+        return True
+    if call is None or call.error not in CUT_CALLS:
+        return False
+    # The embedded engine notes its choices as it begins; an upstream that answers whole shows none before the end.
+    return not call.choices or any(choice.token_ids or choice.message for choice in call.choices)
+
+
+def _failure_of(chat: Node) -> Ending | None:
+    """Say at what a model call failed; None where it was answered, or refused for what was asked."""
+    call, status = chat.call, _status_of(chat)
+    if chat.error is None or (call is not None and call.error is None):
+        return None
+    if call is not None and call.error in CUT_CALLS:
+        return Ending.CALL_CUT
+    if status is not None:
+        return _of_status(status, chat)
+    if call is not None:
+        return Ending.SERVER_FAILED if (call.error or "").startswith(_OURS) else None
+    late = _LATE_TYPE.search(str(chat.span.attributes.get(ERROR_TYPE, "")))
+    return Ending.CALL_CUT if late else Ending.SERVER_FAILED
+
+
+def _of_status(status: int, chat: Node) -> Ending | None:
+    if status == _TOO_SLOW:
+        return Ending.CALL_CUT
+    told = f"{chat.error} {'' if chat.call is None else chat.call.sampling.get('error')}"
+    if status == _TOO_MANY and (QUOTA_EXCEEDED in told or TOO_MUCH_AT_ONCE in told):
+        return Ending.OVER_QUOTA
+    return Ending.SERVER_FAILED if status >= _SERVER_ERRORS or status == _TOO_MANY else None
+
+
+def _status_of(chat: Node) -> int | None:
+    """Return the HTTP status that a failed call was answered with; None where that is not known."""
+    told = chat.span.attributes.get(_STATUS)
+    if told is None and chat.call is not None:
+        refusal = chat.call.sampling.get("error")
+        told = refusal.get("status") if isinstance(refusal, Mapping) else None
+    return int(told) if isinstance(told, (int, float, str)) and str(told).isdigit() else None
+
+
+def _names(text: str, chat: Node) -> bool:
+    """Whether the text of an exception is, or holds, that of a failed call."""
+    kind = str(chat.span.attributes.get(ERROR_TYPE, ""))
+    message = (chat.error or "").strip().partition("\n")[0][:200]
+    if message and message != kind and message in text:
+        return len(message) >= _TELLING or kind in text
+    return bool(kind) and re.search(rf"\b{re.escape(kind)}:?\s*$", text, re.MULTILINE) is not None
