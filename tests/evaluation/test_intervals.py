@@ -113,7 +113,7 @@ def test_rewards_beyond_0_and_1_have_the_same_interval_on_their_own_scale():
 
 def test_a_paired_difference_has_the_t_interval():
     values = [0.1, 0.3, -0.1, 0.2, 0.0, 0.4, 0.1, 0.2, 0.1, 0.1]
-    found, error = estimate_difference(values), 2.262157 * statistics.stdev(values) / math.sqrt(10)
+    found, error = estimate_difference(values, [0.0] * 10), 2.262157 * statistics.stdev(values) / math.sqrt(10)
     mean = statistics.fmean(values)
     assert (found.low, found.high) == (pytest.approx(mean - error, abs=1e-4), pytest.approx(mean + error, abs=1e-4))
 
@@ -140,8 +140,8 @@ def test_a_paired_difference_of_0_and_1_holds_the_truth(tasks: int):
 
 
 def test_tasks_that_all_differ_alike_leave_a_doubt():
-    none = estimate_difference([0.0] * 10)
+    none = estimate_difference([0.5] * 10, [0.5] * 10)
     assert (none.mean, none.low < 0 < none.high) == (0.0, True)
-    same = estimate_difference([0.1] * 10)
+    same = estimate_difference([0.6] * 10, [0.5] * 10)
     assert 0 < same.low < 0.1 < same.high < 0.2
-    assert estimate_difference([0.5]).low < 0.5
+    assert estimate_difference([1.0], [0.5]).low < 0.5

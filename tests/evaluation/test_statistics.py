@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_trainer.evaluation.passes import pass_all, pass_at
 from lightning_trainer.evaluation.samples import Sample, Usage
-from lightning_trainer.evaluation.summary import Counting, difference, summarise, summarise_each
+from lightning_trainer.evaluation.summary import Counting, difference, differences_by_agent, summarise, summarise_each
 
 
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -88,6 +88,23 @@ def test_a_difference_is_taken_task_by_task():
     assert tasks == 19
     assert found.mean == pytest.approx(0.1)
     assert 0.0 < found.low < found.high < 0.2  # unpaired it would be from -3 to 3
+
+
+def test_an_untrained_agent_that_fails_is_no_part_of_the_headline():
+    def drawn(*routed: float) -> list[Sample]:
+        return [
+            sample(task, 0, value / 2, rewards={"router": value, "worker": 0.0}, usage={"worker": Usage(calls=1)})
+            for task, value in enumerate(routed)
+        ]
+
+    counting = Counting(agents=("router",))
+    this, other = summarise(drawn(1.0, 1.0, 1.0, 0.0), counting), summarise(drawn(1.0, 0.0, 0.0, 0.0), counting)
+    assert (this.reward.mean, this.pass_at[1]) == (0.75, 0.75)
+    assert this.reward == this.by_agent["router"].reward
+    assert difference(this, other)[0].mean == 0.5
+    found = differences_by_agent(this, other)
+    assert {name: each.mean for name, (each, _) in found.items()} == {"router": 0.5, "worker": 0.0}
+    assert summarise([*drawn(1.0), sample(1, 0, 0.0, rewards={"worker": 0.0})], counting).tasks == 1
 
 
 @given(st.permutations(range(6)))

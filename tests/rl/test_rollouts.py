@@ -13,7 +13,7 @@ from lightning_spans.store import Store, open_store
 from lightning_trainer.intervals import estimate_mean
 from lightning_trainer.rl import rollouts as module
 from lightning_trainer.rl.rollouts import Outcome, StalledError, outcomes, plan, wait
-from lightning_trainer.rl.scores import Score, score, total
+from lightning_trainer.rl.scores import Score, difference, score, total
 
 
 @pytest.fixture
@@ -169,6 +169,35 @@ def test_a_task_that_a_step_takes_several_times_is_one_task_of_its_score() -> No
     assert (told.reward, told.tasks) == (0.5, 2)
     once = estimate_mean([0.5, 0.5])
     assert (told.low, told.high) == (once.low, once.high)
+
+
+def test_a_score_is_that_of_the_agents_that_are_trained() -> None:
+    found = [
+        outcome(("router", 1.0), ("writer", 0.0)),
+        outcome(("router", 0.0), ("writer", 0.0), (None, 0.5)),
+        outcome(("writer", 0.0)),  # says nothing of the router
+    ]
+    assert score(found, "exclude", ["router"]).reward == 0.75
+    assert score(found, "exclude", ["rout*", "writer"]).reward == score(found, "exclude").reward
+    assert score(found, "exclude", ["nobody"]).reward == score(found, "exclude").reward
+    assert score([outcome((None, 0.5))], "exclude", ["router"]).reward == 0.5
+    shared = outcome(("writer", 1.0), (None, 0.5))
+    assert score([shared, outcome(("router", 0.0))], "exclude", ["router"]).reward == 0.25
+
+
+def test_two_scores_are_compared_by_task_and_agent() -> None:
+    def scored(*rewards: tuple[float, float]) -> Score:
+        found = []
+        for number, (router, writer) in enumerate(rewards):
+            each = outcome(("router", router), ("writer", writer))
+            found.append(replace(each, rollout=replace(each.rollout, task={"q": number})))
+        return score(found, "exclude", ["router"])
+
+    before, after = scored((0.0, 1.0), (0.2, 1.0), (0.4, 0.0)), scored((0.5, 1.0), (0.2, 0.0))
+    assert [difference(after, before, name)[0].mean for name in ("", "router", "writer")] == pytest.approx(
+        [0.25, 0.25, -0.5]
+    )
+    assert difference(after, before)[1] == 2
 
 
 def test_score_by_agent_counts_only_rollouts_in_which_it_got_a_reward() -> None:

@@ -263,7 +263,7 @@ def make_run(
             held_out = _play(
                 world, f"{name}.{step}:v", "val", _tasks(random.Random(seed), 3), 2, step=step, skill=skill
             )
-            log.add("val", step, {**score(held_out, config.failed).metrics(), "seconds": 4.0})
+            log.add("val", step, {**score(held_out, config.failed, config.agents).metrics(), "seconds": 4.0})
         tasks = _tasks(numbers, groups)
         outcomes = _play(world, f"{name}:t{step}", "train", tasks, size, step=step, skill=skill)
         batch, _ = judged(config, store, [outcome.rollout for outcome in outcomes], every_agent=False)
@@ -272,7 +272,7 @@ def make_run(
         learned_tokens.write(folder, step, named)
         given = [reward for outcome in outcomes for reward in outcome.rewards]
         log.add("train", step, {
-            **score(outcomes, config.failed).metrics(), **batch.account.metrics(),
+            **score(outcomes, config.failed, config.agents).metrics(), **batch.account.metrics(),
             **by_source([*given, *batch.automatic], len(outcomes)),
             "groups_without_signal": len(batch.flat_groups) / groups, "entropy": 1.4 - 0.2 * step,
             "entropy/planner": 1.2 - 0.2 * step, "kl": 0.001 * step, "logprob_gap": 0.012, "clip_fraction": 0.01 * step,

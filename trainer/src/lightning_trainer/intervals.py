@@ -74,8 +74,8 @@ def estimate_mean(values_N: Sequence[float], bounds: tuple[float, float] = UNIT)
     return Estimate(mean, low, high)
 
 
-def estimate_difference(values_N: Sequence[float], width: float = 1.0) -> Estimate:  # noqa: N803
-    """Return the mean of paired differences with its 95 % interval, by Student's t.
+def estimate_difference(this_N: Sequence[float], other_N: Sequence[float]) -> Estimate:  # noqa: N803
+    """Return by how much one mean over tasks is above another, paired by task, with its 95 % interval, by Student's t.
 
     With 0/1 rewards a difference is -1, 0 or 1, and Student's interval holds the truth in as few as 88 % at 10 tasks.
     There it reaches at least as far as `estimate_mean` between the differences that were seen and 0.
@@ -84,12 +84,14 @@ def estimate_difference(values_N: Sequence[float], width: float = 1.0) -> Estima
     task might be: no difference or twice this one, and where there is none, any.
 
     Args:
-        values_N: (N,) one number a task: the difference of two means of its samples.
-        width: the most by which two rewards can differ, see `reward_bounds`.
+        this_N: (N,) one number a task: the mean of its samples.
+        other_N: (N,) the same of what it is compared with.
     """
-    if len(values_N) == 0:
+    if len(this_N) == 0:
         return Estimate(None)
-    values = np.asarray(values_N, dtype=np.float64)
+    values = np.subtract(this_N, other_N, dtype=np.float64)
+    lowest, highest = reward_bounds([*this_N, *other_N])
+    width = highest - lowest
     mean, error = float(values.mean()), _t_error(values)
     if error <= _EQUAL * width:
         low, high = sorted((0.0, 2 * mean)) if abs(mean) > _EQUAL * width else (-width, width)

@@ -215,7 +215,8 @@ def _measured(config: CompareConfig, place: Path, model: str, prompts: Path | No
 
 
 def _counting(config: CompareConfig) -> Counting:
-    return Counting(failed=config.train.failed, timeouts=config.train.timeouts)
+    train = config.train
+    return Counting(failed=train.failed, timeouts=train.timeouts, agents=train.agents)
 
 
 def _val(config: CompareConfig) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,8 @@ from lightning_trainer.evaluation.subjects import (
     read_subject,
     refuse_unheard,
 )
-from lightning_trainer.evaluation.summary import Summary, difference, summarise_each
+from lightning_trainer.evaluation.summary import Summary, difference, differences_by_agent, summarise_each
+from lightning_trainer.intervals import Estimate
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge
@@ -63,6 +64,7 @@ class Evaluation:
         if self.against is not None:
             found, tasks = difference(self.summary, self.against)
             line |= {
+                "by_agent": _compared(line["by_agent"], differences_by_agent(self.summary, self.against)),
                 "difference": found.mean,
                 "difference_low": found.low,
                 "difference_high": found.high,
@@ -70,6 +72,18 @@ class Evaluation:
                 "against": {"evaluated": self.against_name, **self.against.to_json()},
             }
         return {**line, "folder": str(self.folder)}
+
+
+def _compared(
+    by_agent: Mapping[str, Mapping[str, Any]], found: Mapping[str, tuple[Estimate, int]]
+) -> dict[str, dict[str, Any]]:
+    """Put the difference of each agent next to its mean: `low` and `high` are the difference's then."""
+    compared = {}
+    for name, own in by_agent.items():
+        means = {"mean_low": own["low"], "mean_high": own["high"]}
+        rise, tasks = found.get(name, (Estimate(None), 0))
+        compared[name] = {**own, **means, **rise.to_json(), "mean": own["mean"], "difference": rise.mean, "n": tasks}
+    return compared
 
 
 def evaluate(
@@ -99,7 +113,7 @@ def evaluate(
     sides = [side for side in (subject, other) if isinstance(side, LocalModel)]
     agents = config.agents or next(filter(None, map(chosen_agents, sides)), None)
     rules = config.name_by or next(filter(None, map(name_rules, sides)), ())
-    config = replace(config, agents=agents, name_by=rules)
+    config = replace(config, agents=agents, name_by=rules, counting=replace(config.counting, agents=agents))
     with _folder(config.out, resume) as folder:
         asked = _asked(config, tasks, folder, resume)
         subjects = [subject] if other is None or isinstance(other, Path) else [subject, other]

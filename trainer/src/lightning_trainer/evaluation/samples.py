@@ -66,6 +66,7 @@ class Sample:
             server that does not answer.
         ending: how the attempt that counts ended, see `rl.endings`; None where that is not known.
         reward: of the whole attempt; None unless it succeeded.
+        shared: rewards of the attempt that name no agent; None where none was given.
         rewards: by agent, called as in `usage`, where rewards were given by agent; those that reach nobody by the name
             that was given.
         usage: by agent; the key "" holds calls and tools that nothing names.
@@ -80,6 +81,7 @@ class Sample:
     status: Status
     ending: str | None = None
     reward: float | None = None
+    shared: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
     usage: Mapping[str, Usage] = field(default_factory=dict)
     seconds: float = 0.0
@@ -98,7 +100,11 @@ class Sample:
     def from_json(cls, line: Mapping[str, Any]) -> Sample:
         """Read a line of the file."""
         usage = {name: Usage(**counts) for name, counts in line["usage"].items()}
-        return cls(**{**line, "usage": usage})
+        shared = None
+        if "shared" not in line and line["reward"] is not None:  # of an earlier version
+            own = list(line["rewards"].values())
+            shared = line["reward"] - sum(own) / len(own) if own else line["reward"]
+        return cls(**{"shared": shared, **line, "usage": usage})
 
 
 def read_samples(
@@ -146,11 +152,17 @@ def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _
         status=status,
         ending=None if outcome.ending is None else outcome.ending.slug,
         reward=total(outcome.rewards) if good else None,
+        shared=_shared(outcome.rewards) if good else None,
         rewards=_by_label(outcome.rewards, heard.labels) if good else {},
         usage=heard.usage,
         seconds=round((ended_ns - attempt.started_ns) / _NS, 3) if attempt and ended_ns else 0.0,
         error=outcome.error,
     )
+
+
+def _shared(rewards: Sequence[Reward]) -> float | None:
+    values = [reward.value for reward in rewards if reward.agent is None]
+    return sum(values) if values else None
 
 
 def _by_label(rewards: Sequence[Reward], labels: Mapping[str, str]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from lightning_trainer.evaluation.passes import pass_all, pass_at
 from lightning_trainer.evaluation.samples import Sample, Usage
 from lightning_trainer.intervals import METHOD, Estimate, estimate_difference, estimate_mean, reward_bounds
 from lightning_trainer.rl.rollouts import Failed
+from lightning_trainer.rl.scores import trained_names
 
 _MOST_EACH: Final = 64  # values of k that are printed one by one
 
@@ -25,11 +26,13 @@ class Counting:
             ``lowest`` takes 0, or the lowest reward of all that is compared where that is less.
         success: the least reward that is a success.
         timeouts: whether samples that were too slow count as failed by what the model said, or are left out.
+        agents: names and globs of the agents whose rewards count, where rewards were given by agent; None: all.
     """
 
     failed: Failed = "lowest"
     success: float = 1.0
     timeouts: Timeouts = "count"
+    agents: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +43,12 @@ class AgentSummary:
         reward: mean over tasks of what it earned: its own rewards where the program gives rewards by agent, else the
             attempt's, of the samples in which it spoke.
         usage: what it did, in all samples.
+        by_task: mean of each task's samples, by the task's place.
     """
 
     reward: Estimate
     usage: Usage
+    by_task: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,6 @@ class Summary:
         sample_seconds: mean time of a sample.
         failed_reward: what a crash counted as; None where it was left out.
         by_task: mean of each task's samples, by the task's place.
-        bounds: least and greatest reward of a task, see `reward_bounds`.
     """
 
     reward: Estimate
@@ -80,7 +84,6 @@ class Summary:
     sample_seconds: float
     failed_reward: float | None
     by_task: Mapping[int, float]
-    bounds: tuple[float, float]
 
     @property
     def usage(self) -> Usage:
@@ -115,9 +118,10 @@ class Summary:
 def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
     """Put the samples of an evaluation together."""
     crash = _crash_reward(samples, counting)
+    chosen = trained_names({name for sample in samples for name in sample.rewards}, counting.agents)
     by_task: defaultdict[int, list[float]] = defaultdict(list)
     for sample in samples:
-        if (value := counted(sample, crash)) is not None:
+        if (value := _counted(sample, crash, chosen)) is not None:
             by_task[sample.task].append(value)
     drawn = max((sample.sample for sample in samples), default=-1) + 1
     crashed = sum(sample.status == "crashed" for sample in samples)
@@ -126,9 +130,8 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         k: [(len(values), good[task]) for task, values in by_task.items() if len(values) >= k] for k in _places(drawn)
     }
     means = {task: sum(values) / len(values) for task, values in sorted(by_task.items())}
-    bounds = reward_bounds(value for values in by_task.values() for value in values)
     return Summary(
-        reward=estimate_mean(list(means.values()), bounds),
+        reward=_estimate(by_task),
         tasks=len(means),
         samples=drawn,
         counted=sum(map(len, by_task.values())),
@@ -141,7 +144,6 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         sample_seconds=_mean([sample.seconds for sample in samples]) if samples else 0.0,
         failed_reward=crash,
         by_task=means,
-        bounds=bounds,
     )
 
 
@@ -153,21 +155,41 @@ def summarise_each(sides: Iterable[Sequence[Sample]], counting: Counting) -> lis
     return [summarise(side, alike) for side in sides]
 
 
-def difference(this: Summary, other: Summary) -> tuple[Estimate, int]:
+def difference(this: Summary | AgentSummary, other: Summary | AgentSummary) -> tuple[Estimate, int]:
     """Return how much more reward this evaluation has than another of the same tasks, and on how many tasks.
 
     Paired: the difference of the two means of each task, whose mean and interval are taken over the tasks that count
     in both.
     """
     both = [task for task in this.by_task if task in other.by_task]
-    ends = (*this.bounds, *other.bounds)
-    differences = [this.by_task[task] - other.by_task[task] for task in both]
-    return estimate_difference(differences, max(ends) - min(ends)), len(both)
+    pairs = [this.by_task[task] for task in both], [other.by_task[task] for task in both]
+    return estimate_difference(*pairs), len(both)
 
 
-def counted(sample: Sample, crash: float | None) -> float | None:
-    """Return the reward with which a sample counts; None where it is left out."""
-    return crash if sample.status == "crashed" else sample.reward
+def differences_by_agent(this: Summary, other: Summary) -> dict[str, tuple[Estimate, int]]:
+    """Return the `difference` of each agent that has rewards in both."""
+    found = {
+        name: difference(agent, other.by_agent[name]) for name, agent in this.by_agent.items() if name in other.by_agent
+    }
+    return {name: (estimate, tasks) for name, (estimate, tasks) in found.items() if tasks}
+
+
+def _counted(sample: Sample, crash: float | None, chosen: frozenset[str] | None) -> float | None:
+    """Return the reward with which a sample counts; None where it is left out.
+
+    Args:
+        sample: the sample.
+        crash: what a crash counts as.
+        chosen: agents whose rewards count, see `trained_names`.
+    """
+    if sample.status == "crashed":
+        return crash
+    if sample.reward is None or chosen is None:
+        return sample.reward
+    own = [value for name, value in sample.rewards.items() if name in chosen]
+    if not own:
+        return sample.shared if sample.rewards else sample.reward
+    return _mean(own) + (sample.shared or 0.0)
 
 
 def _crash_reward(samples: Sequence[Sample], counting: Counting) -> float | None:
@@ -196,7 +218,14 @@ def _by_agent(samples: Sequence[Sample], crash: float | None) -> dict[str, Agent
         for name in own or names:  # nobody said what the others earned, where some have rewards of their own
             if name and (value := _earned(sample, name, bool(own), crash)) is not None:
                 earned[name][sample.task].append(value)
-    return {name: AgentSummary(reward=_estimate(earned[name]), usage=usage[name]) for name in sorted(names)}
+    return {
+        name: AgentSummary(
+            reward=_estimate(earned[name]),
+            usage=usage[name],
+            by_task={task: _mean(values) for task, values in sorted(earned[name].items())},
+        )
+        for name in sorted(names)
+    }
 
 
 def _estimate(by_task: Mapping[int, Sequence[float]]) -> Estimate:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_trainer.report.alarms import Alarm, raised
+from lightning_trainer.rl.scores import BY_TASK
 
 if TYPE_CHECKING:
     from lightning_trainer.report.trackers import ExperimentTracker
@@ -62,7 +63,13 @@ class MetricLog:
         self._trackers = dict.fromkeys(trackers, 0)  # with the number of times that each failed in a row
         self.alarms: list[Alarm] = raised(self._history)  # those that stand
 
-    def add(self, kind: Kind, step: int, values: Mapping[str, float]) -> list[Alarm]:
+    def add(
+        self,
+        kind: Kind,
+        step: int,
+        values: Mapping[str, float],
+        by_task: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> list[Alarm]:
         """Keep the numbers of one step, or of the validation before it.
 
         Returns:
@@ -72,8 +79,10 @@ class MetricLog:
             kind: of what.
             step: steps taken before: 0 for the first one and for the validation before training.
             values: numbers by name.
+            by_task: of a validation: the score's, so that two of them can be compared task by task.
         """
-        tasks = {HELD_OUT: self._held_out} if kind == "val" and self._held_out is not None else {}
+        tasks: dict[str, Any] = {} if by_task is None else {BY_TASK: by_task}
+        tasks |= {HELD_OUT: self._held_out} if kind == "val" and self._held_out is not None else {}
         self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **tasks, **values})
         for name, value in values.items():
             self._board.add_scalar(f"{kind}/{name}", value, step)
@@ -197,6 +206,12 @@ def newest_validations(lines: Iterable[Line]) -> list[Line]:
     """Return the lines of the validations on the tasks of the last one: a run that goes on may have others."""
     found = [line for line in lines if line["kind"] == "val"]
     return [line for line in found if line.get(HELD_OUT) == found[-1].get(HELD_OUT)]
+
+
+def best_step(validations: Iterable[Line]) -> int | None:
+    """Return after how many steps the held-out reward was highest, the first time; None without a validation."""
+    known = [line for line in validations if line.get("reward") is not None]
+    return max(known, key=lambda line: float(line["reward"]), default={"step": None})["step"]
 
 
 def _stays(line: Line, from_step: int) -> bool:

@@ -17,6 +17,8 @@ from lightning_trainer.rl.scores import Score
 def score_line(result: Score) -> str:
     """Say a score in a line."""
     reward = "no rollout succeeded" if result.reward is None else f"reward {decimal(result.reward)}"
+    if result.low is not None and result.high is not None:
+        reward += f" ({decimal(result.low)} to {decimal(result.high)}, 95 %, {result.tasks} tasks)"
     agents = "".join(f", {name} {decimal(value)}" for name, value in result.by_agent.items())
     failed = f", {result.failed} of {result.rollouts} failed" if result.failed else f" ({result.rollouts} rollouts)"
     return f"{reward}{agents}{failed}"

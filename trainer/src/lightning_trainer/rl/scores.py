@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
+from lightning_spans.schema.agents import earns, selects
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.intervals import estimate_mean, reward_bounds
+from lightning_trainer.intervals import Estimate, estimate_difference, estimate_mean, reward_bounds
 from lightning_trainer.rl.rollouts import Failed, Outcome
 
 _AGENT: Final = "reward/"
+BY_TASK: Final = "by_task"  # in the line of a validation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +25,13 @@ class Score:
 
     Attributes:
         reward: mean over tasks of the mean of each task's rollouts; None when none of them counts.
-        by_agent: mean over rollouts of the rewards of each agent, where rewards were given by agent.
+        by_agent: the same of each agent's own rewards, where rewards were given by agent. A failure by the policy's
+            doing counts for every agent: nobody said which of them it was.
         rollouts: how many there were.
         failed: how many of them never succeeded, failed by the policy's doing before they did, or got no verdict.
         tasks: how many tasks those that count are of; rollouts of one task are no independent draws.
         low, high: 95 % interval of `reward`, see `intervals`; None when nothing counts.
+        by_task: the mean of each task's rollouts by a digest of the task, of `reward` under "" and of each agent.
     """
 
     reward: float | None
@@ -36,10 +41,11 @@ class Score:
     tasks: int = 0
     low: float | None = None
     high: float | None = None
+    by_task: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def from_metrics(cls, metrics: Mapping[str, float]) -> Score:
-        """Read what `metrics` gave; other numbers are left alone."""
+    def from_metrics(cls, metrics: Mapping[str, Any]) -> Score:
+        """Read what `metrics` gave, and `BY_TASK` where a line of a log has it; other numbers are left alone."""
         agents = {n.removeprefix(_AGENT): value for n, value in metrics.items() if n.startswith(_AGENT)}
         rollouts, failed = int(metrics["rollouts"]), int(metrics["failed"])
         return cls(
@@ -50,6 +56,7 @@ class Score:
             tasks=int(metrics.get("tasks", 0)),
             low=metrics.get("reward_low"),
             high=metrics.get("reward_high"),
+            by_task=metrics.get(BY_TASK, {}),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -61,38 +68,88 @@ class Score:
         return {**known, **agents, **{name: float(count) for name, count in counts.items()}}
 
 
-def score(outcomes: Sequence[Outcome], failed: Failed) -> Score:
+def score(outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | None = None) -> Score:
     """Average over tasks.
 
     Args:
         outcomes: of the rollouts.
         failed: the reward of one that failed by the policy's doing. Others that never succeeded are left out.
+        agents: names and globs of the agents that are trained: `reward` is theirs, see `earned`. None: of all.
     """
-    tasks: dict[str, list[float]] = defaultdict(list)
-    by_agent: dict[str, list[float]] = defaultdict(list)
+    named = {reward.agent for outcome in outcomes for reward in outcome.rewards if reward.agent is not None}
+    chosen = trained_names(named, agents)
+    given: dict[str, dict[str, list[float]]] = {"": {}, **{name: {} for name in sorted(named)}}
     crashed = reward_of_failures(outcomes, failed)
     for outcome in outcomes:
         counted = outcome.counts(failed)
         if counted is None:
             continue
-        task = json.dumps(outcome.rollout.task, sort_keys=True, default=str)  # a step may take one several times
+        task = _digest(outcome.rollout.task)  # a step may take one several times
         if counted is outcome.crash:
-            tasks[task].append(crashed)
-            continue
-        tasks[task].append(total(outcome.rewards))
-        for name, value in agents_totals(outcome.rewards).items():
-            by_agent[name].append(value)
-    values = [value for rewards in tasks.values() for value in rewards]
-    found = estimate_mean([sum(rewards) / len(rewards) for rewards in tasks.values()], reward_bounds(values))
+            values: Mapping[str, float | None] = dict.fromkeys(given, crashed)
+        else:
+            values = {**agents_totals(outcome.rewards), "": earned(outcome.rewards, chosen)}
+        for name, value in values.items():
+            if value is not None:
+                given[name].setdefault(task, []).append(value)
+    by_task = {name: {task: sum(its) / len(its) for task, its in tasks.items()} for name, tasks in given.items()}
+    bounds = reward_bounds(value for values in given[""].values() for value in values)
+    found = estimate_mean(list(by_task[""].values()), bounds)
     return Score(
         reward=found.mean,
-        tasks=len(tasks),
+        tasks=len(by_task[""]),
         low=found.low,
         high=found.high,
-        by_agent={name: sum(each) / len(each) for name, each in sorted(by_agent.items())},
+        by_agent={name: sum(its.values()) / len(its) for name, its in by_task.items() if name and its},
         rollouts=len(outcomes),
         failed=sum(o.attempt is None or o.crash is not None or o.unjudged is not None for o in outcomes),
+        by_task=by_task,
     )
+
+
+def difference(this: Score, other: Score, agent: str = "") -> tuple[Estimate, int]:
+    """Return how much more reward one score has than another of the same tasks, and on how many tasks.
+
+    Args:
+        this: of these rollouts.
+        other: of what they are compared with.
+        agent: by its own rewards; "" stands for the reward.
+    """
+    mine, its = this.by_task.get(agent, {}), other.by_task.get(agent, {})
+    both = [task for task in mine if task in its]
+    return estimate_difference([mine[task] for task in both], [its[task] for task in both]), len(both)
+
+
+def _digest(task: Mapping[str, Any]) -> str:
+    text = json.dumps(task, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+
+
+def trained_names(named: Iterable[str], agents: Sequence[str] | None) -> frozenset[str] | None:
+    """Return those of the names in rewards that mean trained agents; None where that leaves out nobody, or everybody.
+
+    Args:
+        named: names and paths in rewards.
+        agents: names and globs of the agents that are trained; None: all are.
+    """
+    names = frozenset(named)
+    chosen = {n for n in names if any(selects((pattern,), n) or earns(n, pattern) for pattern in agents or ())}
+    return None if agents is None or not chosen or chosen == names else frozenset(chosen)
+
+
+def earned(rewards: Sequence[Reward], chosen: frozenset[str] | None) -> float | None:
+    """Return one number for an attempt: what the agents that are trained earned.
+
+    That is `total` without the rewards of others; None where these are all there are.
+
+    Args:
+        rewards: of the attempt.
+        chosen: see `trained_names`.
+    """
+    if chosen is None or not rewards:
+        return total(rewards)
+    theirs = [reward for reward in rewards if reward.agent is None or reward.agent in chosen]
+    return total(theirs) if theirs else None
 
 
 def reward_of_failures(outcomes: Sequence[Outcome], failed: Failed) -> float:

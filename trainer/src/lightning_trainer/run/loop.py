@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -136,8 +136,8 @@ class Loop:
             timeout_s=config.timeout_s,
         )
         outcomes = self._roll_out(rollouts, "validation")
-        result = score(outcomes, config.failed)
-        self._log("val", step, {**result.metrics(), "seconds": time.monotonic() - began})
+        result = score(outcomes, config.failed, config.agents)
+        self._log("val", step, {**result.metrics(), "seconds": time.monotonic() - began}, result.by_task)
         self._run.progress.note(f"held out after {step} steps: {score_line(result)}")
 
     def _step(self) -> None:
@@ -171,7 +171,7 @@ class Loop:
         self._run.progress.phase(f"learning from {len(batch.rows)} rows")
         self._whole = False
         learned = self._learn(batch)
-        result = score(outcomes, config.failed)
+        result = score(outcomes, config.failed, config.agents)
         given = given_to(outcomes, batch.automatic, config.failed)
         metrics = {
             **result.metrics(),
@@ -228,9 +228,15 @@ class Loop:
             shared = told(played_of([*outcomes, *forks], traces, config.failed, config.agents))
         return forks, {**found.metrics, **shared, "fork_seconds": time.monotonic() - began}
 
-    def _log(self, kind: Kind, step: int, metrics: dict[str, float]) -> None:
+    def _log(
+        self,
+        kind: Kind,
+        step: int,
+        metrics: dict[str, float],
+        by_task: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         """Keep numbers, and show the alarms that stand after them."""
-        self._run.log.add(kind, step, metrics)
+        self._run.log.add(kind, step, metrics, by_task)
         self._run.progress.alarms([alarm.text for alarm in self._run.log.alarms])
 
     def _nothing_captured(self, rollouts: int) -> AgentFailedError:

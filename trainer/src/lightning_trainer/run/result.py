@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_trainer.backend_protocol import OpenRun
+from lightning_trainer.intervals import Estimate
 from lightning_trainer.report.alarms import Alarm
-from lightning_trainer.rl.scores import Score
+from lightning_trainer.report.metrics import best_step
+from lightning_trainer.rl.scores import BY_TASK, Score, difference
 from lightning_trainer.run.state import NEWEST
 
 
@@ -27,6 +29,7 @@ class Result:
         alarms: every alarm of the run, in the order in which they were raised.
         first: score of the first step's rollouts.
         last: likewise of the last step's.
+        best_step: steps after which the held-out reward was highest; None without held-out tasks, and with a judge.
     """
 
     before: Score | None
@@ -39,6 +42,7 @@ class Result:
     alarms: tuple[Alarm, ...] = ()
     first: Score | None = None
     last: Score | None = None
+    best_step: int | None = None
 
     @property
     def reward_before(self) -> float | None:
@@ -68,6 +72,16 @@ class Result:
         """Return the rewards by agent before and after, where rewards were given by agent: of what `scores` says."""
         before, after = self._sides()
         return dict(before.by_agent) if before else {}, dict(after.by_agent) if after else {}
+
+    def differences(self) -> dict[str, tuple[Estimate, int]]:
+        """Return how far held-out rewards rose, paired by task, and on how many tasks.
+
+        Of the reward under "", and of each agent with rewards of its own. {} without held-out tasks before and after.
+        """
+        if self.before is None or self.after is None:
+            return {}
+        names = [name for name in self.after.by_task if name in self.before.by_task]
+        return {name: difference(self.after, self.before, name) for name in names}
 
     def _sides(self) -> tuple[Score | None, Score | None]:
         if self._held_out:
@@ -102,7 +116,13 @@ def result_of(run: OpenRun, steps: int, seconds: float) -> Result:
         steps: how many, in all.
         seconds: that its last part took.
     """
-    scores = {line["step"]: Score.from_metrics(line) for line in run.log.validations()}
+    # a judge compares the rollouts of one task and one time: two validations of its say nothing of each other
+    validations = [] if run.judge is not None else run.log.validations()
+    compared = {line["step"]: line.get(BY_TASK, {}) for line in validations}
+    scores = {
+        line["step"]: replace(Score.from_metrics(line), by_task=compared.get(line["step"], {}))
+        for line in run.log.validations()
+    }
     rewards = dict(run.log.series("train", "reward"))
     steps_scores = {line["step"]: Score.from_metrics(line) for line in run.log.lines("train") if "rollouts" in line}
     newest = run.folder / NEWEST
@@ -117,4 +137,5 @@ def result_of(run: OpenRun, steps: int, seconds: float) -> Result:
         alarms=tuple(run.log.raised()),
         first=steps_scores.get(0),
         last=steps_scores.get(steps - 1),
+        best_step=best_step(validations),
     )

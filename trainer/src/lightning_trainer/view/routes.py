@@ -18,6 +18,7 @@ from lightning_spans.store.traces import each_trace
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.intake.route import KeyedRoute
 from lightning_trainer.report.metrics import newest_validations
+from lightning_trainer.rl.scores import BY_TASK
 from lightning_trainer.run.group_ids import Step
 from lightning_trainer.view.answers.calls import CallPage
 from lightning_trainer.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
@@ -123,7 +124,7 @@ def run_page(views: _Views, name: _Run) -> RunPage:
         name=run.name,
         options=run.shown_options,
         train=[line for line in lines if line["kind"] == "train"],
-        val=newest_validations(lines),
+        val=[{name: value for name, value in line.items() if name != BY_TASK} for line in newest_validations(lines)],
         alarms=[line for line in lines if line["kind"] == "alarm"],
         steps=steps,
         loose=loose,

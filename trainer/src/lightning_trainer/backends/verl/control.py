@@ -40,6 +40,7 @@ class StepBody(BaseModel):
     kind: Kind
     step: int
     values: dict[str, float]
+    by_task: dict[str, dict[str, float]] | None = None
 
 
 class JudgeBody(BaseModel):
@@ -57,7 +58,7 @@ class Verdict(BaseModel):
 def add_routes(
     app: Any,
     engine: VllmEngine,
-    on_step: Callable[[Kind, int, Mapping[str, float]], None],
+    on_step: Callable[[Kind, int, Mapping[str, float], Mapping[str, Mapping[str, float]] | None], None],
     judging: Callable[[Sequence[str]], Mapping[str, str]],
 ) -> None:
     """Give the app the routes that the trainer's process calls: like all that name no key, they need an admin's."""
@@ -72,7 +73,7 @@ def add_routes(
         return {"cut": cut}
 
     async def step(body: StepBody) -> dict[str, int]:
-        on_step(body.kind, body.step, body.values)
+        on_step(body.kind, body.step, body.values, body.by_task)
         return {"step": body.step}
 
     def judge(body: JudgeBody) -> Verdict:  # in a thread of its own: the server goes on meanwhile
@@ -139,10 +140,12 @@ class RunServerClient:
         answer = self._post("judge", {"rollout_ids": list(rollout_ids)}, limit_s)
         return Verdict.model_validate(answer).unjudged
 
-    def step(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Tell numbers; what is no finite number is left out."""
+    def step(
+        self, kind: Kind, step: int, values: Mapping[str, Any], by_task: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        """Tell numbers, and of a validation the score's by task; what is no finite number is left out."""
         numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
-        self._post("step", {"kind": kind, "step": step, "values": numbers})
+        self._post("step", {"kind": kind, "step": step, "values": numbers, "by_task": by_task})
 
     def _post(self, name: str, body: Mapping[str, Any], limit_s: float = _ANSWER_S) -> dict[str, Any]:
         headers, url = {"authorization": f"Bearer {self.key}"}, httpx.URL(f"{self.url}/api/verl/{name}")

@@ -8,6 +8,8 @@ from typing import Final
 from lightning_trainer.report.agents import not_heard
 from lightning_trainer.report.metrics import Kind, MetricLog
 from lightning_trainer.report.progress import Progress
+from lightning_trainer.report.step_notes import score_line
+from lightning_trainer.rl.scores import Score
 
 # verl's name of a number, and the name that the torch backend gives it.
 _NAMES: Final = {
@@ -41,18 +43,25 @@ class Reporter:
         self._progress = progress
         self._agents = agents or ()
 
-    def told(self, kind: Kind, step: int, values: Mapping[str, float]) -> None:
+    def told(
+        self,
+        kind: Kind,
+        step: int,
+        values: Mapping[str, float],
+        by_task: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         """Hear the numbers of a step, or of a validation.
 
         Args:
             kind: of what.
             step: verl's number: of the step, from 1, or of the steps taken before a validation.
             values: by verl's names.
+            by_task: of a validation: the score's.
         """
         if kind == "val":
-            self._log.add("val", step, values)
+            self._log.add("val", step, values, by_task)
             self._progress.alarms([alarm.text for alarm in self._log.alarms])
-            self._progress.note(f"held out after {step} steps: reward {values.get('reward', float('nan')):.3f}")
+            self._progress.note(f"held out after {step} steps: {score_line(Score.from_metrics(values))}")
             return
         numbers = ours(values)
         self._log.add("train", step - 1, numbers)

@@ -194,11 +194,13 @@ def _show(result: Evaluation) -> None:
     for title, summary in summaries:
         click.echo(printable(f"{title}: {_in_words(summary)}"))
     if result.against is not None:
-        from lightning_trainer.evaluation.summary import difference
+        from lightning_trainer.evaluation.summary import difference, differences_by_agent
 
-        found, tasks = difference(result.summary, result.against)
-        mean, interval = _numbers(found)
-        click.echo(f"difference, paired over {tasks} tasks: {mean} ({interval})")
+        by_agent = differences_by_agent(result.summary, result.against)
+        for name, (found, tasks) in {"": difference(result.summary, result.against), **by_agent}.items():
+            mean, interval = _numbers(found)
+            of = f" of {name}" if name else ""
+            click.echo(printable(f"difference{of}, paired over {tasks} tasks: {mean} ({interval})"))
     click.echo(f"{result.seconds:.1f} s; samples and traces: {result.folder}")
 
 

@@ -45,6 +45,7 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
     Exit status: 0 done, 2 an option or a file is wrong, 3 the agent failed, 4 there was nothing to learn, 130 stopped.
     """
     from lightning_trainer.cli.training.viewed import Viewed, with_folder
+    from lightning_trainer.intervals import Estimate
     from lightning_trainer.report.progress import Shown
     from lightning_trainer.run.train import describe, train
 
@@ -77,15 +78,33 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
                 err=True,
             )
     agents_before, agents_after = result.by_agent()
+    found = result.differences()
+    for name, (rise, tasks) in found.items():
+        if rise.mean is not None and rise.low is not None and rise.high is not None:
+            ends = f"{decimal(rise.low)} to {decimal(rise.high)}, 95 %"
+            click.echo(
+                f"difference{f' of {name}' if name else ''}: {rise.mean:+.3f} ({ends}), paired over {tasks} tasks",
+                err=True,
+            )
+    rise, tasks = found.pop("", (Estimate(None), 0))
     print_json(
         {
             **rewards,
             "before": before,
             "after": after,
+            "difference": rise.mean,
+            "difference_low": rise.low,
+            "difference_high": rise.high,
+            "difference_tasks": tasks,
+            "by_agent": {
+                name: {"difference": its.mean, "low": its.low, "high": its.high, "n": n}
+                for name, (its, n) in found.items()
+            },
+            "best_step": result.best_step,
             "by_agent_before": agents_before,
             "by_agent_after": agents_after,
             "steps": result.steps,
-            "alarms": [{"after_steps": alarm.step, "text": alarm.text} for alarm in result.alarms],
+            "alarms": [{"name": alarm.name, "after_steps": alarm.step, "text": alarm.text} for alarm in result.alarms],
             "folder": str(result.folder),
             "checkpoint": str(result.checkpoint) if result.checkpoint else None,
             "seconds": round(result.seconds, 1),

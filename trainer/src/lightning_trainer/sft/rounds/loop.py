@@ -101,7 +101,7 @@ class RoundLoop:
     def _round(self, number: int) -> Round:
         name, size = f"{self.name}:t{number}", self.config.samples
         outcomes = self._sample(self.tasks, name, size, f"samples of round {number}")
-        found = score(outcomes, self.config.failed)
+        found = score(outcomes, self.config.failed, self.config.agents)
         self.log.add("train", self.steps, {**found.metrics(), "round": float(number)})
         self.progress.note(f"round {number}: {_told(found)}")
         rows, left_out = self._best(outcomes)
@@ -135,8 +135,8 @@ class RoundLoop:
             return None
         name = f"{self.name}.{number}:v"  # seeds follow from what stands after the colon
         outcomes = self._sample(self.val, name, self.config.val_samples, "held-out tasks", "val")
-        found = score(outcomes, self.config.failed)
-        self.log.add("val", self.steps, found.metrics())
+        found = score(outcomes, self.config.failed, self.config.agents)
+        self.log.add("val", self.steps, found.metrics(), found.by_task)
         self.progress.note(f"held out after {number} rounds: {_told(found)}")
         return found.reward
 

@@ -21,7 +21,7 @@ from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
 from lightning_trainer.judging.spans import EVALUATE, EXPLANATION, NAME
 from lightning_trainer.report.step_metrics import tool_name
-from lightning_trainer.rl.scores import total
+from lightning_trainer.rl.scores import earned
 from lightning_trainer.run.group_ids import Step
 from lightning_trainer.view.answers.calls import CallLink
 from lightning_trainer.view.answers.learning import Judgement, RewardsPage, SourceRow
@@ -36,7 +36,7 @@ from lightning_trainer.view.answers.store import (
 )
 from lightning_trainer.view.names import names_in
 from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.steps import group_ids, rollouts_in
+from lightning_trainer.view.reading.steps import group_ids, rollouts_in, trained_in
 from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Run
 
@@ -62,10 +62,12 @@ def rewards_page(reader: StoreReader, run: Run, step: Step) -> RewardsPage:
         for source, values in sorted(by_source.items())
     ]  # fmt: skip
     shown = list(by_attempt.values())[:_MOST]
+    with reader.reading() as connection:
+        agents = trained_in(connection, run)
     verdicts = _verdicts(reader, [its[0].attempt_id for its in shown])
     return RewardsPage(
         sources=sources,
-        attempts=[_judgement(run, its, verdicts[its[0].attempt_id]) for its in shown],
+        attempts=[_judgement(run, its, verdicts[its[0].attempt_id], agents) for its in shown],
         total=len(by_attempt),
     )
 
@@ -83,7 +85,9 @@ def _verdicts(reader: StoreReader, attempt_ids: Sequence[str]) -> defaultdict[st
     return found
 
 
-def _judgement(run: Run, rewards: Sequence[Reward], verdicts: Mapping[str, tuple[str, str]]) -> Judgement:
+def _judgement(
+    run: Run, rewards: Sequence[Reward], verdicts: Mapping[str, tuple[str, str]], agents: frozenset[str] | None
+) -> Judgement:
     outcome = [reward for reward in rewards if reward.source not in run.rules]
     by_source: defaultdict[str, float] = defaultdict(float)
     spans: dict[str, str] = {}
@@ -95,7 +99,7 @@ def _judgement(run: Run, rewards: Sequence[Reward], verdicts: Mapping[str, tuple
     return Judgement(
         rollout_id=rewards[0].rollout_id,
         attempt_id=rewards[0].attempt_id,
-        outcome=total(outcome) if outcome else None,
+        outcome=earned(outcome, agents) if outcome else None,
         by_source=dict(by_source),
         spans=spans | {source: span_id for source, (span_id, _) in told.items()},
         said={source: words for source, (_, words) in told.items()},

@@ -31,6 +31,7 @@ from lightning_trainer.view.reading.steps import (
     rollouts_in,
     seconds_of,
     task_text,
+    trained_in,
 )
 from lightning_trainer.view.reading.transcripts import alike, events_of, reward_row
 from lightning_trainer.view.runs import Run
@@ -113,7 +114,9 @@ def as_it_went(reader: StoreReader, run: Run, rollout: str, attempt: str | None)
     row = None
     if asked is not None:
         outcome = outcomes_of(reader, run, [asked])[rollout]
-        row = rollout_row(run, outcome, crash_reward(reader, run, step_of(asked.group_id), [outcome]))
+        crashed = crash_reward(reader, run, step_of(asked.group_id), [outcome])
+        with reader.reading() as connection:
+            row = rollout_row(run, outcome, crashed, trained_in(connection, run))
     ids = [each.rollout_id for each in members]
     return page_of(run, reader, asked, trace, attempts=attempts, members=ids, row=row)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, select, true
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select, true
 
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.json import dumps
@@ -20,10 +20,11 @@ from lightning_trainer.intervals import Estimate, estimate_mean, reward_bounds
 from lightning_trainer.report.metrics import Line
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
-from lightning_trainer.rl.scores import agents_totals, total
+from lightning_trainer.rl.scores import agents_totals, earned, trained_names
 from lightning_trainer.run.group_ids import Step, groups_of, step_of
 from lightning_trainer.view.answers.groups import GroupRow, RolloutRow, StepPage
 from lightning_trainer.view.answers.runs import StepRow
+from lightning_trainer.view.names import chosen_by
 from lightning_trainer.view.reader import StoreReader
 from lightning_trainer.view.reading.texts import legible
 from lightning_trainer.view.runs import Run
@@ -87,7 +88,8 @@ def overview(reader: StoreReader, run: Run) -> list[StepRow]:
             sums = steps[groups[group_id]]
             sums.groups.add(group_id)
             sums.status[status] += number
-        for group_id, number, reward, low, high in _counted(connection.execute(_rewarded(run)), groups):
+        earned_by = connection.execute(_rewarded(run, trained=trained_in(connection, run)))
+        for group_id, number, reward, low, high in _counted(earned_by, groups):
             sums = steps[groups[group_id]]
             sums.lows.append(low)
             sums.highs.append(high)
@@ -130,8 +132,19 @@ def _standing(run: Run) -> Select[Any]:
     return select(*by, func.count()).where(within(run)).group_by(*by)
 
 
-def _rewarded(run: Run, groups: ColumnElement[bool] | None = None) -> Select[Any]:
-    """By group, forks apart: number, sum, lowest and highest of successful attempts' rewards; see `rl.scores.total`."""
+def trained_in(connection: Connection, run: Run) -> frozenset[str] | None:
+    """Return the agents whose rewards are the run's: see `rl.scores.trained_names`."""
+    agents = chosen_by(run)
+    if agents is None:
+        return None
+    named = select(schema.rewards.c.agent).distinct().where(schema.rewards.c.agent.is_not(None))
+    return trained_names(connection.scalars(named), agents)
+
+
+def _rewarded(
+    run: Run, groups: ColumnElement[bool] | None = None, trained: frozenset[str] | None = None
+) -> Select[Any]:
+    """By group, forks apart: number, sum, lowest and highest of what successful attempts earned: `scores.earned`."""
     rewards, attempts, rollouts = schema.rewards.c, schema.attempts.c, schema.rollouts.c
     named = rewards.agent.is_not(None)
     shared = func.sum(case((named, 0.0), else_=rewards.value))
@@ -140,6 +153,8 @@ def _rewarded(run: Run, groups: ColumnElement[bool] | None = None) -> Select[Any
     by_attempt = select(
         rewards.attempt_id, (shared + own / case((agents == 0, 1), else_=agents)).label("total")
     ).group_by(rewards.attempt_id)
+    if trained is not None:
+        by_attempt = by_attempt.where(or_(rewards.agent.is_(None), rewards.agent.in_(sorted(trained))))
     if run.rules:
         by_attempt = by_attempt.where(rewards.source.not_in(sorted(run.rules)))
     if groups is not None:
@@ -158,7 +173,7 @@ def _rewarded(run: Run, groups: ColumnElement[bool] | None = None) -> Select[Any
 
 def rewards_by_group(connection: Connection, run: Run, groups: Mapping[str, Step]) -> dict[str, tuple[int, float]]:
     """Return of each group how many rollouts succeeded and were rewarded, and the sum of what they got."""
-    rows = _counted(connection.execute(_rewarded(run)), groups)
+    rows = _counted(connection.execute(_rewarded(run, trained=trained_in(connection, run))), groups)
     return {group: (int(number), float(total)) for group, number, total, _, _ in rows}
 
 
@@ -209,11 +224,13 @@ def group_rows(reader: StoreReader, run: Run, step: Step, rollouts: Sequence[Rol
     """Put rollouts of a step together by group; see `rollouts_in`."""
     found = outcomes_of(reader, run, rollouts)
     crashed = crash_reward(reader, run, step, found.values())
+    with reader.reading() as connection:
+        agents = trained_in(connection, run)
     groups: defaultdict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
     return [
-        _group(group_id, its, [rollout_row(run, found[each.rollout_id], crashed) for each in its])
+        _group(group_id, its, [rollout_row(run, found[each.rollout_id], crashed, agents) for each in its])
         for group_id, its in groups.items()
     ]
 
@@ -237,8 +254,15 @@ def _group(group_id: str, rollouts: Sequence[Rollout], rows: list[RolloutRow]) -
     )
 
 
-def rollout_row(run: Run, outcome: Outcome, crashed: float) -> RolloutRow:
-    """Return a rollout as lists show it; `crashed` is what a failure by the policy's doing counts as."""
+def rollout_row(run: Run, outcome: Outcome, crashed: float, agents: frozenset[str] | None) -> RolloutRow:
+    """Return a rollout as lists show it.
+
+    Args:
+        run: the run.
+        outcome: of the rollout.
+        crashed: what a failure by the policy's doing counts as.
+        agents: see `trained_in`.
+    """
     counted = outcome.counts(failed_of(run))
     last = outcome.attempts[-1] if outcome.attempts else None
     attempt = counted or last
@@ -249,7 +273,7 @@ def rollout_row(run: Run, outcome: Outcome, crashed: float) -> RolloutRow:
         attempt_id=attempt.attempt_id if attempt is not None else None,
         status=_status(outcome, is_crash=is_crash),
         attempts=len(outcome.attempts),
-        reward=crashed if is_crash else total(rewards) if rewards and counted is not None else None,
+        reward=crashed if is_crash else earned(rewards, agents) if rewards and counted is not None else None,
         by_agent=agents_totals(rewards),
         error=(outcome.error or "")[-_ERROR:] or None if outcome.rollout.status not in OPEN else None,
         kind=_kind(outcome) if outcome.rollout.status not in OPEN else None,

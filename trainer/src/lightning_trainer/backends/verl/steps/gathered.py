@@ -20,10 +20,12 @@ class Gathered:
 
     Args:
         failed: the reward of a rollout that failed by the policy's doing; ``exclude`` leaves it out.
+        agents: names and globs of the agents that are trained; None: all are.
     """
 
-    def __init__(self, failed: Failed) -> None:
+    def __init__(self, failed: Failed, agents: Sequence[str] | None = None) -> None:
         self._failed = failed
+        self._agents = agents
         self._lock = threading.Lock()
         self._clear()
 
@@ -41,7 +43,7 @@ class Gathered:
     def take(self) -> dict[str, float]:
         """Return the numbers of what came since the last time."""
         with self._lock:
-            result = score(self._outcomes, self._failed)
+            result = score(self._outcomes, self._failed, self._agents)
             given = given_to(self._outcomes, self._automatic, self._failed)
             numbers = {
                 **result.metrics(),

@@ -89,7 +89,7 @@ class _Lightning(PPOTrainer):  # type: ignore[misc]  # verl has no types
     def _validate(self) -> dict[str, float]:
         tasks = [self.val_dataset[place]["task"] for place in range(len(self.val_dataset))]
         result = self.agent_loop_manager.validate(tasks, self.global_steps)
-        self._control.step("val", self.global_steps, result.metrics())
+        self._control.step("val", self.global_steps, result.metrics(), result.by_task)
         return {f"{_HELD_OUT}{name}": value for name, value in result.metrics().items()}
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:

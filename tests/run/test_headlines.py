@@ -1,0 +1,100 @@
+"""What a run says it came to: of the agents that were trained, and as far as it is sure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from fakes import FakeEngine
+from test_backends import Remembering
+
+from lightning_spans import hookimpl, hooks
+from lightning_trainer.cli import cli
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.run.embedded import Embedded
+
+pytest.importorskip("openai")
+
+AGENT = '''
+import openai
+import lightning_openai
+from lightning_spans import agent
+
+lightning_openai.attach(tracer="embedded")
+client = openai.OpenAI(base_url="http://127.0.0.1:9/v1", api_key="mine", max_retries=0)
+
+def run(task):
+    """The router is right or wrong; the worker, which nobody trains, always fails."""
+    with agent("router"):
+        reply = client.chat.completions.create(model="m", messages=[{"role": "user", "content": task["q"]}])
+    return {"router": float(reply.choices[0].message.content == task["a"]), "worker": 0.0}
+'''
+KINDS = ("technical", "billing")
+Answer = Callable[[int, int, int], str]  # (ticket, updates taken, calls so far) -> the router's answer
+
+
+class Routing(Remembering):
+    """A learner that answers from a script, as far as updates have taken it."""
+
+    def __init__(self, config: TrainConfig, answer: Answer) -> None:
+        super().__init__(config)
+        self.engine = FakeEngine(
+            lambda prompt: answer(
+                int(prompt.rpartition("ticket ")[2].split()[0]), len(self.given), len(self.engine.prompts)
+            )
+        )
+        self.engines = (self.engine,)
+
+
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
+    """Train a router that answers as a script says, and return the last line."""
+    (tmp_path / "tickets.py").write_text(AGENT)
+    rows = [{"q": f"Route ticket {n} .", "a": KINDS[n % 2]} for n in range(8)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+
+    class Stranger:
+        def __init__(self, answer: Answer) -> None:
+            self.answer = answer
+
+        @hookimpl
+        def lightning_register_backends(self, register: Any) -> None:
+            register("routing", Embedded(lambda config: Routing(config, self.answer), lambda config: None))
+
+    def run(answer: Answer, *options: str) -> dict[str, Any]:
+        hooks.register(Stranger(answer), "stranger")
+        small = ["--batch-size", "4", "--group-size", "2", "--workers", "1", "--out", "out", "--backend", "routing"]
+        data = ["--data", "tasks.jsonl", "--val", "tasks.jsonl", "--model", "none", "--agents", "router"]
+        result = CliRunner().invoke(cli, ["train", "tickets:run", *data, *small, *options])
+        assert result.exit_code == 0, result.output
+        return {**json.loads(result.stdout.splitlines()[-1]), "stderr": result.stderr}
+
+    yield run
+    hooks.unregister("stranger")
+
+
+def right(ticket: int) -> str:
+    return KINDS[ticket % 2]
+
+
+def test_the_last_line_is_about_the_agents_that_were_trained(train: Train) -> None:
+    def answer(ticket: int, updates: int, count: int) -> str:
+        """Answer half of the tickets before, all after, and in training each ticket in one of two ways."""
+        return right(ticket) if updates or (ticket < 4 if count <= 8 else count % 2) else "none"
+
+    told = train(answer, "--steps", "1")
+    assert (told["reward_before"], told["reward_after"]) == (0.5, 1.0)
+    assert (told["difference"], told["difference_tasks"], told["best_step"]) == (0.5, 8, 1)
+    assert told["difference_low"] < 0.5 < told["difference_high"]
+    assert told["by_agent"]["router"]["difference"] == 0.5
+    assert (told["by_agent"]["worker"]["difference"], told["by_agent"]["worker"]["n"]) == (0.0, 8)
+    assert "difference: +0.500 (" in told["stderr"]
+    assert "difference of worker: +0.000 (" in told["stderr"]
