@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
     from lightning_spans.hooks import hookimpl
     from lightning_spans.record.attach import Attachment, attach
+    from lightning_spans.record.children import child_environment
     from lightning_spans.record.context import use_attempt
     from lightning_spans.record.program.agent import agent, workflow
     from lightning_spans.record.program.emit import emit_reward
@@ -36,6 +37,7 @@ _HOMES = {
     "adapt": "adapter.adapt",
     "agent": "record.program.agent",
     "attach": "record.attach",
+    "child_environment": "record.children",
     "emit_reward": "record.program.emit",
     "hookimpl": "hooks",
     "open_store": "store",
@@ -58,6 +60,7 @@ __all__ = [
     "adapt",
     "agent",
     "attach",
+    "child_environment",
     "emit_reward",
     "hookimpl",
     "open_store",

@@ -219,6 +219,8 @@ def _open_pipeline(told: Options) -> Pipeline:
     from lightning_spans.record.delivery.deliver import Delivery, own_store
     from lightning_spans.record.delivery.outbox import Spool
     from lightning_spans.record.delivery.sink import BatchSink, default_spool
+    from lightning_spans.record.instrument.patches import Undo
+    from lightning_spans.record.instrument.processes import carry_attempts
     from lightning_spans.record.instrument.threads import carry_context
     from lightning_spans.record.production import Live, read_live
     from lightning_spans.record.recorder import SpanRecorder
@@ -249,7 +251,10 @@ def _open_pipeline(told: Options) -> Pipeline:
     recorder = SpanRecorder(
         tracer, on_end=listeners.tell, name_agent=naming, agents=options.agents, store=options.store
     )
-    pipeline = Pipeline(recorder, delivery, listeners, naming, carry_context())
+    carried = Undo()
+    carried.add(carry_context())
+    carried.add(carry_attempts())
+    pipeline = Pipeline(recorder, delivery, listeners, naming, carried)
     _options = told  # where no store is named, one that attaches in another folder agrees
     set_live(pipeline)
     return pipeline

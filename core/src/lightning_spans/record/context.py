@@ -22,6 +22,7 @@ from lightning_spans.schema.replays import Replay
 
 STARTING = "lightning-starting"  # under which OTel's SDK, when it starts a span, finds ours
 SCOPE = "lightning-scope"  # under which the innermost `Entry` is kept; see `instrument.scope`
+AGENT_VARIABLE = "LIGHTNING_AGENT"  # names the agent that a process works for, where nothing in it does
 _PREFIX = "lightning-"  # of all that we keep in the OTel Context
 _AGENT = "lightning-agent"
 _ATTEMPT = "lightning-attempt"
@@ -104,13 +105,19 @@ def _without(context: Context, entry: Entry, entered: Context) -> Context:
 def current_agent(context: Context | None = None) -> str | None:
     """Name the agent at work in this context; None when nothing named one."""
     name = (settled() if context is None else context).get(_AGENT)
-    return name if isinstance(name, str) else None
+    return name if isinstance(name, str) else os.environ.get(AGENT_VARIABLE) or None
 
 
 def current_attempt(context: Context | None = None) -> Attempt | None:
     """Return the attempt of this context, else the one that the environment names, else None."""
-    attempt = (settled() if context is None else context).get(_ATTEMPT)
-    return attempt if isinstance(attempt, Attempt) else from_environment()
+    attempt = given_attempt(settled() if context is None else context)
+    return from_environment() if attempt is None else attempt
+
+
+def given_attempt(context: Context) -> Attempt | None:
+    """Return the attempt of this context; None where there is none, or the environment names it."""
+    attempt = context.get(_ATTEMPT)
+    return attempt if isinstance(attempt, Attempt) else None
 
 
 def with_agent(name: str | None, context: Context | None = None) -> Context:

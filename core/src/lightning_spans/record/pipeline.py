@@ -21,18 +21,18 @@ class Pipeline:
         delivery: writes to the process's own store.
         listeners: tell plugins of spans that ended.
         naming: asks plugins for names of agents.
-        undo_threading: stops carrying the context into threads.
+        stop_carrying: stops carrying context and attempt into threads and processes.
     """
 
     recorder: SpanRecorder
     delivery: Delivery
     listeners: Listeners
     naming: Naming
-    undo_threading: Callable[[], None]
+    stop_carrying: Callable[[], None]
 
     def close(self, timeout_s: float) -> None:
         """Stop recording, and deliver or spool what is pending, within the time."""
-        self.undo_threading()
+        self.stop_carrying()
         self.recorder.tracer.close(timeout_s)
         self.naming.close()
         self.listeners.close()

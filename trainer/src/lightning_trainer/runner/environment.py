@@ -49,3 +49,21 @@ def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if not _OWN.fullmatch(name) and not (name == "LIGHTNING_STORE" and _WITH_PASSWORD.match(value))
     }
+
+
+def explained(error: str, environment: Mapping[str, str], passed: Mapping[str, str]) -> str:
+    """Return what went wrong in an agent, above it which variables it names and does not get.
+
+    Args:
+        error: the agent's error.
+        environment: the runner's.
+        passed: what of it the agent gets.
+    """
+    withheld = without_keys(environment).keys() - passed.keys()
+    words = set(re.findall(r"[A-Z][A-Z0-9_]{2,}", error))
+    missing = sorted(withheld & words)
+    if not missing:
+        return error
+    names = ",".join(missing)
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{names} {verb} set in the runner's shell and not passed to agents: add --pass-env {names}\n{error}"

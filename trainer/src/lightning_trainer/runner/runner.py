@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -24,6 +26,7 @@ from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.store import Store
 from lightning_trainer.runner.crashes import Ended
+from lightning_trainer.runner.environment import explained
 from lightning_trainer.runner.fleet import Fleet
 from lightning_trainer.runner.own_users import OwnUsers
 from lightning_trainer.runner.process import WorkerProcess
@@ -76,6 +79,7 @@ class Runner:
         start: Start | None = None,
     ) -> None:
         limits.check()
+        self._passed = environment
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
         self._lease_s = lease_s
         self._users = own = None if users is None else OwnUsers(users, workers)
@@ -196,7 +200,7 @@ class Runner:
         try:
             asyncio.run(self._main())
         except LightningError as error:
-            self._failure = error
+            self._failure = type(error)(self._explained(str(error)))
         except BaseException as error:
             logger.exception("the runner failed")
             self._failure = LightningError(f"the runner failed: {type(error).__name__}: {error}")
@@ -269,7 +273,12 @@ class Runner:
             for task in left:
                 task.cancel()
 
+    def _explained(self, error: str) -> str:
+        return error if self._passed is None else explained(error, os.environ, self._passed)
+
     def _ended(self, record: AttemptRecord, ended: Ended) -> None:
+        if ended.error is not None:
+            ended = replace(ended, error=self._explained(ended.error))
         self._finishing[record.attempt_id] = record
         task = asyncio.create_task(self._finish(record, ended))
         self._tasks.add(task)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from lightning_spans.record.children import gateway_variables
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.json import dumps
 
@@ -110,14 +111,8 @@ def environment(attempt: Attempt, body: bytes) -> dict[str, str]:
     values = attempt.environment()
     if len(body) <= ENVIRONMENT_LIMIT:
         values["LIGHTNING_TASK"] = body.decode()
-    if attempt.endpoint and (attempt.agents or attempt.replay is not None):
-        # OPENAI_API_BASE, the older name, goes before OPENAI_BASE_URL in LangChain.
-        values["OPENAI_BASE_URL"] = values["OPENAI_API_BASE"] = f"{attempt.endpoint}/v1"
-        values["ANTHROPIC_BASE_URL"] = attempt.endpoint
-        # codex and Claude Code take a key of the environment from their own variables; a token would go before the key.
-        for name in ("OPENAI_API_KEY", "CODEX_API_KEY", "ANTHROPIC_API_KEY"):
-            values[name] = attempt.key or "none"
-        values["ANTHROPIC_AUTH_TOKEN"] = ""
+    if attempt.agents or attempt.replay is not None:
+        values |= gateway_variables(attempt)
     return values
 
 

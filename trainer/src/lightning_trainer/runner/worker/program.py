@@ -13,6 +13,7 @@ from typing import Any
 from lightning_spans.record import unrecorded
 from lightning_spans.record.attach import attached
 from lightning_spans.record.delivery.leftover import deliver_left
+from lightning_spans.record.instrument.processes import carry_attempts
 from lightning_spans.record.pipeline import live_recorder
 from lightning_trainer.runner.protocol import Message, attempt_from_json
 from lightning_trainer.runner.target import Job, load_function
@@ -56,6 +57,7 @@ class WorkerProgram:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._subprocesses = Subprocesses(_NUMBER.get)
         self._subprocesses.watch()
+        carry_attempts()
 
     def take(self, message: Message) -> None:
         """Take a message of the runner's: begin an attempt, or cancel one."""
