@@ -1,7 +1,7 @@
-"""What forks of rollouts tell, beside groups of rollouts at equal cost, in two small worlds: see `worlds` and `forked`.
+"""What an update by forks of rollouts is worth, next to groups of rollouts at equal cost: see `worlds` and `forked`.
 
-`python bench/bench_forks.py` prints the first table of docs/how-to/counterfactual.md, `--equal-calls` the second
-one: what an engine drew and what records gave until the goal. `measure` gives the first as figures, without noise.
+`python bench/bench_forks.py` prints the tables of docs/how-to/counterfactual.md: updates, then learning with every
+method at the best of five rates. `measure` gives the same as figures.
 """
 
 from __future__ import annotations
@@ -9,102 +9,101 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import forked
-from figures import Figure
-from forked import Measured, Step
+from figures import Figure, sized
+from forked import Step
 from team import assigners
-from worlds import Expedition, Turns
+from worlds import Expedition, Turns, World
 
-SEEDS = range(5)
-NOISES = (0.1, 0.02, 0.0)
-WORLDS = (Turns, Expedition)
+WORLDS = tuple(kind(noise=noise) for kind in (Turns, Expedition) for noise in (0.1, 0.0))
+RATES = (24.0, 48.0, 96.0, 192.0, 384.0)
 
 
-def ways() -> dict[str, Step]:
-    """Return what is compared at each noise."""
+def updates() -> dict[str, Step]:
+    """Return the methods whose updates are compared."""
     return {
-        "groups of 8, `identical` (GRPO)": forked.groups(assigners()["identical"]),
-        "`counterfactual`, fresh, not averaged": forked.forks(coupled=False, average=False),
-        "`counterfactual`, fresh": forked.forks(coupled=False),
-        "`counterfactual`, coupled, not averaged": forked.forks(average=False),
+        "GRPO, groups of 8": forked.groups(assigners()["identical"]),
+        "GRPO, half of these groups": forked.groups(assigners()["identical"], budget=forked.BUDGET / 2),
         "`counterfactual`": forked.forks(),
+        "`counterfactual`, `group = false`": forked.forks(group=False),
+        "the same, fresh": forked.forks(group=False, coupled=False),
+        "the same, not averaged": forked.forks(group=False, average=False),
         "`alternatives = 5`": forked.forks(alternatives=5),
-        "`alternatives = 7`": forked.forks(alternatives=7),
         '`fork_at = "evenly"`': forked.forks("evenly"),
         '`fork_at = "entropy"`': forked.forks("entropy"),
         '`fork_at = "disagreement"`': forked.forks("disagreement"),
-        "`tree-grpo`": forked.trees(trees_in_group=4, branches=3),
         "VinePPO, 3 draws a state": forked.vine(3),
     }
 
 
-def table(noises: Sequence[float] = NOISES) -> Iterator[tuple[str, float, str, Measured]]:
-    """Measure every way in both worlds; and all assigners, with noise."""
-    for kind in WORLDS:
-        for noise in noises:
-            for name, step in ways().items():
-                yield kind.__name__, noise, name, forked.measured(kind(noise=noise), step, SEEDS)
-    for kind in WORLDS:
-        for name, credit in assigners().items():
-            if name != "identical":
-                step = forked.groups(credit)
-                yield kind.__name__, 0.1, f"groups of 8, `{name}`", forked.measured(kind(noise=0.1), step, SEEDS)
+def learners() -> dict[str, Step]:
+    """Return the methods whose learning is compared, each at its best rate."""
+    chosen = ("GRPO, groups of 8", "`counterfactual`", "`counterfactual`, `group = false`", "VinePPO, 3 draws a state")
+    return {name: updates()[name] for name in chosen}
 
 
-def equal_calls(noises: Sequence[float] = (0.1, 0.0)) -> Iterator[tuple[str, float, str, Measured]]:
-    """Measure the chosen ways by calls: each draws tokens once, whichever continuation it is of."""
-    chosen = {
-        "groups of 8, `identical` (GRPO)": forked.groups(assigners()["identical"]),
-        "`counterfactual`": forked.forks(),
-        "`shapley`": forked.coalitions_of(),
-        "`shapley`, `orders = 8`": forked.coalitions_of(count=8),
-        "`tree-grpo`": forked.trees(trees_in_group=4, branches=3),
-    }
-    for kind in WORLDS:
-        for noise in noises:
-            for name, step in chosen.items():
-                yield kind.__name__, noise, name, forked.measured(kind(noise=noise), step, SEEDS[:3])
+def described(world: World) -> str:
+    return f"{type(world).__name__}, noise {world.noise:g}"
+
+
+def measured_updates(seeds: Sequence[int]) -> Iterator[tuple[str, Mapping[str, forked.Update]]]:
+    """Yield, by world, the update of each method."""
+    for world in WORLDS:
+        exact = forked.gradient(world)
+        yield described(world), {name: forked.update(world, step, seeds, exact) for name, step in updates().items()}
+
+
+def measured_learning(
+    seeds: Sequence[int], rates: Sequence[float], worlds: Sequence[World] = WORLDS
+) -> Iterator[tuple[str, str, forked.Learning]]:
+    """Yield world, method, and what it needed at its best rate."""
+    for world in worlds:
+        for name, step in learners().items():
+            yield described(world), name, forked.tuned(world, step, seeds, rates)
 
 
 def measure() -> list[Figure]:
-    """Continuations until the goal, with how just each way is beside them."""
+    """Cosines of updates with the exact gradient, and continuations until the goal at each method's best rate."""
+    seeds, learning_seeds = range(sized(24, 2)), range(sized(5, 1))
     return [
+        Figure(
+            what=f"{world}, {name}: cosine of an update with the gradient",
+            value=found.cosine,
+            unit="",
+            note=f"free rider {found.rider:.2f}, {found.drawn:.0f} calls drawn; mean of {len(seeds)} seeds",
+        )
+        for world, methods in measured_updates(seeds)
+        for name, found in methods.items()
+    ] + [
         Figure(
             what=f"{world}, {name}: continuations to {forked.GOAL}",
             value=statistics.median(found.continuations),
             unit="continuations",
-            note=f"rank correlation {found.correlation:.2f}, rider {found.rider:.2f}; median of {len(SEEDS)} seeds",
+            note=f"rate {found.rate:g}, the best of those tried; median of {len(learning_seeds)} seeds",
         )
-        for world, _, name, found in table((0.0,))
+        for world, name, found in measured_learning(learning_seeds, sized(RATES, RATES[-1:]), sized(WORLDS, WORLDS[:1]))
     ]
 
 
 def main() -> None:
-    if "--equal-calls" in sys.argv:
-        _print_calls()
-        return
-    head = ["world", "noise", "way", "rank correlation", "free rider", "continuations to 0.8", "calls drawn"]
+    head = ["method", *(f"{described(world)}: cosine, free rider, calls" for world in WORLDS)]
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for world, noise, name, found in table():
-        parts = [found.continuations, found.drawn]
-        costs = [f"{_count(statistics.median(its))} ({_count(min(its))} to {_count(max(its))})" for its in parts]
-        print(f"| {world} | {noise:g} | {name} | {found.correlation:.2f} | {found.rider:.2f} | {' | '.join(costs)} |")
+    columns = [methods for _, methods in measured_updates(range(24))]
+    for name in updates():
+        cells = [f"{its[name].cosine:.2f}, {its[name].rider:.2f}, {its[name].drawn:.0f}" for its in columns]
+        print(f"| {name} | {' | '.join(cells)} |")
+    head = ["world", "method", "best rate", "continuations to 0.8", "calls drawn"]
+    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for world, name, found in measured_learning(range(5), RATES):
+        print(f"| {world} | {name} | {found.rate:g} | {_spread(found.continuations)} | {_spread(found.drawn)} |")
         sys.stdout.flush()
 
 
-def _print_calls() -> None:
-    head = ["world", "noise", "way", "rank correlation", "free rider", "calls drawn to 0.8", "given", "saved"]
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for world, noise, name, found in equal_calls():
-        drawn, given = statistics.median(found.drawn), statistics.median(found.given)
-        its, least = _count(drawn), min(found.drawn)
-        its += "" if math.isinf(least) else f" ({_count(least)} to {_count(max(found.drawn))})"
-        costs = [its, "", ""] if math.isinf(drawn) else [its, _count(given), f"{given / (drawn + given):.0%}"]
-        told = [world, f"{noise:g}", name, f"{found.correlation:.2f}", f"{found.rider:.2f}", *costs]
-        print(f"| {' | '.join(told)} |")
-        sys.stdout.flush()
+def _spread(numbers: Sequence[float]) -> str:
+    least, middle, most = (_count(n) for n in (min(numbers), statistics.median(numbers), max(numbers)))
+    return f"{middle} ({least} to {most})"
 
 
 def _count(number: float) -> str:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+_T = TypeVar("_T")
+QUICK = os.environ.get("BENCH_QUICK") == "1"
+
+
+def sized(full: _T, quick: _T) -> _T:
+    """Return the size of a measurement: `quick` where it is only to be seen that it runs, as in CI."""
+    return quick if QUICK else full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

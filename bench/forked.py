@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from team import GOAL, Policy, rank_correlation
@@ -26,13 +27,10 @@ from lightning_trainer.rl.batch.comparison import compared
 from lightning_trainer.rl.batch.sharing import Episode
 from lightning_trainer.rl.credit.counterfactual import Cells, counterfactual
 from lightning_trainer.rl.credit.played import Fork, Played
-from lightning_trainer.rl.credit.shapley import coalitions, orders, shapley
-from lightning_trainer.rl.credit.trees import tree_advantages
 from lightning_trainer.rl.credit.values import levels_of
 from lightning_trainer.rl.fork_points import Where, candidates, choose
 
 BUDGET, LONGEST = 32.0, 50  # continuations in a step, and steps
-STEPS = 4  # of each seed, over which correlations are averaged: those of one are far apart
 
 
 @dataclass(frozen=True)
@@ -168,16 +166,24 @@ class Learned:
         )
 
 
+def grouped(world: World, policy: Policy, numbers: np.random.Generator, groups: int, size: int) -> list[Run]:
+    """Play groups of attempts, each group in one scene, as the rollouts of a task are."""
+    runs: list[Run] = []
+    for number in range(groups):
+        scene = world.scene(numbers)
+        names = [f"g{number}-{n}" for n in range(size)]
+        runs += [play(world, policy, name, numbers, scene=scene, group=f"g{number}") for name in names]
+    return runs
+
+
 Step = Callable[[World, Policy, np.random.Generator], Learned]
 
 
-def groups(credit, size: int = 8) -> Step:
-    """Whole attempts in groups, one reward for the team, shared out by an assigner."""
+def groups(credit, size: int = 8, budget: float = BUDGET) -> Step:
+    """Whole attempts in groups, one reward for the team, which an assigner assigns to the calls."""
 
     def step(world: World, policy: Policy, numbers: np.random.Generator) -> Learned:
-        runs = []
-        for group in range(int(BUDGET) // size):
-            runs += [play(world, policy, f"g{group}-{n}", numbers, group=f"g{group}") for n in range(size)]
+        runs = grouped(world, policy, numbers, int(budget) // size, size)
         credited = [
             credit(run.played().transitions, [Reward(rollout_id=run.name, attempt_id=run.name, value=run.earned)])
             for run in runs
@@ -190,113 +196,36 @@ def groups(credit, size: int = 8) -> Step:
 def forks(
     where: Where = "agents",
     *,
-    records: int = 12,
+    groups: int = 6,
+    size: int = 2,
     alternatives: int = 3,
     coupled: bool = True,
     average: bool = True,
+    group: bool = True,
 ) -> Step:
-    """Attempts, and alternatives to some of their calls, until the budget is spent."""
+    """Attempts in groups, and alternatives to some of their calls, until the budget is spent."""
     spread: dict[str, float] = {}  # of the step before, for disagreement
 
     def step(world: World, policy: Policy, numbers: np.random.Generator) -> Learned:
         nonlocal spread
         spread = {} if not policy.logits else spread
-        runs = [play(world, policy, f"r{n}", numbers, group=f"r{n}") for n in range(records)]
+        runs = grouped(world, policy, numbers, groups, size)
         by_name = {run.name: run for run in runs}
         found = candidates([run.played().transitions for run in runs], lambda _: False)
         draw = random.Random(int(numbers.integers(2**31)))
-        for point in choose(found, len(found), where, draw, spread=spread):
-            if sum(run.cost for run in runs) >= BUDGET - 1e-9:
+        # How many calls the budget is enough for: a fork is half an attempt and a bit, in the mean.
+        count = round((BUDGET - len(runs)) / (0.55 * alternatives)) if where == "entropy" else len(found)
+        for point in choose(found, count, where, draw, spread=spread):
+            if where != "entropy" and sum(run.cost for run in runs) >= BUDGET - 1e-9:
                 break
             record = by_name[point.record]
-            runs += [
-                fork_of(world, policy, record, point.call, n, numbers, coupled=coupled) for n in range(alternatives)
-            ]
+            its = [fork_of(world, policy, record, point.call, n, numbers, coupled=coupled) for n in range(alternatives)]
+            runs += [replace(run, fork=replace(run.fork, weight=point.weight)) for run in its]
         played = [run.played() for run in runs]
         if where == "disagreement":
             spread = Cells.of(played).spread
-        return Learned.of(runs, advantages_of(runs, counterfactual(played, average=average), leave_one_out))
-
-    return step
-
-
-def coalitions_of(*, count: int = 2, size: int = 2) -> Step:
-    """Groups of attempts, each again with the first policy in the place of some agents: Shapley values over agents."""
-
-    def step(world: World, policy: Policy, numbers: np.random.Generator) -> Learned:
-        runs: list[Run] = []
-        while sum(run.cost for run in runs) < BUDGET - 1e-9:
-            group = f"g{len(runs)}"
-            for n in range(size):
-                record = play(world, policy, f"{group}.{n}", numbers, group=group)
-                drawn = orders(sorted(world.agents), count, random.Random(int(numbers.integers(2**31))))
-                joined = {some: None for order in drawn for some in coalitions(order)[:-1]}
-                said: dict[object, bool] = {}
-                runs.append(record)
-                runs += [without(world, policy, record, set(world.agents) - some, said, numbers) for some in joined]
-        return Learned.of(runs, advantages_of(runs, shapley([run.played() for run in runs]), leave_one_out))
-
-    return step
-
-
-def without(
-    world: World,
-    policy: Policy,
-    record: Run,
-    agents: set[str],
-    said: dict[object, bool],
-    numbers: np.random.Generator,
-) -> Run:
-    """Play a record's scene again with the first policy in the place of some agents.
-
-    A request of the others that is in the record is answered as there, the oldest such, each once. What the first
-    policy `said` to a request it says again, and likewise what is drawn of the others.
-    """
-    base, rest = Policy(world), [(call.seen, call.action) for call in record.calls]
-    times: dict[Seen, int] = {}
-    actions: list[bool] = []
-    kept: list[Call] = []
-    while (seen := world.seen(record.scene, actions)) is not None:
-        who = base if seen[0] in agents else policy
-        found = next((n for n, (asked, _) in enumerate(rest) if asked == seen), None) if who is policy else None
-        if found is not None:
-            action = rest.pop(found)[1]
-        else:
-            times[seen] = times.get(seen, 0) + 1
-            key = (who is base, seen, times[seen])
-            action = said.setdefault(key, bool(numbers.random() < who.good(*seen)))
-        actions.append(action)
-        kept.append(Call(seen, action, found is not None, 0.5, 0.0))
-    first = next((n for n, call in enumerate(kept) if not call.replayed), len(kept))
-    return Run(
-        name=f"{record.name}.{'-'.join(sorted(agents))}",
-        scene=record.scene,
-        calls=tuple(kept),
-        earned=sum(world.gain(record.scene, actions[: n + 1]) for n in range(len(actions)))
-        + float(numbers.normal(0.0, world.noise)),
-        cost=(len(kept) - first) / len(record.calls),
-        fork=Fork(record.name, None, frozenset(agents)),
-        group=record.group,
-    )
-
-
-def trees(*, trees_in_group: int = 2, branches: int = 7, coupled: bool = False) -> Step:
-    """Tree-GRPO: groups of trees, each a record and forks of it at calls chosen evenly; all that was drawn learns."""
-
-    def step(world: World, policy: Policy, numbers: np.random.Generator) -> Learned:
-        runs: list[Run] = []
-        while sum(run.cost for run in runs) < BUDGET - 1e-9:
-            group = f"g{len(runs)}"
-            records = [play(world, policy, f"{group}.{n}", numbers, group=group) for n in range(trees_in_group)]
-            runs += records
-            for record in records:
-                calls = numbers.integers(len(record.calls), size=branches)
-                runs += [
-                    fork_of(world, policy, record, int(call), n, numbers, coupled=coupled)
-                    for n, call in enumerate(calls)
-                ]
-        found = tree_advantages([run.played() for run in runs], normalise=False)
-        return Learned.of(runs, found)
+        credited = counterfactual(played, average=average, group=group)
+        return Learned.of(runs, advantages_of(runs, credited, leave_one_out))
 
     return step
 
@@ -354,38 +283,74 @@ def advantages_of(runs: Sequence[Run], credited: Sequence[Sequence[float]], comp
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Of a way to learn: rank correlation of advantages with what calls were worth, what riders get, and costs.
+class Update:
+    """One update of the first policy, means over seeds.
 
     Attributes:
-        correlation: mean over seeds.
+        cosine: of the whole update with the exact gradient.
         rider: mean size of the advantages of those who contribute nothing, over that of the others'.
-        continuations: until the goal, of each seed; infinity where it was not reached.
-        drawn: calls drawn until then, likewise.
-        given: calls that were given from a record until then, likewise: what an engine was not asked.
+        drawn: calls that an engine would sample for it.
     """
 
-    correlation: float
+    cosine: float
     rider: float
+    drawn: float
+
+
+def update(world: World, step: Step, seeds: Sequence[int], exact: dict[Seen, float]) -> Update:
+    """Measure one update of a method in one world, whose exact gradient is given."""
+    found = [step(world, Policy(world), np.random.default_rng(seed)) for seed in seeds]
+    return Update(
+        float(np.mean([cosine(direction(Policy(world), learned), exact) for learned in found])),
+        float(np.mean([_justice(world, learned)[1] for learned in found])),
+        float(np.mean([learned.drawn for learned in found])),
+    )
+
+
+def gradient(world: World, attempts: int = 3000) -> dict[Seen, float]:
+    """Return the gradient at the first policy: of each call what it was worth exactly, over many attempts."""
+    policy, numbers = Policy(world), np.random.default_rng(10**6)
+    runs = [play(world, policy, "", numbers) for _ in range(attempts)]
+    calls = [call for run in runs for call in run.calls]
+    return direction(policy, Learned(calls, np.array([call.truth for call in calls])))
+
+
+def direction(policy: Policy, learned: Learned) -> dict[Seen, float]:
+    """Return the change of each logit: the sum of advantage times slope of the log-probability."""
+    change: dict[Seen, float] = {}
+    for call, advantage in zip(learned.calls, learned.advantages, strict=True):
+        change[call.seen] = change.get(call.seen, 0.0) + float(advantage) * (call.action - policy.good(*call.seen))
+    return change
+
+
+def cosine(one: dict[Seen, float], other: dict[Seen, float]) -> float:
+    """Return the cosine of the angle between two updates."""
+    left, right = (np.array([its.get(key, 0.0) for key in {**one, **other}]) for its in (one, other))
+    return float(left @ right / max(np.linalg.norm(left) * np.linalg.norm(right), 1e-12))
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What a method needed to reach the goal at its best rate; infinity where it did not.
+
+    Attributes:
+        rate: the best of those tried, by the median of the continuations.
+        continuations: of each seed.
+        drawn: calls drawn until then, likewise.
+    """
+
+    rate: float
     continuations: list[float]
     drawn: list[float]
-    given: list[float]
 
 
-def measured(world: World, step: Step, seeds: Sequence[int]) -> Measured:
-    """Measure one way to learn in one world."""
-    justice = [
-        _justice(world, step(world, Policy(world), np.random.default_rng(seed * STEPS + n)))
-        for seed in seeds
-        for n in range(STEPS)
-    ]
-    needed = [_needed(world, step, 100 + seed) for seed in seeds]
-    correlations, shares = zip(*justice, strict=True)
-    return Measured(
-        float(np.mean(correlations)),
-        float(np.mean(shares)),
-        *(list(its) for its in zip(*needed, strict=True)),
-    )
+def tuned(world: World, step: Step, seeds: Sequence[int], rates: Sequence[float]) -> Learning:
+    """Learn at several rates, with several seeds each; return the best."""
+    tried = []
+    for rate in rates:
+        costs = [needed(world, step, 100 + seed, rate) for seed in seeds]
+        tried.append(Learning(rate, *(list(its) for its in zip(*costs, strict=True))))
+    return min(tried, key=lambda learning: statistics.median(learning.continuations))
 
 
 def _justice(world: World, learned: Learned) -> tuple[float, float]:
@@ -395,19 +360,15 @@ def _justice(world: World, learned: Learned) -> tuple[float, float]:
     return rank_correlation(learned.advantages, np.array([call.truth for call in learned.calls])), share
 
 
-def _needed(world: World, step: Step, seed: int, rate: float = 6.0) -> tuple[float, float, float]:
-    """Continuations, drawn calls and given ones until the goal."""
-    policy, numbers, cost, drawn, given = Policy(world), np.random.default_rng(seed), 0.0, 0, 0
+def needed(world: World, step: Step, seed: int, rate: float) -> tuple[float, float]:
+    """Continuations and drawn calls until the goal."""
+    policy, numbers, cost, drawn = Policy(world), np.random.default_rng(seed), 0.0, 0
     while cost < LONGEST * BUDGET:
         learned = step(world, policy, numbers)
-        cost, drawn, given = cost + learned.continuations, drawn + learned.drawn, given + learned.given
+        cost, drawn = cost + learned.continuations, drawn + learned.drawn
         size = math.sqrt(float(np.mean(learned.advantages**2))) or 1.0  # steps of one size, whatever the units
-        change: dict[Seen, float] = {}
-        for call, advantage in zip(learned.calls, learned.advantages / size, strict=True):
-            slope = call.action - policy.good(*call.seen)
-            change[call.seen] = change.get(call.seen, 0.0) + rate * float(advantage) * slope / len(learned.calls)
-        for seen, amount in change.items():
-            policy.logits[seen] = policy.logits.get(seen, 0.0) + amount
+        for seen, change in direction(policy, learned).items():
+            policy.logits[seen] = policy.logits.get(seen, 0.0) + rate * change / size / len(learned.calls)
         if world.reached(policy) >= GOAL:
-            return cost, float(drawn), float(given)
-    return math.inf, math.inf, math.inf
+            return cost, float(drawn)
+    return math.inf, math.inf

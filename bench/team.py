@@ -164,6 +164,23 @@ def agreement(team: Team, told: Told, credit, seeds: Sequence[int]) -> tuple[flo
     return float(np.mean(correlations)), float(np.mean(shares))
 
 
+def cosine(team: Team, told: Told, credit, seeds: Sequence[int]) -> float:
+    """Mean cosine of an update of the first policy with the exact gradient, which calls' contributions give."""
+
+    def direction(calls: Sequence[Call], advantages: Sequence[float]) -> np.ndarray:
+        change = dict.fromkeys(((agent, state) for agent in team.shares for state in range(team.states)), 0.0)
+        for call, advantage in zip(calls, advantages, strict=True):
+            change[call.agent, call.state] += float(advantage) * (call.good - 0.5)
+        return np.array([*change.values()])
+
+    numbers = np.random.default_rng(10**6)
+    many = [call for n in range(2000) for call in roll(Policy(team), "team", str(n), numbers)[0]]
+    exact = direction(many, [call.truth for call in many])
+    updates = [direction(*step(Policy(team), told, credit, np.random.default_rng(seed))) for seed in seeds]
+    sizes = [float(np.linalg.norm(update) * np.linalg.norm(exact)) or 1.0 for update in updates]
+    return float(np.mean([update @ exact / size for update, size in zip(updates, sizes, strict=True)]))
+
+
 def rank_correlation(left: np.ndarray, right: np.ndarray) -> float:
     """Spearman's, with the mean rank for ties."""
     ranks = []

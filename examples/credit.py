@@ -1,4 +1,4 @@
-"""GRPO, counterfactual credit and trees on one of the examples, with one reward for the team, at equal tokens.
+"""GRPO and counterfactual credit on one of the examples, with one reward for the team, at equal tokens.
 
 `python examples/credit.py NAME [--seeds 0,1,2] [--quick] [--out FOLDER]`; NAME is a folder beside this file that has a
 `credit.toml`: the tokens that each run may read and draw, options that all of them have, those of each setup, and

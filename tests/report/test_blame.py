@@ -163,7 +163,7 @@ def test_another_credit_a_step_and_automatic_rewards_can_be_asked_for(run: Path)
     "forked",
     [
         pytest.param({"forks": 6, "alternatives": 2, "fork_at": "entropy", "fork_tools": {"*": "run"}}, id="calls"),
-        pytest.param({"credit": "shapley", "orders": 4, "policies": {"worker": "lora", "b": "lora"}}, id="agents"),
+        pytest.param({"credit": "identical", "orders": 4, "policies": {"worker": "lora", "b": "lora"}}, id="agents"),
     ],
 )
 def test_a_run_with_forks_is_shown_under_another_credit(run: Path, forked: dict[str, Any]) -> None:

@@ -27,8 +27,7 @@ from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.rl.credit.assigners import credit_by_name
 from lightning_trainer.rl.credit.counterfactual import Cells, counterfactual
 from lightning_trainer.rl.credit.played import AcrossAttempts, Fork, Played
-from lightning_trainer.rl.credit.trees import tree_advantages
-from lightning_trainer.rl.fork_points import Candidate, candidates, choose
+from lightning_trainer.rl.fork_points import Candidate, candidates, choose, inclusion_chances
 
 FIRST = 0.3  # how likely the first call is 1
 SECOND = (0.6, 0.2)  # the second, after a 0 and after a 1: it sees the first
@@ -168,7 +167,7 @@ def test_only_the_call_that_was_drawn_again_has_credit() -> None:
         [None],
         [None],
     ]
-    assert found[0].levels[0].places == ["", "r/1", ""]
+    assert found[0].levels[0].places == ["r/0", "r/1", "r/2"]
 
 
 def test_noise_is_told_from_what_answers_come_to() -> None:
@@ -186,30 +185,24 @@ def test_noise_is_told_from_what_answers_come_to() -> None:
     assert spread["works"] > 0.25 > spread["rides"]
 
 
-def test_leaves_of_a_tree_are_worth_what_training_each_by_itself_would_come_to() -> None:
-    record = played("r", 3.0, *(call("r", n) for n in range(3)))
-    early = played("e", 0.0, call("e", 0, **{FORKED: "x"}), call("e", 1), fork=Fork("r", 0))
-    late = played("l", 1.0, call("l", 0, **{REPLAYED: "x"}), call("l", 1, **{FORKED: "x"}), fork=Fork("r", 1))
-    other = played("o", 5.0, call("o", 0))
-    found = tree_advantages([record, early, late, other], normalise=False)
-    among = {"r": 3.0 - 4 / 3, "e": 0.0 - 4 / 3, "l": 1.0 - 4 / 3, "o": 0.0}
-    of = {name: value + earned - 9 / 4 for (name, value), earned in zip(among.items(), (3, 0, 1, 5), strict=True)}
-    assert found[0] == pytest.approx([of["r"] + of["l"], of["r"], of["r"]])
-    assert found[1] == pytest.approx([of["e"], of["e"]])
-    assert math.isnan(found[2][0])
-    assert found[2][1] == pytest.approx(of["l"])
-    assert found[3] == pytest.approx([of["o"]])
+def test_a_records_other_calls_learn_from_their_group_and_forked_ones_from_their_alternatives() -> None:
+    runs = [
+        attempt("r", (1, 0, 0), lambda _: 1.0),
+        attempt("o", (0, 0, 0), lambda _: 0.25),
+        attempt("f", (0, 0, 0), lambda _: 0.5, Fork("r", 0)),
+    ]
 
+    def advantages(**options: bool) -> list[list[float]]:
+        credited = counterfactual([run.played() for run in runs], **options)
+        return forked.advantages_of(runs, credited, forked.leave_one_out)
 
-def test_a_call_that_ran_beside_the_forked_one_is_shared_with_its_leaf() -> None:
-    beside = replace(call("r", 1, "b"), response_id="said at once")
-    record = played("r", 3.0, call("r", 0), beside, call("r", 2))
-    given = replace(call("f", 1, "b", **{REPLAYED: "x"}), response_id="said at once")
-    fork = played("f", 1.0, call("f", 0, **{FORKED: "x"}), given, call("f", 2), fork=Fork("r", 0))
-    found = tree_advantages([record, fork], normalise=False)
-    own, others = 2 * (3.0 - 2.0), 2 * (1.0 - 2.0)  # in the tree, and in the group, which is that tree
-    assert found[0] == pytest.approx([own, own + others, own])
-    assert found[1] == pytest.approx([others, math.nan, others], nan_ok=True)
+    none = math.nan
+    of_group, of_fork = [-0.75] * 3, [-0.5, none, none]
+    for found, expect in (
+        (advantages(), [[0.5, 0.75, 0.75], of_group, of_fork]),
+        (advantages(group=False), [[0.5, none, none], [none] * 3, of_fork]),
+    ):
+        assert [*itertools.chain(*found)] == pytest.approx([*itertools.chain(*expect)], nan_ok=True)
 
 
 CANDIDATES = [
@@ -228,10 +221,86 @@ def drawn(where: str, **options: dict[str, float]) -> float:
 def test_a_budget_is_spent_where_it_is_said() -> None:
     assert drawn("evenly") == pytest.approx(0.1, abs=0.03)
     assert drawn("agents") == pytest.approx(0.45, abs=0.07)
-    assert drawn("entropy") == pytest.approx(0.28, abs=0.06)
+    assert drawn("entropy") == pytest.approx(4 / 13, abs=0.06)
     assert drawn("disagreement") == pytest.approx(0.1, abs=0.03)  # nothing is known
     assert drawn("disagreement", spread={"once": 9.0, "often": 1.0}) > 0.35
     assert 0.0 < drawn("disagreement", spread={"once": 0.0, "often": 1.0}) < 0.03
+
+
+SURPRISES = [5.0, 1.0, 0.0, 2.5, 0.5]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 9])
+def test_a_call_is_chosen_as_often_as_its_surprise_says_and_weighs_the_less(count: int) -> None:
+    class Draw(random.Random):
+        """Everything in order, and one number."""
+
+        def __init__(self, number: float) -> None:
+            self.number = number
+
+        def random(self) -> float:
+            return self.number
+
+        def sample(self, population: Sequence[int], k: int, **_: object) -> list[int]:  # type: ignore[override]
+            return list(population)[:k]
+
+    found = [Candidate("r", n, "a", surprise) for n, surprise in enumerate(SURPRISES)]
+    chances = inclusion_chances(SURPRISES, count)
+    assert sum(chances) == pytest.approx(min(count, 5))
+    draws = 2000
+    often = [0.0] * 5
+    for n in range(draws):
+        for point in choose(found, count, "entropy", Draw((n + 0.5) / draws)):
+            often[point.call] += 1 / draws
+            assert point.weight == pytest.approx(min(count, 5) / 5 / chances[point.call])
+    assert often == pytest.approx(chances, abs=2 / draws)
+
+
+def by_surprise(reward: Reward, *, weighed: bool) -> np.ndarray:
+    """Return the mean update, over all that can happen, of forks of one call chosen by surprise: one for each logit."""
+    total = np.zeros(4)
+    for p_record, record in rollouts():
+        seen = chances_of(record)
+        candidates = [Candidate("r", n, "x", -math.log(chance(p, its))) for n, (_, p, its) in enumerate(seen)]
+        chosen = inclusion_chances([candidate.surprise for candidate in candidates], 1)
+        for n, p_chosen in enumerate(chosen):
+            weight = 1 / 3 / p_chosen if weighed else 1.0
+            for p_fork, other in rollouts():
+                before = math.prod(chance(p, its) for _, p, its in chances_of(other)[:n])
+                if other[:n] != record[:n]:
+                    continue
+                runs = [attempt("r", record, reward), leaf(other, n, reward, weight)]
+                credited = counterfactual([run.played() for run in runs], group=False)
+                for its, actions in zip(
+                    forked.advantages_of(runs, credited, forked.leave_one_out), (record, other), strict=True
+                ):
+                    logit, p, action = chances_of(actions)[n]
+                    total[logit] += p_record * p_chosen * p_fork / before * its[n] * (action - p)
+    return total
+
+
+def leaf(actions: Actions, call: int, reward: Reward, weight: float) -> forked.Run:
+    made = attempt("f", actions, reward, Fork("r", call, weight=weight))
+    return replace(made, calls=tuple(replace(one, replayed=n < call) for n, one in enumerate(made.calls)))
+
+
+def chances_of(actions: Actions) -> list[tuple[int, float, int]]:
+    """Return of each call its logit, how likely it is 1, and what it was."""
+    a, b, c = actions
+    return [(0, FIRST, a), (1 + a, SECOND[a], b), (3, THIRD, c)]
+
+
+def test_forks_chosen_by_surprise_point_where_the_gradient_does() -> None:
+    exact = np.zeros(4)
+    for p, actions in rollouts():
+        for logit, likely, action in chances_of(actions):
+            exact[logit] += p * entangled(actions) * (action - likely)
+
+    def cosine(update: np.ndarray) -> float:
+        return float(update @ exact / np.linalg.norm(update) / np.linalg.norm(exact))
+
+    assert cosine(by_surprise(entangled, weighed=True)) == pytest.approx(1.0, abs=1e-12)
+    assert cosine(by_surprise(entangled, weighed=False)) < 0.995, "the answer decides whether its call is chosen"
 
 
 def test_no_call_is_chosen_twice_and_the_same_numbers_choose_the_same() -> None:
@@ -303,13 +372,17 @@ def justice(world: worlds.World, step: Step, seeds: Sequence[int] = range(6)) ->
 @pytest.mark.parametrize("kind", [worlds.Turns, worlds.Expedition])
 def test_with_coupled_alternatives_credit_agrees_and_a_rider_gets_nothing(kind: type) -> None:
     world = kind(noise=0.0)
-    coupled, rider = justice(world, forked.forks())
+    coupled, rider = justice(world, forked.forks(group=False))
     assert rider == pytest.approx(0.0, abs=1e-9)
-    assert coupled > justice(world, forked.forks(coupled=False))[0] + (0.15 if kind is worlds.Turns else 0.0)
+    assert coupled > justice(world, forked.forks(group=False, coupled=False))[0] + (
+        0.15 if kind is worlds.Turns else 0.0
+    )
     assert coupled > justice(world, forked.groups(credit_by_name("identical")))[0] + 0.3
 
 
-def test_a_team_learns_from_its_forks_in_half_of_what_groups_take() -> None:
-    world = worlds.Turns(noise=0.02)
-    forks = forked._needed(world, forked.forks(), 0)[0]
-    assert forks < 0.5 * forked._needed(world, forked.groups(credit_by_name("identical")), 0)[0]
+def test_with_noise_an_update_agrees_better_with_the_gradient_where_other_calls_learn_from_their_group() -> None:
+    world = worlds.Turns(noise=0.1)
+    exact = forked.gradient(world, 300)
+    both, alone = (forked.update(world, forked.forks(group=group), range(12), exact) for group in (True, False))
+    assert both.cosine > alone.cosine + 0.05
+    assert alone.rider < 0.8 < both.rider, "to tell who earned it, alternatives alone are better"

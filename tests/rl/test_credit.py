@@ -148,7 +148,7 @@ def test_credit_is_found_by_name_with_its_options():
 
 
 def test_an_unknown_credit_or_option_lists_what_there_is():
-    with pytest.raises(ConfigError, match="discounted, gigpo, identical, last, per-agent, shapley, turn"):
+    with pytest.raises(ConfigError, match="discounted, gigpo, identical, last, per-agent, turn"):
         credit_by_name("discount")
     with pytest.raises(ConfigError, match="It has: gamma"):
         credit_by_name("discounted", lam=0.5)

@@ -14,11 +14,10 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.replays import Replay
-from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.rl.batch.attempts import played_of
 from lightning_trainer.rl.credit.assigners import credit_by_name
-from lightning_trainer.rl.credit.played import AcrossAttempts, Fork, Played
-from lightning_trainer.rl.credit.shapley import Share, added, coalitions, orders, shapley, shares, values_of
+from lightning_trainer.rl.credit.played import Fork, Played
+from lightning_trainer.rl.credit.shapley import Share, added, coalitions, orders, shares, values_of
 from lightning_trainer.rl.rollouts import Outcome
 
 TEAM = ("planner", "writer", "checker", "rider")
@@ -85,39 +84,19 @@ def test_orders_come_in_pairs_and_again_with_the_same_numbers() -> None:
 
 
 def attempt(name: str, earned: float, *without: str, record: str | None = None) -> Played:
-    transitions = [
-        Transition(
-            rollout_id=name,
-            attempt_id=name,
-            agent=agent,
-            agent_path=f"app/{agent}",
-            turn=turn,
-            span_id=f"{name}-{turn}",
-            tokens=Tokens((1,), (2,), (-1.0,)),
-        )
-        for turn, agent in enumerate(("a", "b", "own", "a"))
-    ]
     fork = None if record is None else Fork(record, None, frozenset(without))
-    return Played(attempt_id=name, transitions=transitions, earned=earned, group="g", fork=fork)
+    return Played(attempt_id=name, transitions=(), earned=earned, group="g", fork=fork)
 
 
-def shown(values: list[float]) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values]
-
-
-def test_calls_of_a_rollout_have_what_their_agent_added_and_those_of_its_coalitions_nothing() -> None:
-    both = attempt("r", 1.0)
-    nobody = attempt("n", 0.1, "a", "b", record="r")
-    with_a = attempt("a", 0.8, "b", record="r")
-    with_b = attempt("b", 0.2, "a", record="r")
+def test_an_agent_adds_what_the_reward_changes_by_when_it_joins() -> None:
+    both, nobody = attempt("r", 1.0), attempt("n", 0.1, "a", "b", record="r")
+    with_a, with_b = attempt("a", 0.8, "b", record="r"), attempt("b", 0.2, "a", record="r")
     alone = attempt("other", 5.0)  # of which nothing was run again
-    found = shapley([both, nobody, with_a, with_b, alone])
-    a, b = 0.5 * (0.7 + 0.8), 0.5 * (0.1 + 0.2)
-    assert [value and round(value, 9) for value in shown(found[0])] == pytest.approx([a, b, None, a])
-    assert [shown(its) for its in found[1:]] == [[None] * 4] * 4
+    found = added([both, nobody, with_a, with_b, alone])
+    assert found == {"r": pytest.approx({"a": 0.5 * (0.7 + 0.8), "b": 0.5 * (0.1 + 0.2)})}
 
 
-def test_a_rollout_of_which_a_coalition_is_missing_is_not_credited() -> None:
+def test_of_a_rollout_of_which_a_coalition_is_missing_nothing_is_known() -> None:
     both, with_a, with_b = attempt("r", 1.0), attempt("a", 0.8, "b", record="r"), attempt("b", 0.2, "a", record="r")
     assert added([both, with_a, with_b]) == {}  # what the base earns alone is not known
     lonely = replace(with_b, fork=Fork("r", None, frozenset("a"), frozenset("ab")))
@@ -139,9 +118,6 @@ def test_the_team_is_that_of_all_coalitions_whatever_became_of_them() -> None:
     assert added([record, fork]) == {}
 
 
-def test_shapley_is_chosen_by_its_name_and_has_no_options() -> None:
-    credit = credit_by_name("shapley")
-    assert isinstance(credit, AcrossAttempts)
-    assert credit.coalitions
-    with pytest.raises(ConfigError, match=r"has no option .gamma.\. It has: none"):
-        credit_by_name("shapley", gamma=0.5)
+def test_it_is_a_measure_and_no_credit() -> None:
+    with pytest.raises(ConfigError, match=r"can point away from the gradient\. Set orders = 2"):
+        credit_by_name("shapley")

@@ -15,7 +15,6 @@ def lightning_register_credit(register: Callable[[str, Any], None]) -> None:
     from lightning_trainer.rl.credit.counterfactual import counterfactual
     from lightning_trainer.rl.credit.levels import gigpo, turn
     from lightning_trainer.rl.credit.played import AcrossAttempts
-    from lightning_trainer.rl.credit.shapley import shapley
 
     register("identical", identical)
     register("discounted", discounted)
@@ -24,15 +23,14 @@ def lightning_register_credit(register: Callable[[str, Any], None]) -> None:
     register("turn", turn)
     register("gigpo", gigpo)
     register("counterfactual", AcrossAttempts(counterfactual))
-    register("shapley", AcrossAttempts(shapley, coalitions=True))
 
 
 @hookimpl
 def lightning_register_algorithms(register: Callable[[str, Any], None]) -> None:
     """Register the algorithms."""
-    from lightning_trainer.rl.algorithms import distil, grpo, likelihood, ppo, reinforce, tree
+    from lightning_trainer.rl.algorithms import distil, grpo, likelihood, ppo, reinforce
 
-    for family in (grpo, tree, reinforce, ppo, likelihood, distil):
+    for family in (grpo, reinforce, ppo, likelihood, distil):
         for name, algorithm in family.VARIANTS.items():
             register(name, algorithm)
 

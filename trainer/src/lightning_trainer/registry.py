@@ -18,6 +18,23 @@ _HOOKS: Final[dict[Kind, str]] = {
     "credit": "lightning_register_credit",
 }
 
+_REMOVED: Final[dict[tuple[Kind, str], str]] = {
+    ("credit", "shapley"): "credit = shapley is removed: its update can point away from the gradient. Set orders = 2 to"
+    " log what each agent adds, and train with credit = identical or counterfactual.",
+    ("algorithm", "tree-grpo"): "algorithm = tree-grpo is removed: it learned no faster than groups. Use grpo, with"
+    " credit = counterfactual to tell the agents of a team apart.",
+}
+
+
+def refuse_removed(kind: Kind, name: str) -> None:
+    """Refuse a name that earlier versions had, unless a plugin registers it.
+
+    Raises:
+        ConfigError: says why it was removed, and what to use instead.
+    """
+    if (kind, name) in _REMOVED and name not in registered(kind):
+        raise ConfigError(_REMOVED[kind, name])
+
 
 def by_name(kind: Kind, name: str) -> Any:
     """Return what is registered under a name; plugins are loaded where the trainer itself has nothing of that name.
@@ -30,6 +47,7 @@ def by_name(kind: Kind, name: str) -> Any:
         hooks.load_all()
         known = registered(kind)
     if name not in known:
+        refuse_removed(kind, name)
         raise ConfigError(f"unknown {kind} {name!r}. Use one of: {', '.join(sorted(offered(kind)))}.")
     return known[name]
 

@@ -35,6 +35,7 @@ class Replay:
         model: policy or upstream of the server that answers `call`, or where that is None the calls of `fresh`, and no
             other. None: what answers the agent without a replay.
         draw: number of the alternative; the seed of what is drawn follows from it.
+        weight: of what comes of it in an update, where calls are not equally likely to be forked.
     """
 
     attempt_id: str
@@ -48,3 +49,4 @@ class Replay:
     say: str | None = None
     model: str | None = None
     draw: int = 0
+    weight: float = 1.0

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from lightning_trainer import registry
 from lightning_trainer.choices import SELF
-from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
+from lightning_trainer.config.chosen import chosen_algorithm
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.naming import parse_rules
 
 if TYPE_CHECKING:
     from lightning_trainer.config.fields import TrainFields
 
-_ORDERS: Final = "orders is of credit = shapley. Set it, or leave orders out."
-
 
 def cross_check(config: TrainFields) -> None:
     """Refuse options that contradict each other; each message says which one to change."""
+    registry.refuse_removed("credit", config.credit)
     registry.by_name("algorithm", config.algorithm).check(config)
     parse_rules(config.name_by)
     config.work.check(command=config.command, reward=config.reward)
@@ -51,15 +50,16 @@ def cross_check(config: TrainFields) -> None:
 
 def _of_forks(config: TrainFields) -> dict[str, bool]:
     """Return what can't be together with forks, and what is nothing without them."""
-    across = looks_at_forks(config.credit)
+    if config.by_coalitions:
+        return _of_coalitions(config)
     if not config.forked:
         given = (config.forks, config.alternatives, config.fork_at, config.fork_tools) != (None, 3, "agents", {})
         return {
-            "forks, alternatives, fork_at and fork_tools are of credit = counterfactual and algorithm = tree-grpo. Set"
-            " one of these, or leave them out.": given,
-            _ORDERS: config.orders != 2,
+            "forks, alternatives, fork_at and fork_tools are of credit = counterfactual. Set it, or leave these out.": (
+                given
+            )
         }
-    what = f"credit = {config.credit}" if across else f"algorithm = {config.algorithm}"
+    what = f"credit = {config.credit}"
     able = bool(getattr(chosen_algorithm(config.algorithm), "alternatives", False))
     return {
         f"algorithm = {config.algorithm} can't compare a call with its alternatives alone. With {what} use grpo,"
@@ -71,39 +71,32 @@ def _of_forks(config: TrainFields) -> dict[str, bool]:
         f"resample replaces groups before {what} has drawn anything again. Set resample = 0.": config.resample > 0,
         f"alone = batch has no effect with {what}. Leave it out.": config.alone == "batch",
         f"normalise_std divides by the deviation of a few alternatives with {what}, which makes noise as large as work."
-        " Leave it out.": across and config.normalise_std,
-        **(_of_coalitions(config) if config.by_coalitions else _of_alternatives(config)),
-    }
-
-
-def _of_alternatives(config: TrainFields) -> dict[str, bool]:
-    """Return what can't be where single calls are drawn again."""
-    return {
+        " Leave it out.": config.normalise_std,
         f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: no call could be drawn so often."
         " Raise forks, or lower alternatives.": config.fork_count < config.alternatives,
-        _ORDERS: config.orders != 2,
     }
 
 
 def _of_coalitions(config: TrainFields) -> dict[str, bool]:
     """Return what can't be where the frozen base stands in for agents."""
-    what, agents = f"credit = {config.credit}", config.agents or ()
-    least = config.group_size * config.coalitions
+    what, agents = f"orders = {config.orders}", config.agents or ()
     return {
-        f"{what} has the frozen base answer in an agent's place, and only adapters have one beside them that is served."
+        f"{what} runs coalitions of agents, credit = {config.credit} alternatives of calls, and both would take the"
+        " forks of a step. Leave one of them out.": config.forked,
+        f"{what} runs whole rollouts again, no alternatives of calls. Leave alternatives and fork_at out.": (
+            (config.alternatives, config.fork_at) != (3, "agents")
+        ),
+        f"{what} has the frozen base answer in an agent's place, and it is served next to adapters only."
         " Give policies, such as --policy writer=lora,checker=lora.": not config.policies,
-        f"{what} shares a reward out over a team, and {agents[0] if agents else 'nobody'} is the only agent to be"
-        " trained. Use credit = identical, or train two or more.": len(agents) == 1 and config.coalitions > 0,
-        f"{what} runs whole rollouts again, no alternatives of calls. Leave alternatives and fork_at out; orders says"
-        " how often.": (config.alternatives, config.fork_at) != (3, "agents"),
-        f"orders = {config.orders} is odd: each order comes beside its reverse. Give an even number.": bool(
-            config.orders % 2
+        f"{what} measures what each agent of a team adds, and {agents[0] if agents else 'nobody'} is the only one to be"
+        " trained. Leave orders out, or train two or more.": len(agents) == 1 and config.coalitions > 0,
+        f"{what} runs the program again with the tools' results from the record; a command of another language would"
+        " run its tools twice. Give a Python target.": config.command is not None,
+        f"{what} is odd: each order comes next to its reverse. Give an even number.": bool(config.orders % 2),
+        f"agents has a glob, so nobody knows how many runs {what} comes to. Say with forks how many a step may take.": (
+            config.forks is None and not config.coalitions
         ),
-        f"{what} compares what an agent added with other rollouts of the task. Set group_size to 2 or more.": (
-            config.group_size < 2
+        f"forks = {config.forks} is fewer than the {config.coalitions} runs that one rollout takes. Raise forks.": (
+            config.forks is not None and config.forks < config.coalitions
         ),
-        f"agents has a glob, so nobody knows how many continuations {what} comes to. Say with forks how many a step"
-        " may take.": config.forks is None and not config.coalitions,
-        f"forks = {config.forks} is fewer than the {least} continuations that {config.group_size} rollouts of one task"
-        " take. Raise forks.": config.forks is not None and config.forks < least,
     }

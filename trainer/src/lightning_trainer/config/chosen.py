@@ -32,9 +32,4 @@ def chosen_algorithm(name: str) -> ChosenAlgorithm:
 
 def looks_at_forks(credit: str) -> bool:
     """Whether this credit compares forks; an unknown name is refused when credit is asked for."""
-    return bool(credit_says(credit, "across"))
-
-
-def credit_says(credit: str, what: str) -> object:
-    """Return what a credit says of itself under this name; False where it says nothing, or nobody registers it."""
-    return getattr(registry.registered("credit").get(credit), what, False)
+    return bool(getattr(registry.registered("credit").get(credit), "across", False))

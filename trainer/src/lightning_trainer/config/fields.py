@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lightning_spans.schema.agents import is_glob
 from lightning_trainer.choices import Aggregation, KlEstimator, Schedule, Timeouts
-from lightning_trainer.config.chosen import chosen_algorithm, credit_says, looks_at_forks
+from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.work import Work
 
@@ -106,7 +106,7 @@ class TrainFields(BaseModel):
     # How it learns.
     algorithm: str = "grpo"
     """`grpo`, `dr-grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`, `reinforce++-baseline`, `ppo`, `distil`,
-    `tree-grpo`, or one that a plugin registers. Each sets the defaults that its paper has."""
+    or one that a plugin registers. Each sets the defaults that its paper has."""
     teacher: str | None = None
     """Of algorithm = distil: who says how likely each sampled token is. A model folder or name, or MODEL=URL of a vLLM
     server, with the policy's own vocabulary; or `self`, the policy once it has read what came of a call, which goes
@@ -117,19 +117,20 @@ class TrainFields(BaseModel):
     """Step size of AdamW: 1e-5 by default, 1e-4 with LoRA."""
     credit: str = "identical"
     """How an attempt's rewards are shared out over its calls: identical, discounted, last, per-agent, turn, gigpo,
-    counterfactual, shapley, or one that a plugin registers."""
+    counterfactual, or one that a plugin registers."""
     gamma: float | None = Field(default=None, ge=0, le=1)
     """Discount from one turn to the one before it, for credit = discounted (0.9 by default), turn (1), gigpo (0.95)."""
     credit_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of the credit by name, such as omega and anchor of gigpo."""
     forks: int | None = Field(default=None, ge=1)
-    """Continuations in a step that begin at a call of one of its rollouts, for credit = counterfactual and algorithm =
-    tree-grpo. As many as alternatives for each rollout, by default. For credit = shapley, runs in which the frozen base
-    stands in for agents; as many as orders ask for, by default."""
+    """Continuations in a step that begin at a call of one of its rollouts, for credit = counterfactual; by default as
+    many as alternatives for each rollout. With orders, runs in which the frozen base stands in for agents; by default
+    as many as orders ask for."""
     alternatives: int = Field(default=3, ge=1)
     """Continuations of each call that is drawn again."""
-    orders: int = Field(default=2, ge=2)
-    """Of credit = shapley: orders in which the agents of a rollout join its team, each beside its reverse. Even."""
+    orders: int = Field(default=0, ge=0)
+    """Log what each agent adds to its team (shapley/AGENT), measured in so many orders in which the agents of a rollout
+    join, each next to its reverse. Even; 0 measures nothing. Nothing is trained on the runs that this takes."""
     fork_at: Literal["agents", "evenly", "entropy", "disagreement"] = "agents"
     """Which calls are drawn again: as many of each agent to be trained, any, those whose answers held most surprise, or
     those of agents whose alternatives came to different things before."""
@@ -275,12 +276,7 @@ class TrainFields(BaseModel):
     @property
     def forked(self) -> bool:
         """Whether calls of a step's rollouts are drawn again."""
-        return bool(getattr(chosen_algorithm(self.algorithm), "branches", False)) or looks_at_forks(self.credit)
-
-    @property
-    def coupled(self) -> bool:
-        """Whether what follows a call that is drawn again is answered as before, where the same is asked."""
-        return looks_at_forks(self.credit)  # leaves of a tree are each trained whole: they are draws of their own
+        return looks_at_forks(self.credit)
 
     @property
     def fork_count(self) -> int:
@@ -288,12 +284,12 @@ class TrainFields(BaseModel):
         if self.forks is not None:
             return self.forks
         each = self.coalitions if self.by_coalitions else self.alternatives
-        return self.batch_size * self.group_size * each if self.forked else 0
+        return self.batch_size * self.group_size * each if self.forked or self.by_coalitions else 0
 
     @property
     def by_coalitions(self) -> bool:
         """Whether rollouts run again with the frozen base in the place of some agents."""
-        return bool(credit_says(self.credit, "coalitions"))
+        return self.orders > 0
 
     @property
     def coalitions(self) -> int:

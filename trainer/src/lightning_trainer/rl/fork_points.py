@@ -6,7 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from lightning_spans.schema.transitions import Transition
@@ -24,12 +24,14 @@ class Candidate:
         call: its number in the attempt: `Transition.turn`.
         agent: who made it.
         surprise: minus the log-probability of what was answered, in nats: in the mean, the entropy of the answer.
+        weight: of what comes of its alternatives in an update, where candidates are not equally likely to be chosen.
     """
 
     record: str
     call: int
     agent: str
     surprise: float
+    weight: float = 1.0
 
 
 def candidates(attempts: Sequence[Sequence[Transition]], untrainable: Callable[[Transition], bool]) -> list[Candidate]:
@@ -61,12 +63,14 @@ def choose(
         found: of a step.
         count: how many; fewer where there are not so many.
         where: ``evenly``: each call is as likely as another. ``agents``: each agent is, whoever speaks more often, and
-            so is each of its calls. ``entropy``: in the proportion of what its answer had of surprise.
-            ``disagreement``: in that of the agent's `spread`.
+            so is each of its calls. ``entropy``: in the proportion of what its answer had of surprise; since the answer
+            decides, what comes of it has a `Candidate.weight`. ``disagreement``: in that of the agent's `spread`.
         numbers: the draw.
         spread: by agent, the deviation of what came of the alternatives of its calls before; who is not in it is as
             likely as the mean.
     """
+    if where == "entropy":
+        return _by_surprise(found, count, numbers)
     weights = _weights(found, where, spread or {})
     # Without replacement: the places of exponential waiting times (Efraimidis and Spirakis, 2006).
     waits = [-math.log(1.0 - numbers.random()) / weight for weight in weights]
@@ -74,19 +78,47 @@ def choose(
     return [found[n] for n in order[:count]]
 
 
+def _by_surprise(found: Sequence[Candidate], count: int, numbers: random.Random) -> list[Candidate]:
+    """Choose by systematic sampling in a random order: every call has exactly its probability (Madow, 1949)."""
+    chances = inclusion_chances([candidate.surprise for candidate in found], count)
+    order = numbers.sample(range(len(found)), len(found))
+    chosen, total, next_at = [], 0.0, numbers.random()
+    for n in order:
+        total += chances[n]
+        if total > next_at:
+            chosen.append(replace(found[n], weight=min(count, len(found)) / len(found) / chances[n]))
+            next_at += 1.0
+    return chosen
+
+
+def inclusion_chances(surprises: Sequence[float], count: int) -> list[float]:
+    """Return how likely each call is to be among `count`: in proportion to its surprise, and at most 1.
+
+    Divided by its chance, what comes of a call counts the same in the mean as if all calls were drawn again (Horvitz
+    and Thompson, 1952).
+    """
+    weights = _floored(surprises)
+    sure: set[int] = set()
+    while len(sure) < min(count, len(weights)):
+        rest = [n for n in range(len(weights)) if n not in sure]
+        scale = (count - len(sure)) / sum(weights[n] for n in rest)
+        more = {n for n in rest if scale * weights[n] >= 1.0}
+        if not more:
+            return [1.0 if n in sure else scale * weight for n, weight in enumerate(weights)]
+        sure |= more
+    return [1.0] * len(weights)
+
+
 def _weights(found: Sequence[Candidate], where: Where, spread: Mapping[str, float]) -> list[float]:
     match where:
-        case "evenly":
-            return [1.0] * len(found)
         case "agents":
             calls = Counter(candidate.agent for candidate in found)
             return [1.0 / calls[candidate.agent] for candidate in found]
-        case "entropy":
-            return _floored([candidate.surprise for candidate in found])
         case "disagreement":
             known = [value for value in spread.values() if value > 0.0]
             usual = sum(known) / len(known) if known else 1.0
             return _floored([spread.get(candidate.agent, usual) for candidate in found])
+    return [1.0] * len(found)
 
 
 def _floored(weights: Sequence[float]) -> list[float]:

@@ -103,7 +103,9 @@ def _alternatives(
     records: list[str] = []
     refused: Counter[str] = Counter()
     read: dict[str, Recorded] = {}
-    for point in choose(found, len(found), config.fork_at, numbers, spread=spread):
+    # One that can't be forked gives its place to the next, except where the weights are those of a number of places.
+    count = config.fork_count // config.alternatives if config.fork_at == "entropy" else len(found)
+    for point in choose(found, count, config.fork_at, numbers, spread=spread):
         left = config.fork_count - len(made)
         if left < config.alternatives:
             break
@@ -125,8 +127,8 @@ def _alternatives(
 
 
 def replay_of(config: TrainConfig, point: Candidate) -> Replay:
-    """Say how a call is drawn again in a run. Leaves of a tree are draws of their own; alternatives are coupled."""
-    return _with_tools(config, Replay(attempt_id=point.record, call=point.call, coupled=config.coupled))
+    """Say how a call is drawn again in a run."""
+    return _with_tools(config, Replay(attempt_id=point.record, call=point.call, weight=point.weight))
 
 
 def _with_tools(config: TrainConfig, asked: Replay) -> Replay:
@@ -142,31 +144,24 @@ def _with_tools(config: TrainConfig, asked: Replay) -> Replay:
 def _coalitions(
     config: TrainConfig, store: Store, outcomes: Sequence[Outcome], traces: Traces, *, name: str, step: int
 ) -> ForkPlan:
-    """Plan the coalitions of as many tasks' rollouts as the budget allows: what agents added is compared in a group."""
+    """Plan the coalitions of as many rollouts as the budget allows."""
     numbers = random.Random(f"{config.seed}/{step}/coalitions")
-    groups: dict[str, list[str]] = {}
-    for o in outcomes:
-        if o.attempt is not None and o.crash is None:
-            groups.setdefault(o.rollout.group_id, []).append(o.attempt.attempt_id)
-    found = transitions_by_attempt(traces([one for its in groups.values() for one in its]), config.agents)
+    groups = {o.attempt.attempt_id: o.rollout.group_id for o in outcomes if o.attempt is not None and o.crash is None}
+    found = transitions_by_attempt(traces(list(groups)), config.agents)
     refused: Counter[str] = Counter()
     made: list[Rollout] = []
     records: list[str] = []
-    for group in numbers.sample(list(groups), len(groups)):
-        its: dict[str, list[Rollout]] = {}
-        for attempt in groups[group]:
-            team = {str(t.agent) for t in found.get(attempt, ([], []))[0] if _learns(config, t)}
-            try:
-                its[attempt] = _coalitions_of(config, store, attempt, sorted(team), numbers, name=name, group=group)
-            except ConfigError as error:
-                refused[str(error)] += 1
-        if len(its) == 1:
-            refused["no other rollout of its task is there to compare it with"] += 1
+    for attempt in numbers.sample(list(groups), len(groups)):
+        team = {str(t.agent) for t in found.get(attempt, ([], []))[0] if _learns(config, t)}
+        try:
+            its = _coalitions_of(config, store, attempt, sorted(team), numbers, name=name, group=groups[attempt])
+        except ConfigError as error:
+            refused[str(error)] += 1
             continue
-        if len(made) + sum(map(len, its.values())) > config.fork_count:
+        if len(made) + len(its) > config.fork_count:
             break
-        made += [rollout for rollouts in its.values() for rollout in rollouts]
-        records += its
+        made += its
+        records.append(attempt)
     return ForkPlan(tuple(made), tuple(records), by_coalitions=True, refused=dict(refused))
 
 

@@ -199,10 +199,10 @@ class Loop:
     def _fork(self, outcomes: Sequence[Outcome], traces: Traces) -> tuple[list[Outcome], dict[str, float]]:
         """Draw calls of these rollouts again, where that is asked for; returns the forks, and what they cost."""
         config, step, began = self._run.config, self.state.step, time.monotonic()
-        if not config.forked:
+        if not (config.forked or config.by_coalitions):
             return [], {}
         if config.by_coalitions and BASE not in [engine.model for engine in self._learner.engines]:
-            raise ConfigError(f"credit = {config.credit} needs the frozen base, and backend {config.backend} has none.")
+            raise ConfigError(f"orders = {config.orders} needs the frozen base, and backend {config.backend} has none.")
         with waiting("rows", f"the calls of {len(outcomes)} rollouts to be chosen from"):
             plan = planned(
                 config, self._local.store, outcomes, traces, name=self._name, step=step, spread=self.state.spread
@@ -224,8 +224,8 @@ class Loop:
             spread = Cells.of(played_of([*outcomes, *forks], traces, config.failed)).spread
             self.state = replace(self.state, spread={**self.state.spread, **spread})
         shared = {}
-        if config.by_coalitions:
-            shared = told(played_of([*outcomes, *forks], traces, config.failed, config.agents))
+        if config.by_coalitions:  # they are measured, and nothing is trained on them
+            shared, forks = told(played_of([*outcomes, *forks], traces, config.failed, config.agents)), []
         return forks, {**found.metrics, **shared, "fork_seconds": time.monotonic() - began}
 
     def _log(

@@ -92,6 +92,8 @@ def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[st
     if credit is not None:
         values |= {"credit": credit, "gamma": None, "credit_options": {}}
         values |= dict.fromkeys(_OF_FORKS)  # what was drawn again is there; nothing is now
+    if values.get("credit") == "counterfactual":  # who earned it is told by alternatives; groups give riders as much
+        values["credit_options"] = {**(values.get("credit_options") or {}), "group": False}
     if gamma is not None:
         values["gamma"] = gamma
     values["rewards"] = {**(values.get("rewards") or {}), **rewards}

@@ -65,7 +65,6 @@ class Grpo:
     grouped: ClassVar[bool] = True
     critic: ClassVar[bool] = False
     dual_clip: ClassVar[bool] = True
-    branches: ClassVar[bool] = False  # whether rollouts branch at calls of earlier ones
     alternatives: ClassVar[bool] = True  # whether a call can be compared with the alternatives to it alone
 
     def check(self, config: TrainConfig) -> None:
@@ -111,7 +110,7 @@ class Grpo:
             compared,
             calls,
             # Alternatives of one call are compared with one another, whatever the algorithm compares rollouts with.
-            leave_one_out if across and not self.branches else self.compare,
+            leave_one_out if across else self.compare,
             normalise=config.normalise_std,
             eps=config.advantage_eps,
             over_batch=config.alone == "batch",

@@ -70,7 +70,9 @@ class CountedAttempt:
             transitions=self.transitions,
             earned=total(self.rewards),
             group=of.group_id,
-            fork=None if replay is None else Fork(replay.attempt_id, replay.call, frozenset(replay.fresh), self.team),
+            fork=None
+            if replay is None
+            else Fork(replay.attempt_id, replay.call, frozenset(replay.fresh), self.team, replay.weight),
         )
 
 

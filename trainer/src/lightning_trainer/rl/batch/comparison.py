@@ -75,7 +75,7 @@ def _compared(
         if over_batch and not by_step:
             with_all_M = compare(given_M, attempts, [""] * len(groups), agent_M=agents)
             advantages_M = np.where(_lone(attempts, groups, agents), with_all_M, advantages_M)
-        total_M += values[0].weight * advantages_M
+        total_M += np.array([value.weight for value in values]) * advantages_M
     return total_M
 
 

@@ -175,7 +175,8 @@ class Episode:
 
 def _at(level: Level, m: int) -> CreditedValue:
     place = "" if level.places is None else level.places[m]
-    return CreditedValue(level.values[m], place, level.weight, level.by_step)
+    weight = level.weight if isinstance(level.weight, (int, float)) else level.weight[m]
+    return CreditedValue(level.values[m], place, weight, level.by_step)
 
 
 def _episode(

@@ -18,15 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import earns
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.transitions import Transition
+from lightning_trainer import registry
 from lightning_trainer.rl.credit.played import AcrossAttempts
 from lightning_trainer.rl.credit.values import Credited, lost_in, places_of
-
-TRAINER = "trainer"  # the plugin that registers what the trainer itself brings
 
 # (transitions of one attempt, its rewards, keyword options) -> one value each; NaN where no reward concerns the call
 CreditAssigner: TypeAlias = Callable[..., list[float]]
@@ -274,11 +272,7 @@ def credit_by_name(name: str, **options: Any) -> CreditAssigner | AcrossAttempts
     Raises:
         ConfigError: nothing has the name, or the assigner does not have the option; the message lists what there is.
     """
-    hooks.load(TRAINER)
-    known = hooks.registry("lightning_register_credit")
-    if name not in known:
-        raise ConfigError(f"unknown credit {name!r}. Use one of: {', '.join(sorted(known))}.")
-    found = known[name]
+    found = registry.by_name("credit", name)
     function = found.assign if isinstance(found, AcrossAttempts) else found
     parameters = inspect.signature(function).parameters.values()
     allowed = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]

@@ -1,4 +1,4 @@
-"""Counterfactual credit: what would have come of an attempt, had one of its calls gone otherwise.
+"""Counterfactual credit: what would have come of an attempt if one of its calls had answered differently.
 
 An attempt is frozen up to one call, the call is drawn again, several times, and the program goes on from each of these
 alternatives (C3, arXiv 2603.06859). All of them saw the same, so whatever differs between their rewards came of what
@@ -7,44 +7,88 @@ can: after the fork a request that was made in the record too gets the recorded 
 policy for the same request. So the distribution of each alternative's reward is what it was, and only their difference
 has less noise in it.
 
-Each call is compared with the alternatives of the same call alone, `lightning_trainer.rl.advantages.leave_one_out`.
+Such a call is compared with the alternatives of the same call alone, `lightning_trainer.rl.advantages.leave_one_out`.
+The other calls of the attempts that were forked are compared as in any group: with the other attempts of their task.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lightning_trainer.rl.credit.played import Played
-from lightning_trainer.rl.credit.values import Credited
+from lightning_trainer.rl.credit.values import Credited, Level
 
 
-def counterfactual(attempts: Sequence[Played], *, average: bool = True) -> list[Credited]:
-    """Credit the calls of which there are alternatives, each with what came of it.
+def counterfactual(attempts: Sequence[Played], *, average: bool = True, group: bool = True) -> list[Credited]:
+    """Credit the calls of which there are alternatives, each with what came of it; the others with their attempt's.
 
     Args:
         attempts: of a step; a fork whose record is not among them counts for nothing.
         average: give equal answers to one call the mean of what came of them. The update is the same, but for its
             size, since they are the same tokens; what a call is said to be worth has less noise in it.
+        group: let an attempt's calls without an alternative learn as in any group, from what the attempt earned.
 
     Returns:
         For each attempt (M,) what the attempt earned, to be compared with the other alternatives of the call: the place
-        is the record and the call. NaN for a call without an alternative, and for one answered from a record.
+        is the record and the call. NaN for a call that is compared with nothing, and for one answered from a record.
     """
     cells = Cells.of(attempts)
-    found = [[math.nan] * len(attempt.transitions) for attempt in attempts]
+    values = [[math.nan] * len(attempt.transitions) for attempt in attempts]
     places = [[""] * len(attempt.transitions) for attempt in attempts]
+    weights = [[1.0] * len(attempt.transitions) for attempt in attempts]
     for place, members in cells.members.items():
         its = _averaged(cells.values[place], cells.actions[place]) if average else cells.values[place]
         for (n, turn), value in zip(members, its, strict=True):
             for m, transition in enumerate(attempts[n].transitions):
                 if transition.turn == turn:
-                    found[n][m], places[n][m] = value, place
-    return [Credited(its, places=where) for its, where in zip(found, places, strict=True)]
+                    values[n][m], places[n][m], weights[n][m] = value, place, cells.weights[place]
+    if not group:
+        parts = zip(values, places, weights, strict=True)
+        return [Credited(its, places=where, weight=weight) for its, where, weight in parts]
+    # Calls with an alternative learn from it alone. Where answers decide which calls have one, that would be a bias.
+    both = any(weight != 1.0 for weight in cells.weights.values())
+    sizes = Counter(attempt.group for attempt in attempts if attempt.fork is None)
+    return [
+        _also_in_group(attempt, its, where, weight, compared=sizes[attempt.group] > 1, both=both)
+        for attempt, its, where, weight in zip(attempts, values, places, weights, strict=True)
+    ]
+
+
+def _also_in_group(
+    attempt: Played,
+    values: Sequence[float],
+    places: Sequence[str],
+    weights: Sequence[float],
+    *,
+    compared: bool,
+    both: bool,
+) -> Credited:
+    """Add the comparison of attempts: none for forks, whose calls all stay alone in it, and one for their records.
+
+    Args:
+        attempt: a record or a fork.
+        values: of its calls with an alternative; NaN for the others.
+        places: likewise.
+        weights: likewise.
+        compared: whether there are attempts to compare a record with.
+        both: whether calls with an alternative learn from their group as well.
+    """
+    own = [f"{attempt.attempt_id}/{transition.turn}" for transition in attempt.transitions]
+    alone = [math.isnan(value) for value in values]
+    learns = compared and attempt.fork is None
+    known = [attempt.earned if learns and math.isnan(value) else value for value in values]
+    where = [mine if lone else place for mine, lone, place in zip(own, alone, places, strict=True)]
+    among = Level(
+        values=[attempt.earned] * len(own),
+        places=[""] * len(own) if attempt.fork is None else own,
+        weight=[float(both or lone) for lone in alone],
+    )
+    return Credited(known, places=where, weight=weights, more=[among])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +100,14 @@ class Cells:
         values: what came of each.
         actions: what each answered; equal answers are equal.
         agents: who called.
+        weights: of the comparison, where calls are not equally likely to be drawn again.
     """
 
     members: Mapping[str, Sequence[tuple[int, int]]]
     values: Mapping[str, Sequence[float]]
     actions: Mapping[str, Sequence[Hashable]]
     agents: Mapping[str, str | None]
+    weights: Mapping[str, float]
 
     @classmethod
     def of(cls, attempts: Sequence[Played]) -> Cells:
@@ -72,6 +118,7 @@ class Cells:
             {place: [attempts[n].earned for n, _ in its] for place, its in cells.items()},
             {place: [_said(attempts[n], turn) for n, turn in its] for place, its in cells.items()},
             {place: _agent(attempts[its[0][0]], its[0][1]) for place, its in cells.items()},
+            {place: _weight(attempts[its[1][0]]) for place, its in cells.items()},
         )
 
     @property
@@ -105,6 +152,10 @@ def _cells(attempts: Sequence[Played]) -> dict[str, list[tuple[int, int]]]:
         if _agent(attempt, turn) in its:
             cells.setdefault(f"{fork.record}/{fork.call}", [(number[fork.record], fork.call)]).append((n, turn))
     return cells
+
+
+def _weight(attempt: Played) -> float:
+    return 1.0 if attempt.fork is None else attempt.fork.weight
 
 
 def _agent(attempt: Played, turn: int) -> str | None:

@@ -20,12 +20,14 @@ class Fork:
         call: number of the call that was drawn again, from 0: its `Transition.turn` in the record. None: none was.
         without: agents for which another model answered throughout, where `call` is None.
         team: agents for which one did in any of the record's forks, also in those that are lost.
+        weight: of what came of it in an update, where calls are not equally likely to be forked.
     """
 
     record: str
     call: int | None
     without: frozenset[str] = frozenset()
     team: frozenset[str] = frozenset()
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +60,9 @@ class AcrossAttempts:
 
     Attributes:
         assign: attempts and keyword options -> for each attempt its values; NaN where a call is not compared.
-        coalitions: whether its forks are attempts in which the frozen base answers for some of the agents; else they
-            are attempts of which one call is drawn again.
     """
 
     assign: Callable[..., list[Credited]]
-    coalitions: bool = False
 
     across: ClassVar[bool] = True  # for the configuration, a floor below
 

@@ -1,14 +1,17 @@
-"""Who of a team earned what it earns: Shapley values over agents, with the frozen base in the place of who is left out.
+"""What each agent adds to its team: Shapley values over agents, with the frozen base in place of those left out.
 
-A coalition is the agents that are let do what they learned; for the others the frozen base answers. Agents join one
-after the other, in a random order, and each is credited with what the team's reward changed by when it joined
-(Castro, Gomez and Tejada, 2009). So what all agents got is what the team gained over the base, in every order.
+A coalition is the agents that answer as they learned to; for the others the frozen base answers. Agents join one after
+the other, in a random order, and each adds what the team's reward changes by when it joins (Castro, Gomez and Tejada,
+2009). So what all agents add is what the team gained over the base, in every order.
+
+It is a measure. As training credit it can point away from the gradient: what an agent adds over the base says nothing
+of which of its actions were better than its usual ones (docs/decisions/credit-methods.md).
 
 For a rollout of a run, the coalition of all is the rollout itself. In the others its program runs again: an agent of
 the coalition that is asked what it was asked in the rollout says what it said there, and the base says the same to the
 same request in all coalitions of a rollout. So these differ by who takes part, and as little as can be by chance.
 
-`orders` draws orders, `coalitions` says what is to be run for one, `shapley` credits the calls of a step with it.
+`orders` draws orders, `coalitions` says what is to be run for one, `added` what came of it.
 """
 
 from __future__ import annotations
@@ -21,9 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_spans.schema.agents import selects
 from lightning_trainer.rl.credit.played import Played
-from lightning_trainer.rl.credit.values import Credited
 
 Coalition = frozenset[str]
 
@@ -121,27 +122,6 @@ def added(attempts: Sequence[Played]) -> dict[str, dict[str, float]]:
             if values := values_of({**worth, team: attempt.earned}):
                 found[attempt.attempt_id] = values
     return found
-
-
-def shapley(attempts: Sequence[Played]) -> list[Credited]:
-    """Credit the calls of each rollout whose coalitions were run with what their agent added in it.
-
-    Args:
-        attempts: of a step.
-
-    Returns:
-        For each attempt (M,) the value of the call's agent, to be compared with the agent's in other rollouts of the
-        group. NaN for agents that are not of the team, for a rollout of which no order is known whole, and for forks.
-    """
-    values = added(attempts)
-    return [
-        Credited([_of(values.get(attempt.attempt_id, {}), transition.path) for transition in attempt.transitions])
-        for attempt in attempts
-    ]
-
-
-def _of(values: Mapping[str, float], path: str | None) -> float:
-    return next((value for agent, value in values.items() if selects((agent,), path)), math.nan)
 
 
 def shares(samples: Sequence[Mapping[str, float]]) -> dict[str, Share]:

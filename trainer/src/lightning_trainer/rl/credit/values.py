@@ -15,13 +15,13 @@ class Level:
     Attributes:
         values: (M,) what is compared, one for each transition; NaN where no reward concerns the call.
         places: (M,) only calls of one place, and of one agent, are compared; None: all calls of the agent.
-        weight: of this comparison in the sum.
+        weight: of this comparison in the sum; or (M,) one for each transition.
         by_step: every call counts once; else every attempt does, and its calls of one place share that.
     """
 
     values: Sequence[float]
     places: Sequence[str] | None = None
-    weight: float = 1.0
+    weight: float | Sequence[float] = 1.0
     by_step: bool = False
 
 
@@ -39,10 +39,11 @@ class Credited(list[float]):
         *,
         places: Sequence[str] | None = None,
         more: Iterable[Level] = (),
+        weight: float | Sequence[float] = 1.0,
         lost: Iterable[Reward] = (),
     ) -> None:
         super().__init__(values)
-        self.levels: tuple[Level, ...] = (Level(values=tuple(values), places=places), *more)
+        self.levels: tuple[Level, ...] = (Level(values=tuple(values), places=places, weight=weight), *more)
         self.lost = tuple(lost)
 
 
