@@ -1,9 +1,10 @@
-"""How much memory JSON will take once it is parsed, told from its bytes: what would be too much is never parsed."""
+"""How much memory JSON takes once it is parsed, and how deep it is nested, both from its bytes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 # What CPython's objects take, rounded up: an object with one key is 184 bytes, a list 56, a short text 50, a number 32.
 _OBJECT: Final = 200
@@ -11,6 +12,9 @@ _LIST: Final = 90
 _ITEM: Final = 40
 _TEXT: Final = 50
 _WINDOW: Final = 1 << 18  # bytes that are looked at together
+_NOT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[]{}'))
+_TEXTS: Final = re.compile(rb'"[^"]*"')
+_PASSES: Final = 16  # that take away innermost brackets; replies and requests need three to ten
 
 
 def too_heavy(body: bytes, most: int) -> bool:
@@ -18,6 +22,8 @@ def too_heavy(body: bytes, most: int) -> bool:
 
     Counts of single bytes settle nearly all bodies: brackets and commas inside of texts only make them look heavier.
     """
+    if len(body) * _OBJECT <= most:  # if each byte were an object
+        return False
     texts = body.count(b'"') // 2 * _TEXT
     if texts + _weight(body) <= most:
         return False
@@ -30,7 +36,7 @@ def too_heavy(body: bytes, most: int) -> bool:
 
 def has_more_containers(body: bytes, most: int) -> bool:
     """Whether JSON has more than so many objects and lists."""
-    if _containers(body) <= most:
+    if len(body) <= most or _containers(body) <= most:
         return False
     found = 0
     for outside in _outside(body):
@@ -38,6 +44,43 @@ def has_more_containers(body: bytes, most: int) -> bool:
         if found > most:
             return True
     return False
+
+
+def deeper_than(body: bytes, data: Any, levels: int) -> bool:
+    """Whether lists and objects of JSON are nested more than so many levels deep.
+
+    Args:
+        body: the JSON, which is valid.
+        data: the same, parsed. Walking through it takes four times as long as parsing it, so that is done last.
+        levels: more than `_PASSES`.
+    """
+    if _containers(body) <= levels:
+        return False
+    brackets = _structure(body)
+    for _ in range(_PASSES):  # each pass takes away the innermost level at least
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        if not brackets:
+            return False
+    return _is_deeper(data, levels)
+
+
+def _structure(body: bytes) -> bytes:
+    """Return the brackets of JSON outside of texts."""
+    if b"\\" in body:
+        body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    kept = body.translate(None, _NOT_STRUCTURE).replace(b'""', b"")  # what is left of nearly every text
+    return _TEXTS.sub(b"", kept) if b'"' in kept else kept
+
+
+def _is_deeper(data: Any, levels: int) -> bool:
+    """Walk through parsed JSON, level by level: it never recurses."""
+    layer: list[Any] = [data]
+    for _ in range(levels + 1):
+        held = [item for item in layer if isinstance(item, (dict, list))]
+        if not held:
+            return False
+        layer = [inner for item in held for inner in (item.values() if isinstance(item, dict) else item)]
+    return True
 
 
 def _weight(text: bytes) -> int:

@@ -224,17 +224,6 @@ def parse_object(body: bytes, most: int, read: Callable[[bytes], Any] = orjson.l
         raise bad_request(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise bad_request("the body must be a JSON object")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and deeper_than(data, MAX_DEPTH):
+    if weight.deeper_than(body, data, MAX_DEPTH):
         raise bad_request(f"the body is nested deeper than {MAX_DEPTH} levels")
     return data
-
-
-def deeper_than(data: Any, levels: int) -> bool:
-    """Whether lists and objects lie in each other more than so many levels deep. Never recurses."""
-    layer: list[Any] = [data]
-    for _ in range(levels + 1):
-        held = [item for item in layer if isinstance(item, (dict, list))]
-        if not held:
-            return False
-        layer = [inner for item in held for inner in (item.values() if isinstance(item, dict) else item)]
-    return True

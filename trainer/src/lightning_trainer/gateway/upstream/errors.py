@@ -9,8 +9,8 @@ import orjson
 
 from lightning_spans.chat.stream import EventReader
 from lightning_trainer.gateway.http.errors import Refusal
-from lightning_trainer.gateway.http.weight import too_heavy
-from lightning_trainer.gateway.intake.intake import MAX_DEPTH, deeper_than
+from lightning_trainer.gateway.http.weight import deeper_than, too_heavy
+from lightning_trainer.gateway.intake.intake import MAX_DEPTH
 
 _SMALL: Final = 64 * 1024  # bytes, of which nothing large can be made
 _MOST_BYTES: Final = 512 << 20  # of memory; 100,000 tokens with ids and log-probabilities take 100 MB
@@ -82,6 +82,6 @@ def _read(body: bytes) -> Any:
     if len(body) > _SMALL and too_heavy(body, _MOST_BYTES):
         raise ValueError(f"it would take more than {_MOST_BYTES} bytes of memory")
     data = orjson.loads(body)
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and deeper_than(data, MAX_DEPTH):
+    if deeper_than(body, data, MAX_DEPTH):
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     return data
