@@ -15,10 +15,11 @@ from fakes import FakeEngine, served
 
 from lightning_spans.record.delivery import otlp
 from lightning_trainer.gateway.auth.quotas import HOUR_S, Quotas
-from lightning_trainer.gateway.http import intake, weight
+from lightning_trainer.gateway.http import weight
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.ingest import genai
 from lightning_trainer.gateway.ingest import otlp as receiver
+from lightning_trainer.gateway.intake import intake
 from lightning_trainer.gateway.settings import Limits
 
 MEGABYTE = 1 << 20
@@ -191,6 +192,11 @@ def _count(data) -> int:
     return 0 if inner is None else 1 + sum(map(_count, inner))
 
 
+def _depth(data) -> int:
+    inner = data.values() if isinstance(data, dict) else data if isinstance(data, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_brackets_in_texts_are_no_objects(monkeypatch, seed):
     """Whatever stands in texts, escaped or not, and wherever a window of bytes is cut."""
@@ -207,9 +213,18 @@ def test_brackets_in_texts_are_no_objects(monkeypatch, seed):
 
     for _ in range(500):
         data = made(5)
-        body, count = orjson.dumps(data), _count(data)
+        body, count, depth = orjson.dumps(data), _count(data), _depth(data)
+        monkeypatch.setattr(weight, "_PASSES", rng.randint(0, max(depth - 1, 0) // 2))
         assert not weight.has_more_containers(body, count)
         assert weight.has_more_containers(body, count - 1)
+        assert not weight.deeper_than(body, data, depth)
+        assert depth == 0 or weight.deeper_than(body, data, depth - 1)
+
+
+def test_texts_that_close_brackets_hide_no_depth():
+    body = b'["]",' * 101 + b"1" + b',"["]' * 101
+    assert weight.deeper_than(body, orjson.loads(body), 100)
+    assert not weight.deeper_than(body, orjson.loads(body), 101)
 
 
 def test_a_long_text_full_of_brackets_is_taken(server):

@@ -14,7 +14,7 @@ _TEXT: Final = 50
 _WINDOW: Final = 1 << 18  # bytes that are looked at together
 _NOT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[]{}'))
 _TEXTS: Final = re.compile(rb'"[^"]*"')
-_PASSES: Final = 16  # that take away innermost brackets; replies and requests need three to ten
+_PASSES: Final = 16  # over the brackets; replies and requests need three to ten
 
 
 def too_heavy(body: bytes, most: int) -> bool:
@@ -52,12 +52,12 @@ def deeper_than(body: bytes, data: Any, levels: int) -> bool:
     Args:
         body: the JSON, which is valid.
         data: the same, parsed. Walking through it takes four times as long as parsing it, so that is done last.
-        levels: more than `_PASSES`.
+        levels: at least twice `_PASSES`.
     """
-    if _containers(body) <= levels:
-        return False
     brackets = _structure(body)
-    for _ in range(_PASSES):  # each pass takes away the innermost level at least
+    if len(brackets) <= 2 * levels:
+        return False
+    for _ in range(_PASSES):  # each pass takes away the innermost level, or two
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
         if not brackets:
             return False
