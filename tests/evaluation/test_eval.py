@@ -47,6 +47,10 @@ def run(task):
         raise ValueError("the oven is cold")
     return {"writer": float(text == "good"), "checker": float(say("checker", text) == "good")}
 
+def crashes(task):
+    say("writer", task["q"])
+    raise ValueError("the pan is cold, too" if task["q"] == "q2" else "the oven is cold")
+
 def letters(task):
     text = say("writer", task["q"])
     return sum(letter.isascii() and letter.isalpha() for letter in text) / 5
@@ -414,3 +418,14 @@ def test_a_judge_that_does_not_answer_loses_no_sample(folder, monkeypatch):
         found = last(rl("--resume", "e", "--json"))
     assert (found["mean"], found["counted"], found["left_out"]) == (0.25, 6, 0)
     assert len(server.requests) == drawn
+
+
+def test_an_evaluation_in_which_everything_crashed_fails_with_the_error(folder, monkeypatch):
+    with ScriptedServer(lambda body, _: Reply(text="bad")) as server:
+        monkeypatch.setenv("TEST_MODEL_URL", server.url)
+        found = rl("app:crashes", "--data", "tasks.jsonl", "--samples", "2", "--workers", "1", "--json", "--out", "a")
+    assert found.exit_code == 3
+    told = json.loads(found.stdout.splitlines()[-1])
+    assert (told["mean"], told["crashed"]) == (0.0, 6)
+    assert "not one of 6 samples succeeded. The most frequent error (4 of 6):" in found.stderr
+    assert "the oven is cold" in found.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from click.testing import CliRunner, Result
+from fakes import FakeEngine
 
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
@@ -25,6 +27,8 @@ from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.backends.torch import backend as torch_backend
 from lightning_trainer.cli import COMMANDS, cli
+from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.run.local import routing_of
 
 SCREEN = 24  # lines
 LIGHTNING = [sys.executable, "-m", "lightning_trainer.cli"]
@@ -108,7 +112,7 @@ def train(target: str, *args: str | Path, data: str | Path = "tasks.jsonl", mode
 def told(result: Result, *words: str, status: int = 2) -> None:
     """The mistake is told on one screen, with its status and no traceback."""
     assert result.exit_code == status, result.output
-    assert "Traceback" not in result.stderr.split("The last error:")[0]
+    assert "Traceback" not in re.split("The (?:last|most frequent) error", result.stderr)[0]
     assert len(result.stderr.splitlines()) <= SCREEN
     for word in words:
         assert word in result.stderr
@@ -586,6 +590,29 @@ def own_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
     with ScriptedServer() as server:
         monkeypatch.setenv("TEST_MODEL_URL", server.url)
         yield server
+
+
+def test_agents_samples_as_training_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_trainer.evaluation import subjects
+
+    (folder / "asks.py").write_text(AGENT.replace("max_tokens=5,", "max_tokens=5, top_p=0.2, temperature=0.7,"))
+    engine = FakeEngine(lambda prompt: "ok")
+
+    @contextmanager
+    def opened(subject: object) -> Iterator[subjects.Answering]:
+        yield subjects.Answering(model=engine.model, engines=(engine,))
+
+    monkeypatch.setattr(subjects, "answering", opened)
+    monkeypatch.setattr(subjects, "read_subject", lambda text: subjects.LocalModel("m"))
+    asked = ("agents", "asks:run", "--data", "tasks.jsonl", "--model", "m", "--tasks", "1", "--store", "seen.db")
+    trained = routing_of(TrainConfig(target="asks:run", data=folder / "tasks.jsonl", model="m"), "m")
+    for more in ((), ("--sampling", "asked"), ("--temperature", "0.3")):
+        result = call(*asked, *more)
+        assert result.exit_code == 0, result.output
+    as_trained, as_asked, forced = engine.samplings
+    assert (trained.plain, trained.temperature) == (True, None)
+    assert (as_trained.top_p, as_trained.temperature) == (1.0, 0.7)
+    assert (as_asked.top_p, forced.temperature) == (0.2, 0.3)
 
 
 def test_agents_says_who_would_be_trained_and_why_not(folder: Path, own_model: ScriptedServer) -> None:

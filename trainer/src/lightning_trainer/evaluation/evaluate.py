@@ -29,6 +29,7 @@ from lightning_trainer.intervals import Estimate
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge
+from lightning_trainer.report.failures import most_frequent_error
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.folders import held
@@ -49,6 +50,7 @@ class Evaluation:
         seconds: that it took, earlier parts included.
         against: summary of what it was compared with; None without one.
         against_name: of that.
+        failure: the most frequent error, where not one sample succeeded; None where one did.
     """
 
     summary: Summary
@@ -57,6 +59,7 @@ class Evaluation:
     seconds: float
     against: Summary | None = None
     against_name: str | None = None
+    failure: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what `lightning-rl eval --json` prints."""
@@ -128,11 +131,19 @@ def evaluate(
         folder=folder,
         seconds=seconds,
         against=found[1] if len(found) > 1 else None,
+        failure=_failure(drawn[0]),
         against_name=None if other is None else str(other) if isinstance(other, Path) else other.name,
     )
     files.write_asked(folder, {**asked, "seconds": seconds})
     files.write_summary(folder, result.to_json())
     return result
+
+
+def _failure(samples: Sequence[Sample]) -> str | None:
+    if any(sample.status == "succeeded" for sample in samples):
+        return None
+    error = most_frequent_error([sample.error or "" for sample in samples])
+    return f"not one of {len(samples)} samples succeeded. {error}"
 
 
 def _measure(

@@ -24,7 +24,7 @@ from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import GroupJudge, silent
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.report.agents import nothing_captured
-from lightning_trainer.report.failures import last_error, where_calls_go
+from lightning_trainer.report.failures import most_frequent_error, where_calls_go
 from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.endings import LATE_LEFT_OUT_OF_FIGURES
 from lightning_trainer.rl.rollouts import Outcome, outcomes
@@ -86,15 +86,12 @@ class Measurement:
             self._draw(missing, generation)
         samples = list(self.samples.values())
         if all(sample.status == "failed" for sample in samples):
-            error = samples[-1].error or ""
+            error = most_frequent_error([sample.error or "" for sample in samples])
             where = where_calls_go(error)
             todo = "Run the agent by itself on one task, to see what is wrong."
             if where and self.config.model is None:
                 todo = "To let a model that is loaded here answer, add --model."
-            raise AgentFailedError(
-                f"all {len(samples)} samples of {self.subject.name} failed. The last error:\n"
-                f"{last_error(error)}\n{where}{todo}"
-            )
+            raise AgentFailedError(f"all {len(samples)} samples of {self.subject.name} failed. {error}\n{where}{todo}")
         return samples
 
     def _draw(self, missing: Sequence[tuple[int, int]], generation: int) -> None:

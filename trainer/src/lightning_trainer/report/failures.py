@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -18,6 +19,17 @@ def last_error(text: str, lines: int = 12) -> str:
     """Return the end of a traceback; of a model that was not reached the error alone, for the rest is its client's."""
     of_model = _of_model(text)
     return of_model or "\n".join(text.splitlines()[-lines:])
+
+
+def most_frequent_error(errors: Sequence[str]) -> str:
+    """Return the error that most of these end with, and how many do; "" where there is none."""
+    by_line: defaultdict[str, list[str]] = defaultdict(list)
+    for error in filter(str.strip, errors):
+        by_line[error.strip().splitlines()[-1]].append(error)
+    if not by_line:
+        return ""
+    same = max(by_line.values(), key=len)
+    return f"The most frequent error ({len(same)} of {len(errors)}):\n{last_error(same[0])}"
 
 
 def where_calls_go(text: str, environment: Mapping[str, str] = os.environ) -> str:

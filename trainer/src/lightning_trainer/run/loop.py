@@ -19,7 +19,7 @@ from lightning_trainer.choices import SELF
 from lightning_trainer.policies import BASE
 from lightning_trainer.report import learned_tokens, step_metrics
 from lightning_trainer.report.agents import not_heard, nothing_captured
-from lightning_trainer.report.failures import last_error, where_calls_go
+from lightning_trainer.report.failures import last_error, most_frequent_error, where_calls_go
 from lightning_trainer.report.metrics import Kind
 from lightning_trainer.report.step_notes import all_flat, how_they_count, no_rows, score_line
 from lightning_trainer.rl.account import Account
@@ -257,9 +257,10 @@ class Loop:
         if not self.state.step:
             self._refuse_unknown(outcomes)
         if all(o.attempt is None and (o.crash is None or not self.state.step) for o in outcomes):
+            error = most_frequent_error([outcome.error or "" for outcome in outcomes])
             raise AgentFailedError(
-                f"all {len(outcomes)} rollouts failed ({what} after {self.state.step} steps). The last error:\n"
-                f"{last_error(outcomes[-1].error or '', 15)}\n{where_calls_go(outcomes[-1].error or '')}"
+                f"all {len(outcomes)} rollouts failed ({what} after {self.state.step} steps). {error}\n"
+                f"{where_calls_go(error)}"
                 "Run the agent by itself on one task, and see the workers' logs in the run's folder."
             )
         return outcomes

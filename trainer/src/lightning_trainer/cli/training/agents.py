@@ -57,6 +57,13 @@ if TYPE_CHECKING:
 @click.option(
     "--max-tokens", type=click.IntRange(1), help="With --model: most tokens of an answer, where none is asked."
 )
+@click.option("--temperature", type=click.FloatRange(0, min_open=True), help="With --model: as of train.")
+@click.option(
+    "--sampling",
+    type=click.Choice(["plain", "asked"]),
+    help="With --model: as of train. plain leaves out the top_p, top_k, min_p and penalties that agents ask for."
+    " [default: plain]",
+)
 @click.option(
     "--timeout-s",
     type=click.FloatRange(0, min_open=True),
@@ -78,6 +85,8 @@ def command(
     names: str | None,
     model: str | None,
     max_tokens: int | None,
+    temperature: float | None,
+    sampling: str | None,
     timeout_s: float,
     as_json: bool,
     automatic: tuple[str, ...],
@@ -92,7 +101,7 @@ def command(
     """List the agents of the program TARGET (module:function) on a few tasks, or those in a store.
 
     Model calls go where they always go, or to --model or --endpoint by a gateway here, which sees those of a --command
-    too. The traces are kept in the store, so `lightning-rl traces` shows them.
+    too. --model samples as training does. The traces are kept in the store, so `lightning-rl traces` shows them.
 
     Exit status: 0 done, 2 an option or a file is wrong, 3 the agent failed, 4 no task got a reward.
     """
@@ -128,12 +137,15 @@ def command(
             agents=chosen,
             subject=subject,
             max_tokens=max_tokens,
+            temperature=temperature,
+            sampling=sampling or "plain",
             name_by=parse_rules(name_by or name_rules(subject)),
         )
         traces, reward_error = run_trial(trial, store)
     else:
         own = {"model": model, "endpoint": endpoint, "reward": reward, "max_tokens": max_tokens, "name_by": name_by}
-        _refuse_program_options({**asked, **own, **flags})
+        drawn = {"temperature": temperature, "sampling": sampling}
+        _refuse_program_options({**asked, **own, **drawn, **flags})
         traces, reward_error = _kept(store, key_file), None
     rows = overview(with_automatic(traces, rules), chosen, reward_error=reward_error)
     if not rows:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_spans.errors import ConfigError
+from lightning_spans.errors import AgentFailedError, ConfigError
 from lightning_trainer.cli.options import given, name_by_option, print_json, read_key, screen, take_work, work_options
 from lightning_trainer.cli.training.environments import environment_options, with_environment
 from lightning_trainer.report.terminal import decimal, printable, tokens
@@ -101,6 +101,8 @@ def command(
     A model that is named answers its agents' calls; without one the program is measured as it is, at its own
     endpoints. Samples are kept in the folder as they end, and --resume draws what is missing. Intervals are 95 %
     intervals of the mean over tasks.
+
+    Exit status: 0 done, 2 an option or a file is wrong, 3 every sample failed, 130 stopped.
     """
     from lightning_trainer.evaluation.config import BearerKeys
     from lightning_trainer.evaluation.evaluate import evaluate
@@ -121,6 +123,8 @@ def command(
         print_json(result.to_json())
     else:
         _show(result)
+    if result.failure is not None:
+        raise AgentFailedError(result.failure)
 
 
 def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:

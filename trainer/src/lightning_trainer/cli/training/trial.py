@@ -34,6 +34,8 @@ class Trial:
     agents: tuple[str, ...] | None
     subject: Subject
     max_tokens: int | None
+    temperature: float | None
+    sampling: str
     name_by: tuple[NameRule, ...]
 
 
@@ -100,6 +102,8 @@ def _routing(trial: Trial, answers: Answering) -> Routing:
         model=answers.model,
         policies=answers.policies,
         seed=0,
+        temperature=trial.temperature,
+        plain=trial.sampling == "plain",
         max_tokens=trial.max_tokens,
         unnamed=unnamed(trial.job.command, trial.agents, trial.name_by),
         name_by=trial.name_by,
