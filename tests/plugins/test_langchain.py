@@ -17,12 +17,13 @@ import pytest
 
 pytest.importorskip("langgraph")
 
-from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
 from langchain_core.language_models.chat_models import BaseChatModel
 from langchain_core.language_models.fake import FakeListLLM
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.outputs import ChatGeneration, ChatResult, GenerationChunk
+from langchain_core.prompt_values import StringPromptValue
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import InjectedToolCallId, ToolException, tool
@@ -1415,3 +1416,71 @@ def test_agents_of_one_name_are_selected_by_their_paths(tmp_path, monkeypatch):
         assert sent.body["messages"][-1]["content"] == "one"
         assert sent.headers["x-lightning-agent"] == "billing/extract"
         assert [request.body["messages"][-1]["content"] for request in origin.requests] == ["two"]
+
+
+class SyncListener(BaseCallbackHandler):
+    """A user's own listener, whose methods note what they hear."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_llm_start(self, *_, **__):
+        self.heard.append("llm start")
+
+    def on_chat_model_start(self, *_, **__):
+        self.heard.append("chat start")
+
+    def on_llm_new_token(self, *_, **__):
+        self.heard.append("token")
+
+    def on_llm_end(self, *_, **__):
+        self.heard.append("end")
+
+    def on_llm_error(self, *_, **__):
+        self.heard.append("error")
+
+
+class AsyncListener(AsyncCallbackHandler):
+    def __init__(self):
+        self.heard = []
+
+    async def on_llm_start(self, *_, **__):
+        self.heard.append("llm start")
+
+    async def on_chat_model_start(self, *_, **__):
+        self.heard.append("chat start")
+
+    async def on_llm_new_token(self, *_, **__):
+        self.heard.append("token")
+
+    async def on_llm_end(self, *_, **__):
+        self.heard.append("end")
+
+    async def on_llm_error(self, *_, **__):
+        self.heard.append("error")
+
+
+async def asked_in(way, model, config):
+    if way == "astream":
+        return [item async for item in model.astream("hello", config)]
+    if way == "abatch":
+        return await model.abatch(["hello", "again"], config)
+    if way == "agenerate":
+        return await model.agenerate_prompt([StringPromptValue(text=text) for text in "ab"], **config)
+    if way == "batch":
+        return model.batch(["hello", "again"], config)
+    return list(model.stream("hello", config)) if way == "stream" else model.invoke("hello", config)
+
+
+@pytest.mark.parametrize("way", ["invoke", "stream", "batch", "astream", "abatch", "agenerate"])
+@pytest.mark.parametrize("kind", [FakeListLLM, FakeListChatModel])
+def test_the_users_listeners_hear_what_they_hear_without_us(kind, way, tmp_path):
+    def heard():
+        listeners = [SyncListener(), AsyncListener()] if way.startswith("a") else [SyncListener()]
+        asyncio.run(asked_in(way, kind(responses=["xy", "z"]), {"callbacks": listeners}))
+        return [sorted(listener.heard) for listener in listeners]
+
+    alone = heard()
+    with attach(store=str(tmp_path / "traces.db")):
+        assert heard() == alone
+    assert all("end" in each for each in alone)

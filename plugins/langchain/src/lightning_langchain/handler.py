@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.callbacks import AsyncCallbackManager, BaseCallbackHandler
 from langchain_core.language_models import BaseChatModel, BaseLLM
 from langchain_core.tracers.context import _configure_hooks, register_configure_hook
 
@@ -43,6 +44,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     yield from follow_caches()
     yield from tools.bind(handler)
     yield replace(BaseChatModel, "_agenerate_with_cache", handler.wrap_ask)
+    yield replace(AsyncCallbackManager, "on_llm_start", handler.wrap_llm_start)
     for kind in (BaseChatModel, BaseLLM):
         yield replace(kind, "stream", handler.wrap_stream)
         yield replace(kind, "astream", handler.wrap_astream)
@@ -234,6 +236,29 @@ class Handler(ChainRuns, BaseCallbackHandler):
                 raise
 
         return ask
+
+    def wrap_llm_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """LangChain (1.4) tells only handlers that run inline of a completion model's start, where there is one.
+
+        The others are told as they are without us: by a manager that does not know us.
+        """
+
+        async def on_llm_start(
+            manager: Any, serialized: Any, prompts: Sequence[str], run_id: UUID | None = None, **told: Any
+        ) -> Any:
+            others = [handler for handler in manager.handlers if handler is not self]
+            if not self.live or len(others) == len(manager.handlers):
+                return await original(manager, serialized, prompts, run_id=run_id, **told)
+            without = copy(manager)
+            without.handlers = others
+            runs = await original(without, serialized, prompts, run_id=run_id, **told)
+            for run, prompt in zip(runs, prompts, strict=True):
+                run.handlers = manager.handlers
+                about = {"run_id": run.run_id, "parent_run_id": manager.parent_run_id, "metadata": manager.metadata}
+                self.on_llm_start(serialized, [prompt], **about, **told)
+            return runs
+
+        return on_llm_start
 
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A model's run is entered in the generator of its answer: what its reader does between items is outside."""
