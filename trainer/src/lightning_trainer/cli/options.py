@@ -49,6 +49,12 @@ rewards_option = click.option(
 )
 
 
+trust_option = click.option(
+    "--trust",
+    is_flag=True,
+    help="The folder is yours: import the reward rules that its config.json names, and open the store that it names.",
+)
+
 name_by_option = click.option(
     "--name-by",
     multiple=True,

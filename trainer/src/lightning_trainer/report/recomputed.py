@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from lightning_spans import hooks
 from lightning_spans.schema.attempts import Rollout
@@ -13,11 +13,17 @@ from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.grpo import GRPO
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rewards import installed, read_rules
+from lightning_trainer.rl.rewards.rules import RULES
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 
 
 def judged(
-    config: TrainConfig, store: Store, rollouts: Sequence[Rollout], *, every_agent: bool = True
+    config: TrainConfig,
+    store: Store,
+    rollouts: Sequence[Rollout],
+    *,
+    every_agent: bool = True,
+    imports: Container[str] = (),
 ) -> tuple[Batch, list[Outcome]]:
     """Share out and compare as the run did; where it compares with whole batches, with the group.
 
@@ -26,6 +32,8 @@ def judged(
         store: where its traces are.
         rollouts: that have ended; whole groups.
         every_agent: compare all agents that have a name, also those that the run does not train.
+        imports: rules of the user's, ``module:function``, that may be imported. Of others the rewards that the run
+            recorded count: its folder may be a stranger's.
     """
     hooks.load_all()
     algorithm = algorithm_by_name(config.algorithm)
@@ -33,5 +41,6 @@ def judged(
     if every_agent and config.agents is not None:  # those that are selected by their path go on being called by it
         config = config.model_copy(update={"agents": (*config.agents, "*")})
     ended = outcomes(store, rollouts, config.timeouts)
-    with installed(read_rules(config.rewards, credit=config.credit, gamma=config.gamma)):
+    table = {name: value for name, value in config.rewards.items() if name in RULES or name in imports}
+    with installed(read_rules(table, credit=config.credit, gamma=config.gamma)):
         return algorithm.batch(config, ended, lambda ids: traces_of(store, attempt_ids=ids), whole=False), ended

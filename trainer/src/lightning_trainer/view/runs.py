@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,11 +28,13 @@ class Run:
         name: what pages call it; unique among those shown.
         store: URL or path of its store.
         folder: its folder; None for a store alone.
+        trusted: whether the folder may say which store is opened and which rules of rewards are imported.
     """
 
     name: str
     store: str
     folder: Path | None = None
+    trusted: bool = False
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -60,6 +62,16 @@ class Run:
     def rules(self) -> frozenset[str]:
         """Sources of rewards that automatic rules give: they are no part of what the run was scored by."""
         return frozenset(self.options.get("rewards") or {})
+
+    @property
+    def imports(self) -> frozenset[str]:
+        """Those of them that may be imported."""
+        return self.rules if self.trusted else frozenset()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its store is outside of its folder, and is not opened because the folder is not trusted."""
+        return bool(self.options.get("store")) and not self.trusted
 
     @property
     def shared(self) -> bool:
@@ -123,26 +135,30 @@ def _stamp(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def run_of(folder: Path) -> Run | None:
-    """Return the run in a folder; None where there is none."""
+def run_of(folder: Path, *, trusted: bool = False) -> Run | None:
+    """Return the run in a folder; None where there is none. Its store is in the folder, if that is not trusted."""
     if not (folder / LOG_NAME).is_file() and not (folder / STORE_NAME).is_file():  # models have a config.json, too
         return None
-    run = Run(folder.absolute().name, str(folder / STORE_NAME), folder)
+    run = Run(folder.absolute().name, str(folder / STORE_NAME), folder, trusted)
     store = run.options.get("store")
-    return Run(run.name, str(store), folder) if store else run
+    return replace(run, store=str(store)) if store and trusted else run
 
 
-def runs_in(path: Path) -> list[Run]:
+def runs_in(path: Path, *, trusted: bool = False) -> list[Run]:
     """Return the run in a folder, or all runs in the folders below it, the newest first.
+
+    Args:
+        path: the folder.
+        trusted: whether it may say which store is opened and which rules of rewards are imported.
 
     Raises:
         ConfigError: there is none.
     """
-    own = run_of(path)
+    own = run_of(path, trusted=trusted)
     if own is not None:
         return [own]
     below = sorted(path.iterdir(), key=lambda each: _stamp(each)[1]) if path.is_dir() else []
-    found = [run for each in reversed(below) if each.is_dir() and (run := run_of(each)) is not None]
+    found = [run for each in reversed(below) if each.is_dir() and (run := run_of(each, trusted=trusted)) is not None]
     if not found:
         raise ConfigError(
             f"{path} is no folder of a run, and holds none. Name one, such as runs/2026-11-20, or --store."
@@ -156,14 +172,16 @@ class Runs:
     Args:
         path: a run's folder, or one that holds such folders.
         store: URL of a store instead.
+        trusted: see `runs_in`.
     """
 
-    def __init__(self, path: Path | None = None, *, store: str | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, store: str | None = None, trusted: bool = False) -> None:
         self._path = path
+        self._trusted = trusted
         self._store = store
 
     def all(self) -> Sequence[Run]:
         """Return all of them, the newest first."""
         if self._store is not None:
             return [Run("store", self._store)]
-        return runs_in(self._path) if self._path is not None else []
+        return runs_in(self._path, trusted=self._trusted) if self._path is not None else []

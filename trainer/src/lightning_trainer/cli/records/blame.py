@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.cli.options import given, key_file_option, print_json, reading, rewards_option, screen
+from lightning_spans.store.urls import without_secrets
+from lightning_trainer.cli.options import (
+    given,
+    key_file_option,
+    print_json,
+    reading,
+    rewards_option,
+    screen,
+    trust_option,
+)
 
 if TYPE_CHECKING:
     from lightning_spans.schema.attempts import Rollout
@@ -32,6 +41,7 @@ _OF_FORKS: Final = ("forks", "alternatives", "orders", "fork_at", "fork_tools")
 @click.option("--json", "as_json", is_flag=True, help="Print a line for each turn or call, and the account, as JSON.")
 @rewards_option
 @click.option("--store", metavar="URL", help="Where the run's traces are, if not in its folder.")
+@trust_option
 @key_file_option
 def command(
     *,
@@ -44,6 +54,7 @@ def command(
     as_json: bool,
     automatic: tuple[str, ...],
     store: str | None,
+    trust: bool,
     key_file: Path | None,
 ) -> None:
     """Say who earned the reward in the folder RUN of a training run: credit by agent and turn, and the account behind.
@@ -54,11 +65,12 @@ def command(
     from lightning_trainer.report.credit_report import credit_report, turns_of
     from lightning_trainer.report.recomputed import judged
 
-    config = _config(run, credit, gamma, given({"rewards": automatic}).get("rewards", {}))
-    elsewhere = store or config.store
+    named = given({"rewards": automatic}).get("rewards", {})
+    config = _config(run, credit, gamma, named)
+    elsewhere = store or _store_of(run, config, trust=trust)
     with reading(elsewhere or str(run / "lightning.db"), key_file) as source:
         chosen = _chosen(run, source.rollouts(), steps, held_out=held_out, shared=elsewhere is not None)
-        batch, outcomes = judged(config, source, chosen)
+        batch, outcomes = judged(config, source, chosen, imports=config.rewards if trust else named)
     report = credit_report(batch, outcomes, config.credit)
     calls = [call for call in batch.calls if call.transition.rollout_id in rollouts]
     if rollouts and not calls:
@@ -71,6 +83,20 @@ def command(
         return
     _print_calls(_ordered(calls)) if rollouts else _print_turns(turns)
     _print_report(report)
+
+
+def _store_of(run: Path, config: TrainConfig, *, trust: bool) -> str | None:
+    """Return the store that a run's folder names; None: the one in the folder.
+
+    Raises:
+        ConfigError: it names one, and is not trusted to.
+    """
+    if config.store is not None and not trust:
+        raise ConfigError(
+            f"{run} names a store outside of it, {without_secrets(config.store)!r}. If the folder is yours, pass"
+            " --trust, or name the store with --store."
+        )
+    return config.store
 
 
 def _config(run: Path, credit: str | None, gamma: float | None, rewards: dict[str, Any]) -> TrainConfig:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from lightning_trainer.cli.options import key_file_option, print_json, read_key
+from lightning_trainer.cli.options import key_file_option, print_json, read_key, trust_option
 
 if TYPE_CHECKING:
     from lightning_trainer.view.runs import Runs
@@ -21,6 +21,7 @@ _KEY_S: Final = 10 * 86_400.0  # that the key of a page is good
 @click.command(name="view")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @click.option("--store", metavar="URL", help="A store instead of a run: a path, sqlite:/// or postgresql://.")
+@trust_option
 @click.option("--server", metavar="URL", help="A server of `lightning-rl server`, which shows its own store.")
 @key_file_option
 @click.option(
@@ -39,6 +40,7 @@ def command(
     *,
     run: Path | None,
     store: str | None,
+    trust: bool,
     server: str | None,
     key_file: Path | None,
     tokenizers: tuple[Path, ...],
@@ -53,6 +55,7 @@ def command(
     at while it trains. One line of JSON on stdout has the page's address, its key in it.
     """
     from lightning_spans.errors import ConfigError
+    from lightning_trainer.report.terminal import printable
     from lightning_trainer.view.runs import Runs
 
     if sum(each is not None for each in (run, store, server)) > 1:
@@ -62,8 +65,11 @@ def command(
         return
     if store is not None and store.startswith(("http://", "https://")):
         raise ConfigError(f"{store} is a server: --server {store}.")
-    runs = Runs(store=store) if store is not None else Runs(run or _RUNS)
-    runs.all()  # or refuse
+    runs = Runs(store=store) if store is not None else Runs(run or _RUNS, trusted=trust)
+    for each in runs.all():  # or refuse
+        if each.is_elsewhere:
+            told = f"{each.name} names a store outside of its folder, which is not opened. If it is yours: --trust."
+            click.echo(printable(told), err=True)
     _serve(runs, tokenizers, host, port, plain=plain_http, opened=opened)
 
 

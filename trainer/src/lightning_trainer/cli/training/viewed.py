@@ -59,7 +59,7 @@ class Viewed(Progress):
         if found is None:
             return
         self._viewer = subprocess.Popen(  # noqa: S603 - our own command
-            [sys.executable, "-m", "lightning_trainer.cli", "view", str(found), "--no-open"],
+            [sys.executable, "-m", "lightning_trainer.cli", "view", str(found), "--trust", "--no-open"],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C is for the run, which saves first

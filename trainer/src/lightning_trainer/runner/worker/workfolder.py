@@ -59,10 +59,12 @@ def source_of(text: str, task: Mapping[str, Any] | None = None) -> Source:
     Raises:
         ConfigError: there is no such folder, or git is missing.
     """
-    whole = filled(text, texts(task or {}))
-    path, _, revision = whole.rpartition("@") if "@" in whole and not Path(whole).is_dir() else (whole, "", "")
-    named = Path(path).expanduser()
-    source = Source(named.resolve() if named.name == ".." else named.absolute(), revision or None)
+    named, template = "", text
+    if "@" in text and not Path(filled(text, texts(task or {}))).is_dir():
+        template, _, named = text.rpartition("@")
+    revision = filled(named, texts(task or {}))
+    source = Source(_path_of(template, task or {}), revision or None)
+    whole = f"{source.path}@{revision}" if revision else f"{source.path}"
     if not source.path.is_dir():
         raise ConfigError(f"workdir {whole!r}: there is no folder {source.path}. Start where it can be found.")
     if shutil.which("git") is None:
@@ -70,6 +72,26 @@ def source_of(text: str, task: Mapping[str, Any] | None = None) -> Source:
     if revision and not source.repository:
         raise ConfigError(f"workdir {whole!r}: {source.path} is no git repository, so it has no {revision}.")
     return source
+
+
+def _path_of(template: str, task: Mapping[str, Any]) -> Path:
+    """Fill a path. What a task says stays in the folder that is named before its first field.
+
+    Raises:
+        ConfigError: it leads out of there, or names nothing in it.
+    """
+    whole = os.path.expanduser(template)  # noqa: PTH111 - of the template, and of no field
+    path = filled(whole, texts(task))
+    if path == whole:
+        named = Path(path)
+        return named.resolve() if named.name == ".." else named.absolute()
+    folder, placed = os.path.abspath(os.path.dirname(whole.partition("{")[0])), os.path.abspath(path)  # noqa: PTH100, PTH120
+    if "\0" in placed or not placed.startswith(f"{folder.rstrip(os.sep)}{os.sep}"):
+        raise ConfigError(
+            f"workdir {template!r}: a task's field makes it {path!r}, which is not inside {folder}. Name the folder"
+            " that holds all of them before the field, such as /data/repos/{repo}."
+        )
+    return Path(placed)
 
 
 def check(text: str) -> None:

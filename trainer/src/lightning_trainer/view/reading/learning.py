@@ -52,7 +52,7 @@ def batch_of(
     rollouts = ended(reader, groups) if config is not None else []
     if config is None or not rollouts:
         return None
-    return judged(config, reader, rollouts, every_agent=every_agent)
+    return judged(config, reader, rollouts, every_agent=every_agent, imports=run.imports)
 
 
 def judged_in(reader: StoreReader, run: Run, group_id: str | None) -> tuple[Judged, ...]:
@@ -119,7 +119,7 @@ def _as_trained(reader: StoreReader, run: Run, groups: Sequence[str]) -> tuple[B
         return made
 
     def judge(some: Sequence[Outcome]) -> Batch:
-        return judged(config, reader, [each.rollout for each in some], every_agent=False)[0]
+        return judged(config, reader, [each.rollout for each in some], every_agent=False, imports=run.imports)[0]
 
     def roll(_count: int, number: int) -> list[Outcome]:
         return outcomes_of(reader, ended(reader, [each for each in groups if _round(each) == number]))
