@@ -49,7 +49,9 @@ class TestConformance(PluginConformance):
     """The programs of the kit in this framework: `program.SCENARIOS` and `replayed.REPLAYS` tell what they do."""
 
     framework = "new-framework"
-    unsupported = dict.fromkeys(["responses", "responses_streaming"], "the example speaks chat completions alone")
+    unsupported = dict.fromkeys(["responses", "responses_streaming"], "the example speaks chat completions alone") | {
+        "unnamed": "an agent must have a name"
+    }
 
     def patched(self):
         return [(Agent, name) for name in ("run", "stream", "call_tool")]

@@ -23,7 +23,7 @@ from agno.tools.function import FunctionCall
 
 import lightning_agno
 from lightning_agno.agents import Workflow, ways
-from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.replayed import run_twice
@@ -113,6 +113,10 @@ class TestConformance(PluginConformance):
 
     def one_agent(self, url):
         return ask(make("writer", url), PROMPTS["one_agent"])
+
+    def unnamed(self, url):
+        with agent("writer"):
+            return Agent(model=model(url), instructions=instructions("writer")).run(PROMPTS["unnamed"]).content
 
     def several_agents(self, url):
         return [ask(make(name, url), PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]

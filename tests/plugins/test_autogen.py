@@ -117,6 +117,7 @@ class TestConformance(PluginConformance):
     unsupported: ClassVar[dict[str, str]] = {
         **dict.fromkeys(["responses", "responses_streaming"], "AutoGen's client speaks chat completions alone"),
         "choices": "AutoGen's client refuses `n`",
+        "unnamed": "an agent must have a name",
     }
 
     def patched(self):

@@ -113,6 +113,7 @@ def note(text: str) -> str:
 class TestConformance(PluginConformance):
     framework = "crewai"
     unsupported: ClassVar[dict[str, str]] = {
+        "unnamed": "an agent must have a role",
         "abandoned": "CrewAI itself reads a model's stream to its end, whoever reads its own",
         **({} if NEW else dict.fromkeys(["responses", "responses_streaming"], "the way through /responses is young")),
         **({} if NEW else dict.fromkeys(["unknown_tool", "unreadable_arguments"], "CrewAI tells nobody before 1.15")),

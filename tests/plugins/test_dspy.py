@@ -66,20 +66,21 @@ def signature(name, *, tools=False):
     return make_signature(name, fields)
 
 
-def make_signature(name, fields):
+def make_signature(name, fields, called=None):
     from dspy.signatures.signature import make_signature
 
-    return make_signature(fields, instructions(name), name)
+    return make_signature(fields, instructions(name), called or name)
 
 
 def said(prompt):
     return [{"role": "user", "content": prompt}]
 
 
-def ask(name, url_or_model, prompt, **options):
+def ask(name, url_or_model, prompt, *, named=True, **options):
     given = model(url_or_model, **options) if isinstance(url_or_model, str) else url_or_model
     with dspy.context(lm=given, adapter=Plain()):
-        return dspy.Predict(signature(name))(messages=said(prompt)).answer
+        asks = signature(name) if named else make_signature(name, "messages: list -> answer: str", called="Signature")
+        return dspy.Predict(asks)(messages=said(prompt)).answer
 
 
 async def aask(name, url, prompt, **options):
@@ -174,6 +175,10 @@ class TestConformance(PluginConformance):
 
     def one_agent(self, url):
         return ask("writer", url, PROMPTS["one_agent"])
+
+    def unnamed(self, url):
+        with agent("writer"):
+            return ask("writer", url, PROMPTS["unnamed"], named=False)
 
     def several_agents(self, url):
         return [ask(name, url, PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]

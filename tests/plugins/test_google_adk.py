@@ -97,15 +97,19 @@ def note(text: str) -> str:
 
 class TestConformance(PluginConformance):
     framework = "google-adk"
-    unsupported = dict.fromkeys(["responses", "responses_streaming"], "LiteLlm speaks chat completions alone") | (
-        {
-            "abandoned": "ADK 2 reads a model's stream in a task of its own, whoever listens",
-        }
-        if NEW
-        else {
-            "cut": "LiteLLM of that time takes a stream that breaks off for one that has ended",
-            "unknown_tool": "ADK 1.14 ends the run before any of its hooks",
-        }
+    unsupported = (
+        dict.fromkeys(["responses", "responses_streaming"], "LiteLlm speaks chat completions alone")
+        | {"unnamed": "an agent must have a name"}
+        | (
+            {
+                "abandoned": "ADK 2 reads a model's stream in a task of its own, whoever listens",
+            }
+            if NEW
+            else {
+                "cut": "LiteLLM of that time takes a stream that breaks off for one that has ended",
+                "unknown_tool": "ADK 1.14 ends the run before any of its hooks",
+            }
+        )
     )
 
     def patched(self):

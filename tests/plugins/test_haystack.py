@@ -144,6 +144,10 @@ class TestConformance(PluginConformance):
     def one_agent(self, url):
         return ask(make("writer", url), PROMPTS["one_agent"])
 
+    def unnamed(self, url):
+        with agent("writer"):
+            return alone("writer", url).run([ChatMessage.from_user(PROMPTS["unnamed"])])["messages"][-1].text
+
     def several_agents(self, url):
         return [ask(make(name, url), PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]
 

@@ -172,6 +172,10 @@ class TestConformance(PluginConformance):
     def one_agent(self, url):
         return last(named(url, "writer").invoke(user(PROMPTS["one_agent"])))
 
+    def unnamed(self, url):
+        with agent("writer"):
+            return last(make(url, "writer").invoke(user(PROMPTS["unnamed"])))
+
     def several_agents(self, url):
         names = ("writer", "rewriter", "writer_2")
         nodes = [node(url, name, PROMPTS["several_agents"]) for name in names]

@@ -97,6 +97,15 @@ class TestConformance(PluginConformance):
     def one_agent(self, url):
         return run(ask(make("writer", url), PROMPTS["one_agent"]))
 
+    def unnamed(self, url):
+        with agent("writer"):
+            return run(
+                ask(
+                    FunctionAgent(system_prompt=instructions("writer"), llm=model(url), streaming=False),
+                    PROMPTS["unnamed"],
+                )
+            )
+
     def several_agents(self, url):
         async def work():
             who = ("writer", "rewriter", "writer_2")

@@ -72,6 +72,10 @@ class TestConformance(PluginConformance):
         with agent("writer"):
             return text_of(ask(url, "writer", PROMPTS["one_agent"]))
 
+    def unnamed(self, url):
+        with agent("writer"):
+            return text_of(ask(url, "writer", PROMPTS["unnamed"]))
+
     def several_agents(self, url):
         client = openai.OpenAI(base_url=url)
         output = []

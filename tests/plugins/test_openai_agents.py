@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 from listening import Listener
@@ -98,6 +99,7 @@ def note(text: str) -> str:
 
 class TestConformance(PluginConformance):
     framework = "openai-agents"
+    unsupported: ClassVar[dict[str, str]] = {"unnamed": "an agent must have a name"}
 
     def patched(self):
         return [

@@ -24,7 +24,7 @@ from pydantic_graph import End
 
 import lightning_pydantic_ai
 from lightning_pydantic_ai.tools import TOOL_CALL, ToolManager
-from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.record.context import current_agent
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.program import span_of
@@ -94,6 +94,10 @@ class TestConformance(PluginConformance):
 
     def one_agent(self, url):
         return make("writer", url).run_sync(PROMPTS["one_agent"]).output
+
+    def unnamed(self, url):
+        with agent("writer"):
+            return Agent(model(url), instructions=instructions("writer")).run_sync(PROMPTS["unnamed"]).output
 
     def several_agents(self, url):
         async def work():

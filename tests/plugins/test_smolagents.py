@@ -23,7 +23,7 @@ from smolagents.models import (
 )
 
 import lightning_smolagents
-from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.replayed import run_twice
@@ -92,7 +92,7 @@ def model(url, kind=Speaking, **options):
     return kind(model_id=MODEL, api_base=url, client_kwargs=given, **options)
 
 
-def make(name, url_or_model, *tools, kind=ToolCallingAgent, **options):
+def make(name, url_or_model, *tools, kind=ToolCallingAgent, named=True, **options):
     given = model(url_or_model) if isinstance(url_or_model, str) else url_or_model
     templates = {
         **EMPTY_PROMPT_TEMPLATES,
@@ -100,7 +100,8 @@ def make(name, url_or_model, *tools, kind=ToolCallingAgent, **options):
         "managed_agent": {"task": "{{task}}", "report": "{{final_answer}}"},
     }
     return kind(
-        tools=list(tools), model=given, name=name, description=name, prompt_templates=templates, verbosity_level=-1,
+        tools=list(tools), model=given, name=name if named else None, description=name,
+        prompt_templates=templates, verbosity_level=-1,
         **{"max_steps": 3, **options},
     )  # fmt: skip
 
@@ -172,6 +173,10 @@ class TestConformance(PluginConformance):
 
     def one_agent(self, url):
         return ask(make("writer", url), PROMPTS["one_agent"])
+
+    def unnamed(self, url):
+        with agent("writer"):
+            return ask(make("writer", url, named=False), PROMPTS["unnamed"])
 
     def several_agents(self, url):
         return [ask(make(name, url), PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]

@@ -19,7 +19,7 @@ from strands.multiagent.graph import Graph
 from strands.tools.executors._executor import ToolExecutor
 
 import lightning_strands
-from lightning_spans import Attempt, open_store, use_attempt
+from lightning_spans import Attempt, agent, open_store, use_attempt
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.program import span_of
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, agent_of
@@ -109,6 +109,12 @@ class TestConformance(PluginConformance):
 
     def one_agent(self, url):
         return ask(make("writer", url), PROMPTS["one_agent"])
+
+    def unnamed(self, url):
+        with agent("writer"):
+            return ask(
+                Agent(model=model(url), system_prompt=instructions("writer"), callback_handler=None), PROMPTS["unnamed"]
+            )
 
     def several_agents(self, url):
         return [ask(make(name, url), PROMPTS["several_agents"]) for name in ("writer", "rewriter", "writer_2")]

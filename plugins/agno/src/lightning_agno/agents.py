@@ -104,7 +104,7 @@ class AgnoAgents(Tracker):
                 around = tool_around()
                 if around is not None and around.name == DELEGATE:
                     around.set(**{names.HANDOFF: name})
-        return self.begin_agent(name)
+        return self.begin_agent(name, by_default=not agent.name)
 
     def _heard(self, agent: Any, span: OpenSpan, events: Generator[Any, None, None]) -> Generator[Any, None, None]:
         try:

@@ -40,7 +40,7 @@ class DspyModules(Tracker):
             name = self._name(module)
             if name is None:
                 return original(module, *args, **kwargs)
-            with self.inside(self.begin_agent(name)):
+            with self.inside(self.begin_agent(name, by_default=is_dspys(module) and name == type(module).__name__)):
                 return original(module, *args, **kwargs)
 
         return call
@@ -52,7 +52,7 @@ class DspyModules(Tracker):
             name = self._name(module)
             if name is None:
                 return await original(module, *args, **kwargs)
-            with self.inside(self.begin_agent(name)):
+            with self.inside(self.begin_agent(name, by_default=is_dspys(module) and name == type(module).__name__)):
                 return await original(module, *args, **kwargs)
 
         return acall

@@ -90,9 +90,7 @@ class HaystackAgents(Tracker):
     def _begin(self, agent: Any) -> OpenSpan | None:
         tool = tool_of(agent)
         name = getattr(agent, "__component_name__", None) or (None if tool is None else tool.name)
-        if name is None and _is_named_by_user():
-            return None
-        return self.begin_agent(str(name or type(agent).__name__))
+        return self.begin_agent(str(name or type(agent).__name__), by_default=name is None)
 
     def wrap_component(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A component of a pipeline runs inside of what this returns."""
@@ -145,18 +143,6 @@ class HaystackAgents(Tracker):
             return self.steps(self.begin(names.INVOKE_WORKFLOW, type(pipeline).__name__), parts)
 
         return run
-
-
-def _is_named_by_user() -> bool:
-    """Whether what is around an agent without a name is `agent()` of the user's own: the name is his then."""
-    around: Any = current_span()
-    while around is not None and around.operation == names.INVOKE_WORKFLOW:
-        around = around.parent
-    return (
-        around is not None
-        and around.operation == names.INVOKE_AGENT
-        and around.attributes.get(names.FRAMEWORK) != FRAMEWORK
-    )
 
 
 def _asks_models(pipeline: PipelineBase) -> bool:

@@ -25,6 +25,7 @@ from lightning_spans.schema import spans as names
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder
 
+UNNAMED: Final = "Agent"  # what LlamaIndex calls an agent without a name
 _STEPS: Final = ("setup_agent", "run_agent_step", "parse_agent_output", "call_tool", "aggregate_tool_results")
 
 
@@ -65,7 +66,7 @@ class LlamaIndexAgents(Tracker):
 
     def _begin_run(self, workflow: Any) -> OpenSpan | None:
         if isinstance(workflow, BaseWorkflowAgent):
-            return self.begin_agent(workflow.name, settled())
+            return self.begin_agent(workflow.name, settled(), by_default=workflow.name == UNNAMED)
         span = self.begin(names.INVOKE_WORKFLOW, type(workflow).__name__, context=settled())
         if span is not None and isinstance(workflow, AgentWorkflow):
             self._turns[span.span_id] = None

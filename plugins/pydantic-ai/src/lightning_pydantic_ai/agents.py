@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 from pydantic_ai import Agent, CallToolsNode, ModelRequestNode
 from pydantic_ai.run import AgentRun
@@ -28,6 +29,7 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     agents = PydanticAgents(recorder, FRAMEWORK)
     yield agents.stop
     yield replace(Agent, "iter", agents.wrap_iter)
+    yield replace(next(kind for kind in Agent.__mro__ if "_infer_name" in vars(kind)), "_infer_name", agents.wrap_infer)
     for step in ("next", "__anext__"):
         yield replace(AgentRun, step, agents.wrap_step)
     for node in (ModelRequestNode, CallToolsNode):
@@ -44,6 +46,22 @@ class PydanticAgents(Tracker):
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
         self._runs: dict[int, OpenSpan] = {}  # by the id of the run's state, which lives as long
+        self._inferred: dict[int, ref[Any]] = {}  # agents that are called as the variable that holds them, by id
+
+    def wrap_infer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An agent without a name is called as the variable that holds it."""
+
+        def infer_name(agent: Any, *args: Any, **kwargs: Any) -> Any:
+            original(agent, *args, **kwargs)
+            if agent.name is not None:
+                key = id(agent)
+                self._inferred[key] = ref(agent, lambda _: self._inferred.pop(key, None))
+
+        return infer_name
+
+    def _is_inferred(self, agent: Any) -> bool:
+        known = self._inferred.get(id(agent))
+        return known is not None and known() is agent
 
     def wrap_iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """An agent runs: every way to run one, streamed or not, goes through `iter`."""
@@ -56,7 +74,7 @@ class PydanticAgents(Tracker):
 
     @asynccontextmanager
     async def _running(self, agent: Any, run: AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
-        span = self.begin_agent(agent.name or UNNAMED)
+        span = self.begin_agent(agent.name or UNNAMED, by_default=not agent.name or self._is_inferred(agent))
         outer = current()
         with self.working(span):
             if span is not None:

@@ -35,7 +35,7 @@ class SmolAgents(Tracker):
         """An agent works; a stream works when it is read."""
 
         def run(agent: Any, *args: Any, **kwargs: Any) -> Any:
-            span = self.begin_agent(name_of(agent)) if self.live else None
+            span = self.begin_agent(name_of(agent), by_default=not agent.name) if self.live else None
             if span is None:
                 return original(agent, *args, **kwargs)
             try:

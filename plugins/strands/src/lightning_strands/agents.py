@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from strands import Agent
 from strands.multiagent import Swarm
@@ -15,7 +15,9 @@ from lightning_spans.schema import spans as names
 from lightning_strands import FRAMEWORK
 
 if TYPE_CHECKING:
-    from lightning_spans.hooks import Recorder
+    from lightning_spans.hooks import OpenSpan, Recorder
+
+UNNAMED: Final = "Strands Agents"  # what Strands calls an agent without a name
 
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
@@ -41,12 +43,15 @@ def way_of(team: Any) -> str:
 class StrandsAgents(Tracker):
     """Begins and ends our spans with the agents' runs, and with those of what agents are put together to."""
 
+    def _begin(self, agent: Any) -> OpenSpan | None:
+        return self.begin_agent(agent.name, by_default=agent.name == UNNAMED)
+
     def wrap_stream(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """An agent works: every way to run one, streamed or not, comes by here."""
 
         def stream(agent: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             events: AsyncGenerator[Any, None] = original(agent, *args, **kwargs)
-            return self.steps(self.begin_agent(agent.name), events) if self.live else events
+            return self.steps(self._begin(agent), events) if self.live else events
 
         return stream
 
@@ -54,7 +59,7 @@ class StrandsAgents(Tracker):
         """An agent answers in a form, by a call of its own."""
 
         async def answer(agent: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.inside(self.begin_agent(agent.name)):
+            with self.inside(self._begin(agent)):
                 return await original(agent, *args, **kwargs)
 
         return answer

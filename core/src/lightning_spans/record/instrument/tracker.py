@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lightning_spans.record.context import current_agent, entered, entered_iteration, entered_steps
 from lightning_spans.record.instrument.scope import Scope
-from lightning_spans.record.recorder import log_failure
+from lightning_spans.record.recorder import current_span, log_failure
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
@@ -55,9 +55,27 @@ class Tracker:
         """Log what goes wrong inside the block instead of raising it into the agent."""
         return self.recorder.guard(self.plugin, span)
 
-    def begin_agent(self, name: str, context: Context | None = None) -> OpenSpan | None:
-        """Begin the span of an agent that gets to work."""
+    def begin_agent(self, name: str, context: Context | None = None, *, by_default: bool = False) -> OpenSpan | None:
+        """Begin the span of an agent that gets to work.
+
+        Args:
+            name: of the agent.
+            context: where it begins; the current context by default.
+            by_default: the name is what the framework calls an agent without one. Where `agent()`, or another
+                framework, says who is at work, that stays the agent, and there is no span.
+        """
+        if by_default and self._is_named_around(context):
+            return None
         return self.begin(names.INVOKE_AGENT, name, agent=name, context=context)
+
+    def _is_named_around(self, context: Context | None) -> bool:
+        around: Any = current_span(context)
+        while around is not None and around.operation == names.INVOKE_WORKFLOW:
+            around = around.parent
+        if around is None:  # a process that was started for an agent, or an `agent()` that could not be recorded
+            return current_agent(context) is not None
+        own = around.attributes.get(names.FRAMEWORK) == self.framework
+        return bool(around.operation == names.INVOKE_AGENT and not own)
 
     def begin_tool(
         self,

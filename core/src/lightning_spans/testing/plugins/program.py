@@ -22,6 +22,7 @@ from lightning_spans.testing.plugins.server import ReceivedRequest, ScriptedServ
 # What each program does. The instructions of every agent are `instructions(NAME)`, its one message is the prompt below.
 SCENARIOS: Final = {
     "one_agent": "The agent `writer` is asked once.",
+    "unnamed": "An agent without a name, with the instructions of `writer`, is asked inside `with agent('writer')`.",
     "several_agents": "The agents `writer`, `rewriter` and `writer_2` are asked, one after the other.",
     "namesakes": "Two agents `writer` are asked, one of the team or agent `red`, one of the team or agent `blue`.",
     "streaming": "The agent `writer` is asked; its answer is streamed, and read to the end.",
