@@ -31,7 +31,7 @@ pytest.importorskip("openai")
 SHORT_S, PATIENT_S = 4.0, 120.0  # enough for an answer, which takes milliseconds; never reached by what ends
 
 PROGRAM = """
-import asyncio, threading
+import collections, threading
 import openai
 import lightning_openai
 from lightning_spans import agent
@@ -52,6 +52,17 @@ def run(task):
 
 def impatient(task):
     return float(ask("go", timeout=task.get("limit_s", 120.0)) == "good")
+
+def answer(task):
+    return ask("go")
+
+calls = collections.Counter()
+
+def score(task, said):
+    calls[said] += 1
+    if said == "bad" or calls[said] == 1:
+        raise ConnectionError("the judge is down")
+    return None if said == "none" else 1.0
 
 def again(task):
     said = ask("go")
@@ -82,12 +93,19 @@ class Scripted(FakeEngine):
 
 
 def rolled(
-    folder: Path, target: str, engine: FakeEngine, size: int, timeout_s: float = PATIENT_S, timeouts: Any = "count"
+    folder: Path,
+    target: str,
+    engine: FakeEngine,
+    size: int,
+    timeout_s: float = PATIENT_S,
+    timeouts: Any = "count",
+    reward: str | None = None,
 ) -> tuple[list[Outcome], Batch]:
     """Run a group, one rollout after the other, and make the batch of a step of it. Only the first is short of time."""
     (folder / "slow_agent.py").write_text(PROGRAM)
     config = TrainConfig(target=f"slow_agent:{target}", data=folder, model="m", timeouts=timeouts)
-    runner = Runner(Job(target=f"slow_agent:{target}"), workers=1, concurrency=1, logs=folder / "logs", grace_s=0.2)
+    job = Job(target=f"slow_agent:{target}", reward=reward)
+    runner = Runner(job, workers=1, concurrency=1, logs=folder / "logs", grace_s=0.2)
     runner.start()
     store = open_store(str(folder / "store.db"))
     try:
@@ -155,6 +173,17 @@ def test_call_that_failed_and_was_made_again_excuses_no_crash(folder: Path) -> N
     outcomes, _ = rolled(folder, "again", Scripted("poor"), 1)
     assert endings(outcomes) == [Ending.CRASHED]
     assert outcomes[0].crash is not None
+
+
+def test_scorer_that_fails_gets_the_same_answer_again_and_costs_the_policy_nothing(folder: Path) -> None:
+    engine = Scripted("good", "bad", "none")
+    outcomes, batch = rolled(folder, "answer", engine, 3, reward="slow_agent:score")
+    assert endings(outcomes) == [Ending.SUCCEEDED, Ending.SCORER_FAILED, Ending.SCORER_FAILED]
+    assert len(engine.prompts) == 3
+    assert [outcome.counts("lowest") is None for outcome in outcomes] == [False, True, True]
+    assert "the judge is down" in (outcomes[1].error or "")
+    assert "reward is None" in (outcomes[2].error or "")
+    assert batch.account.dropped == {"scorer failed": 2, "group incomplete": 1}
 
 
 def test_the_docs_list_every_ending() -> None:

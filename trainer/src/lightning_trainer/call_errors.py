@@ -1,9 +1,10 @@
-"""Errors of model calls that the gateway records and that say how an attempt ended."""
+"""Errors of attempts and of their model calls that say how an attempt ended."""
 
 from __future__ import annotations
 
 from typing import Final
 
+SCORER_FAILED: Final = "scorer failed"  # how the error of an attempt begins that has an answer and no reward
 CLIENT_GONE: Final = "client cut the connection"
 ATTEMPT_ENDED: Final = "the attempt ended before the answer did"
 CUT_CALLS: Final = frozenset({CLIENT_GONE, ATTEMPT_ENDED})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -63,6 +63,7 @@ class Summary:
         crashed: samples whose program failed by what the model said.
         timed_out: samples that were too slow after a model had answered, whether they count or not.
         left_out: samples that failed otherwise, and do not count.
+        left_out_by: their number by how they ended, see `rl.endings`.
         pass_at: chance that at least one of k samples succeeds, by k.
         pass_all: chance that k samples all succeed, by k.
         by_agent: by the agent's name; calls that nothing names are under "".
@@ -78,6 +79,7 @@ class Summary:
     crashed: int
     timed_out: int
     left_out: int
+    left_out_by: Mapping[str, int]
     pass_at: Mapping[int, float]
     pass_all: Mapping[int, float]
     by_agent: Mapping[str, AgentSummary]
@@ -110,6 +112,7 @@ class Summary:
             "crashed": self.crashed,
             "timed_out": self.timed_out,
             "left_out": self.left_out,
+            "left_out_by": dict(self.left_out_by),
             "failed_reward": self.failed_reward,
             "sample_seconds": round(self.sample_seconds, 3),
         }
@@ -137,6 +140,7 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         counted=sum(map(len, by_task.values())),
         crashed=crashed,
         timed_out=sum(sample.is_late for sample in samples),
+        left_out_by=dict(Counter(s.ending for s in samples if s.status == "failed" and s.ending is not None)),
         left_out=len(samples) - sum(map(len, by_task.values())) - (crashed if crash is None else 0),
         pass_at={k: _mean([pass_at(n, c, k) for n, c in its]) for k, its in each.items() if its},
         pass_all={k: _mean([pass_all(n, c, k) for n, c in its]) for k, its in each.items() if its},

@@ -17,7 +17,7 @@ from lightning_spans.adapter.trace import Node, Trace
 from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus
 from lightning_spans.schema.replays import ENDED
 from lightning_spans.schema.spans import ERROR_TYPE
-from lightning_trainer.call_errors import CUT_CALLS, QUOTA_EXCEEDED, TOO_MUCH_AT_ONCE
+from lightning_trainer.call_errors import CUT_CALLS, QUOTA_EXCEEDED, SCORER_FAILED, TOO_MUCH_AT_ONCE
 from lightning_trainer.choices import Timeouts
 
 Responsible: TypeAlias = Literal["policy", "program", "infrastructure", "scorer", "nobody"]
@@ -65,6 +65,7 @@ class Ending(Enum):
     DISTURBED = "its worker process ended while other attempts ran there", "infrastructure"
     CANCELLED = "the rollout was cancelled", "nobody"
     FORK_ENDED = "a replay was not as its record", "nobody"
+    SCORER_FAILED = SCORER_FAILED, "scorer"
     UNJUDGED = "the judge gave no verdict", "scorer"
 
     @classmethod
@@ -108,7 +109,11 @@ _BY_STATUS: Final[dict[AttemptStatus, Ending]] = {
 
 def needs_trace(attempt: AttemptRecord) -> bool:
     """Whether an attempt's calls say how it ended; else its record alone does."""
-    return attempt.status in ("failed", "timeout") and not ended_early(attempt)
+    return attempt.status in ("failed", "timeout") and not ended_early(attempt) and not _is_unscored(attempt)
+
+
+def _is_unscored(attempt: AttemptRecord) -> bool:
+    return attempt.status == "failed" and (attempt.error or "").startswith(SCORER_FAILED)
 
 
 def ended_early(attempt: AttemptRecord) -> bool:
@@ -127,6 +132,8 @@ def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
         return known
     if ended_early(attempt):
         return Ending.FORK_ENDED
+    if _is_unscored(attempt):
+        return Ending.SCORER_FAILED
     chats = () if trace is None else trace.chats
     if not any(_policy_spoke(chat) for chat in chats):
         return Ending.NO_ANSWER

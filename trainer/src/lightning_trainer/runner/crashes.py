@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from lightning_spans.schema.attempts import AttemptRecord, AttemptStatus
 from lightning_spans.schema.rewards import Reward
+from lightning_trainer.call_errors import SCORER_FAILED
 from lightning_trainer.runner.workers import Blocking, Death
 
 
@@ -39,6 +40,7 @@ class Victim:
         company: attempts in the worker, itself included.
         told: whether its time was up and the worker had taken the news.
         overdue: whether its time was up.
+        scoring: whether its agent had answered, and its reward was being computed.
     """
 
     number: int
@@ -46,6 +48,7 @@ class Victim:
     company: int
     told: bool
     overdue: bool
+    scoring: bool = False
 
 
 def verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Blocking | None) -> Ended:
@@ -57,6 +60,11 @@ def verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Blocki
         stood_still: whether the worker was ended because its event loop did not answer.
         blocking: what held the loop then; None where it is not known.
     """
+    ended = _verdict(victim, death, stood_still=stood_still, blocking=blocking)
+    return blame_scorer(ended) if victim.scoring else ended
+
+
+def _verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Blocking | None) -> Ended:
     if victim.told:
         return too_late(victim.record)
     if death.outside:
@@ -82,6 +90,13 @@ def _stood_still(victim: Victim, blocking: Blocking | None) -> Ended:
         error=f"it blocked the event loop for {blocking.seconds:.0f} s at {blocking.where}, so that other attempts in"
         " its worker could not end. Await there, or make the agent's function a plain one: it then gets a thread.",
     )
+
+
+def blame_scorer(ended: Ended) -> Ended:
+    """Return the end of an attempt whose agent had answered: what went wrong after that is the scorer's fault."""
+    if ended.status not in ("failed", "timeout"):
+        return ended
+    return Ended("failed", error=f"{SCORER_FAILED}: {ended.error}")
 
 
 def too_late(record: AttemptRecord, more: str = "") -> Ended:

@@ -14,7 +14,7 @@ from lightning_spans.errors import LightningError
 from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import Attempt, AttemptRecord
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.runner.crashes import Ended, Victim, too_late, verdict
+from lightning_trainer.runner.crashes import Ended, Victim, blame_scorer, too_late, verdict
 from lightning_trainer.runner.protocol import Message, attempt_to_json
 from lightning_trainer.runner.workers import Blocking, Start, Worker
 
@@ -34,6 +34,7 @@ class _Running:
     wait: stalls.Wait
     forgotten: bool = False  # nobody waits for its result any more
     overdue: bool = False  # its time is up, and it was told so
+    scoring: bool = False  # the agent has answered, and its reward is being computed
     heard: bool = False  # the worker's event loop took that message, so it is not blocked
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
@@ -230,6 +231,7 @@ class Fleet:
             running.heard = True
             return
         if message["type"] == "scoring":
+            running.scoring = True
             running.wait.moved("reward function", f"the reward of attempt {running.record.attempt_id}")
             return
         if message["type"] == "flushing":
@@ -241,7 +243,7 @@ class Fleet:
             logger.warning("spans of attempt %s were not delivered in time", running.record.attempt_id)
         self._watch_threads(place, message["threads"])
         if running.overdue:
-            self._end(place, running, too_late(running.record))
+            self._end(place, running, _too_late(running))
         else:
             self._crashes = 0
             rewards = tuple(Reward(**reward) for reward in message["rewards"])
@@ -292,7 +294,7 @@ class Fleet:
         if running.heard:
             logger.warning("attempt %s does not end: its worker takes no more work", running.record.attempt_id)
             self._drain(place)
-            self._end(place, running, too_late(running.record))
+            self._end(place, running, _too_late(running))
         else:
             place.stood_still, place.held_by = True, place.worker.blocking
             logger.warning("the event loop of worker %s stands still: it is ended", place.worker.name)
@@ -339,6 +341,7 @@ class Fleet:
                 company=company,
                 told=running.overdue and running.heard,
                 overdue=running.overdue,
+                scoring=running.scoring,
             )
             self._tell(running, verdict(victim, death, stood_still=place.stood_still, blocking=place.held_by))
         for record in place.waiting:
@@ -365,6 +368,10 @@ class Fleet:
                 delay_s = RESPAWN_S[min(tries, len(RESPAWN_S) - 1)]
             else:
                 return
+
+
+def _too_late(running: _Running) -> Ended:
+    return blame_scorer(too_late(running.record)) if running.scoring else too_late(running.record)
 
 
 async def _look_at_loop(worker: Worker) -> None:

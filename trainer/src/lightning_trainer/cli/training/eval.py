@@ -208,6 +208,13 @@ def _show(result: Evaluation) -> None:
     click.echo(f"{result.seconds:.1f} s; samples and traces: {result.folder}")
 
 
+def _left_out(summary: Summary) -> str:
+    from lightning_trainer.rl.endings import Ending
+
+    kinds = [f"{count} {Ending.from_slug(slug).text}" for slug, count in summary.left_out_by.items()]
+    return ", ".join(kinds) or "failed"
+
+
 def _numbers(found: Estimate) -> tuple[str, str]:
     mean = "-" if found.mean is None else decimal(found.mean)
     return mean, "-" if found.low is None or found.high is None else f"{decimal(found.low)} to {decimal(found.high)}"
@@ -224,5 +231,5 @@ def _in_words(summary: Summary) -> str:
         counts = "left out" if summary.failed_reward is None else f"counted as {summary.failed_reward:g}"
         text += f"; {summary.crashed} failed after a model's answer ({summary.timed_out} too slow), {counts}"
     if summary.left_out:
-        text += f"; {summary.left_out} failed otherwise and do not count (--resume tries them again)"
+        text += f"; {summary.left_out} do not count ({_left_out(summary)}), --resume tries them again"
     return f"{text}; {summary.sample_seconds:.1f} s a sample"

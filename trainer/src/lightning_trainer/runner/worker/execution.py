@@ -18,12 +18,19 @@ from lightning_spans.record.context import use_attempt
 from lightning_spans.record.program.emit import collecting
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.rewards import Reward, as_rewards
+from lightning_trainer.call_errors import SCORER_FAILED
 
 LATER = object()  # what a score gives where the reward comes once the attempt has ended, as a judge's does
 ERROR_LIMIT = 20_000  # characters kept of a traceback: its end, where the error is
 
+SCORE_AGAIN_S = (0.5, 1.0, 2.0)  # pauses before a scorer that failed gets the same answer again
+
 Agent = Callable[[dict[str, Any], Attempt], Awaitable[Any]]
 Score = Callable[[dict[str, Any], Any], Awaitable[Any]]
+
+
+class ScorerError(Exception):
+    """The reward function gave no usable reward for an answer, each time it was called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +70,47 @@ async def execute(
     with use_attempt(attempt), collecting() as emitted:
         try:
             result = await agent(copy.deepcopy(dict(task)), attempt)
-            if score is not None:
+            if score is None:
+                given = _rewards(result, attempt, "run", emitted, needs_reward)
+            else:
                 on_score()
-            value = result if score is None else await score(dict(task), result)
-            given = _rewards(value, attempt, "run" if score is None else "score", emitted, needs_reward)
+                given = await _scored(score, task, result, attempt, emitted)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 return AttemptResult("cancelled", error="the runner cancelled this attempt")
             return AttemptResult("failed", error=describe(error))  # it came from inside the agent
+        except ScorerError as error:
+            return AttemptResult("failed", error=str(error))
         except RewardError as error:
             return AttemptResult("failed", error=f"RewardError: {error}")
         except BaseException as error:  # noqa: BLE001 - also SystemExit: an agent that calls sys.exit has failed
             return AttemptResult("failed", error=describe(error))
         return AttemptResult("succeeded", rewards=(*emitted, *given))
+
+
+async def _scored(
+    score: Score, task: Mapping[str, Any], result: Any, attempt: Attempt, emitted: list[Reward]
+) -> tuple[Reward, ...]:
+    """Return the reward of an answer; a scorer that fails gets the same answer again, with longer and longer pauses.
+
+    Raises:
+        ScorerError: it failed each time.
+    """
+    for pause_s in (*SCORE_AGAIN_S, None):
+        try:
+            return _rewards(
+                await score(copy.deepcopy(dict(task)), result), attempt, "score", emitted, needs_reward=True
+            )
+        except BaseException as error:
+            current = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
+                raise
+            if pause_s is None:
+                told = f"RewardError: {error}" if isinstance(error, RewardError) else describe(error)
+                raise ScorerError(f"{SCORER_FAILED}, {len(SCORE_AGAIN_S) + 1} times on one answer:\n{told}") from None
+            await asyncio.sleep(pause_s)
+    raise AssertionError  # the last round returns or raises
 
 
 def _rewards(
