@@ -66,6 +66,7 @@ def falling_to(end: float, start: float = 1.2) -> Callable[[float], float]:
         (history(response_tokens=falling_to(3, 60), reward=stuck), "length_collapsed", "have shrunk from"),
         (history(response_tokens=falling_to(400, 60), reward=stuck), "length_collapsed", "have grown from"),
         (history(truncated=lambda x: 0.9 * x, reward=rising), "answers_cut", "cut at their limit, 5% were at first"),
+        (history(reward=[0.9], reward_all=[0.7]), "rollouts_left_out", "0.90 over the rollouts that count, and 0.70"),
         (history(groups_without_signal=[0.95], reward=[1.0]), "groups_dead", "95% of the groups .* at a mean of 1.00"),
         (history(reward=rising, val=[0.2, 0.5, 0.4, 0.3]), "held_out_falls", "fallen from 0.50 after 5 steps to 0.30"),
         (uncertain(history(reward=rising, val=[0.2, 0.9, 0.3, 0.3]), 0.2), "held_out_falls", "fallen from 0.90"),

@@ -152,6 +152,7 @@ def test_score_leaves_failures_out_or_counts_them_as_told() -> None:
     told = score(found, "exclude")
     assert (told.reward, told.rollouts, told.failed, told.tasks) == (0.5, 3, 1, 1)
     assert score(found, -1.0).reward == 0.0
+    assert told.reward_all == pytest.approx(1 / 3)
     assert score([outcome(failed=True)], "exclude").reward is None
     assert score([outcome(failed=True)], -1.0).reward is None, "no policy made it fail"
 

@@ -19,6 +19,7 @@ from lightning_trainer.continuation_reasons import OTHER
 History: TypeAlias = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, in their order
 Points: TypeAlias = list[tuple[int, float]]  # (step, value)
 
+MOST_GAP: Final = 0.1  # between `reward` and `reward_all`
 WINDOW: Final = 3  # steps at either end that are averaged
 
 
@@ -83,6 +84,24 @@ def answers_cut(history: History) -> Found:
                 " --max-tokens or the limit in the agent's requests, or give less for long answers."
             )
             yield of, text
+
+
+def rollouts_left_out(history: History) -> Found:
+    """Raise where the mean reward would be another if the rollouts that do not count had earned 0."""
+    for kind in ("train", "val"):
+        gaps = [(line["reward"], line["reward_all"]) for line in history if line["kind"] == kind and _has_both(line)]
+        if gaps and abs(gaps[-1][0] - gaps[-1][1]) > MOST_GAP:
+            reward, reward_all = gaps[-1]
+            what = "The reward" if kind == "train" else "The held-out reward"
+            text = (
+                f"{what} is {reward:.2f} over the rollouts that count, and {reward_all:.2f} if those that were left out"
+                " had earned 0. Look at why they were left out, in the log and in the viewer, before you trust either."
+            )
+            yield "" if kind == "train" else "/val", text
+
+
+def _has_both(line: Mapping[str, Any]) -> bool:
+    return line.get("reward") is not None and line.get("reward_all") is not None
 
 
 def groups_dead(history: History) -> Found:
@@ -227,6 +246,7 @@ CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
     entropy_collapsed,
     length_collapsed,
     answers_cut,
+    rollouts_left_out,
     groups_dead,
     held_out_falls,
     engine_gap_widens,

@@ -31,6 +31,7 @@ class Score:
         failed: how many of them never succeeded, failed by the policy's doing before they did, or got no verdict.
         tasks: how many tasks those that count are of; rollouts of one task are no independent draws.
         low, high: 95 % interval of `reward`, see `intervals`; None when nothing counts.
+        reward_all: `reward` if the rollouts that do not count had earned 0; None without rollouts.
         by_task: the mean of each task's rollouts by a digest of the task, of `reward` under "" and of each agent.
     """
 
@@ -41,6 +42,7 @@ class Score:
     tasks: int = 0
     low: float | None = None
     high: float | None = None
+    reward_all: float | None = None
     by_task: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -56,12 +58,13 @@ class Score:
             tasks=int(metrics.get("tasks", 0)),
             low=metrics.get("reward_low"),
             high=metrics.get("reward_high"),
+            reward_all=metrics.get("reward_all"),
             by_task=metrics.get(BY_TASK, {}),
         )
 
     def metrics(self) -> dict[str, float]:
         """Return the same as numbers by name, for logs."""
-        found = {"reward": self.reward, "reward_low": self.low, "reward_high": self.high}
+        found = {"reward": self.reward, "reward_low": self.low, "reward_high": self.high, "reward_all": self.reward_all}
         known = {name: value for name, value in found.items() if value is not None}
         agents = {f"{_AGENT}{name}": value for name, value in self.by_agent.items()}
         counts = {"rollouts": self.rollouts, "failed": self.failed, "tasks": self.tasks}
@@ -80,11 +83,13 @@ def score(outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | N
     chosen = trained_names(named, agents)
     given: dict[str, dict[str, list[float]]] = {"": {}, **{name: {} for name in sorted(named)}}
     crashed = reward_of_failures(outcomes, failed)
+    all_given: dict[str, list[float]] = {}
     for outcome in outcomes:
         counted = outcome.counts(failed)
-        if counted is None:
-            continue
         task = _digest(outcome.rollout.task)  # a step may take one several times
+        if counted is None:
+            all_given.setdefault(task, []).append(0.0)
+            continue
         if counted is outcome.crash:
             values: Mapping[str, float | None] = dict.fromkeys(given, crashed)
         else:
@@ -92,6 +97,8 @@ def score(outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | N
         for name, value in values.items():
             if value is not None:
                 given[name].setdefault(task, []).append(value)
+        if (reward := values[""]) is not None:
+            all_given.setdefault(task, []).append(reward)
     by_task = {name: {task: sum(its) / len(its) for task, its in tasks.items()} for name, tasks in given.items()}
     bounds = reward_bounds(value for values in given[""].values() for value in values)
     found = estimate_mean(list(by_task[""].values()), bounds)
@@ -100,6 +107,7 @@ def score(outcomes: Sequence[Outcome], failed: Failed, agents: Sequence[str] | N
         tasks=len(by_task[""]),
         low=found.low,
         high=found.high,
+        reward_all=_mean([_mean(its) for its in all_given.values()]) if all_given else None,
         by_agent={name: sum(its.values()) / len(its) for name, its in by_task.items() if name and its},
         rollouts=len(outcomes),
         failed=sum(o.attempt is None or o.crash is not None or o.unjudged is not None for o in outcomes),
@@ -118,6 +126,10 @@ def difference(this: Score, other: Score, agent: str = "") -> tuple[Estimate, in
     mine, its = this.by_task.get(agent, {}), other.by_task.get(agent, {})
     both = [task for task in mine if task in its]
     return estimate_difference([mine[task] for task in both], [its[task] for task in both]), len(both)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _digest(task: Mapping[str, Any]) -> str:
