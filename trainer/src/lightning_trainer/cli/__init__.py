@@ -13,6 +13,7 @@ import click
 
 from lightning_spans.errors import LightningError
 from lightning_spans.record import stalls
+from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report.terminal import PrintableFormatter, printable
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class LazyGroup(click.Group):
 def cli(debug: bool) -> None:  # noqa: ARG001 - click passes flags by name; parse_args has taken it
     """Train the agents of a program you already have, by reinforcement learning, agent by agent, by name."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would be drawn through our own display
+    bypass_for_loopback(os.environ)
     _log_to_stderr()
     stalls.configure(os.environ.get("LIGHTNING_BOUNDS"))
 

@@ -14,6 +14,7 @@ from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
 from lightning_trainer.models import look
 from lightning_trainer.outgoing import bearer
 from lightning_trainer.policies import ADAPTERS_NAME, Policies, parse
+from lightning_trainer.proxies import through_proxy
 
 if TYPE_CHECKING:
     import httpx
@@ -258,4 +259,6 @@ def _models(subject: Endpoint) -> httpx.Response:
     try:
         return httpx.get(f"{subject.url}/models", headers=headers, timeout=_PROBE_S)
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise ConfigError(f"endpoint {subject.url} can't be reached: {error}. Is it running?") from None
+        raise ConfigError(
+            f"endpoint {subject.url} can't be reached{through_proxy(subject.url)}: {error}. Is it running?"
+        ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -17,6 +18,7 @@ from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge
+from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report import trackers
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import IMPORTING, Progress, Silent
@@ -53,6 +55,7 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     """
     began, progress = time.monotonic(), progress or Silent()
     hooks.load_all()
+    bypass_for_loopback(os.environ)
     backend: Backend = registry.by_name("backend", config.backend)
     trackers.check(config.trackers)
     config = with_format(config)
