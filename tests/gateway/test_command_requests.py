@@ -79,9 +79,17 @@ def test_edits_of_earlier_thinking_are_left_to_the_template(post):
     assert "left_out" not in call.sampling
 
 
+def test_compaction_is_left_out_and_on_record(post):
+    asked = [{"type": "compaction", "compact_threshold": 1000}]
+    reply, call = post("/v1/responses", {"input": "hi", "context_management": asked})
+    assert reply.status_code == 200, reply.text
+    assert call.sampling["left_out"] == {"context_management": asked}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
+        ("/v1/responses", {"input": "x", "context_management": [{"type": "summary"}]}, "summary"),
         ("/v1/messages", messages(context_management={"edits": [{"type": "compact_20260112"}]}), "compact_20260112"),
         ("/v1/messages", messages(output_config={"efort": "high"}), "efort"),
         ("/v1/messages", messages(mcp_servers=[{"url": "x"}]), "mcp_servers"),

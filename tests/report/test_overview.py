@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import (
     CHAT,
+    ENDPOINT,
     EXECUTE_TOOL,
     FRAMEWORK,
     INPUT_TOKENS,
     OUTPUT_TOKENS,
+    REQUEST,
     REROUTABLE,
     UNASKABLE,
     Span,
@@ -174,6 +177,32 @@ def test_an_agent_whose_calls_no_policy_can_be_asked_is_told_what_they_name() ->
     [row] = overview([trace((CHAT, "writer", refused), (CHAT, "writer", WIRED), rewards={None: 1.0})], None)
     assert row.trained
     assert "1 of 2 are errors then: its policy can't be asked documents, safety_mode" in row.why
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "field", "told"),
+    [
+        ("/responses", {"conversation": "conv_1"}, "conversation"),
+        ("/responses", {"background": True}, "background"),
+        ("/responses", {"prompt": {"id": "p"}}, "prompt"),
+        ("/responses", {"max_tool_calls": 3}, "max_tool_calls"),
+        ("/responses", {"truncation": "auto"}, "truncation"),
+        ("/responses", {"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, None),
+        ("/chat/completions", {"audio": {"voice": "x"}}, "audio"),
+        ("/chat/completions", {"provider": {"sort": "price"}, "usage": {"include": True}, "models": ["a"]}, None),
+    ],
+)
+def test_what_the_gateway_would_refuse_is_known_in_advance(endpoint, field, told) -> None:
+    asked = {"model": "m", "input": "hello"} if endpoint == "/responses" else {"model": "m", "messages": [HELLO]}
+    facts = {FRAMEWORK: "openai", ENDPOINT: endpoint, REQUEST: json.dumps(asked | field)}
+    [row] = overview([trace((CHAT, "writer", {"attributes": facts}), rewards={None: 1.0})], None)
+    assert row.trained is (told is None), row.why
+    if told is not None:
+        assert row.why.startswith("the gateway would refuse them: ")
+        assert told in row.why
+
+
+HELLO = {"role": "user", "content": "hello"}
 
 
 def test_an_agent_some_of_whose_calls_have_no_tokens_says_how_many() -> None:

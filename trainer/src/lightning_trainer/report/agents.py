@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 from lightning_spans.chat.body import tool_calls
 from lightning_spans.schema.agents import earns, label, name_of, selects, unheard
 from lightning_spans.schema.calls import LEFT_OUT
-from lightning_spans.schema.spans import FRAMEWORK, REROUTABLE, UNASKABLE
+from lightning_spans.schema.json import loads
+from lightning_spans.schema.spans import ENDPOINT, FRAMEWORK, REQUEST, REROUTABLE, UNASKABLE
+from lightning_trainer.gateway.surfaces.refusals import refusal_of
 from lightning_trainer.report.terminal import some
 from lightning_trainer.rl.usage import tokens_of
 
@@ -81,6 +83,7 @@ class _Count:
     elsewhere: Counter[str] = field(default_factory=Counter)  # calls that passed the wire by, by how
     unaskable: int = 0  # calls that no policy can be asked
     unasked: set[str] = field(default_factory=set)  # what they name, for which they are refused
+    refused: Counter[str] = field(default_factory=Counter)  # why the gateway would refuse them
 
 
 def overview(
@@ -185,6 +188,21 @@ def _count_call(count: _Count, node: Node) -> None:
     if unasked := node.span.attributes.get(UNASKABLE):
         count.unaskable += 1
         count.unasked.update(unasked)
+    elif (refused := _refused(node)) is not None:
+        count.unaskable += 1
+        count.refused[refused] += 1
+
+
+def _refused(node: Node) -> str | None:
+    """Return why the gateway would refuse a call that went to the program's own endpoint; None where it would not."""
+    request, endpoint = node.span.attributes.get(REQUEST), node.span.attributes.get(ENDPOINT)
+    if node.call is not None or not isinstance(request, str) or not isinstance(endpoint, str):
+        return None
+    try:
+        body = loads(request)
+    except ValueError:
+        return None
+    return refusal_of(endpoint, body) if isinstance(body, dict) else None
 
 
 def _names_of(left_out: Any) -> list[str]:
@@ -251,6 +269,8 @@ def _taken(count: _Count) -> str:
 
 def _unasked(count: _Count) -> str:
     """Say what calls name for which they would be refused."""
+    if not count.unasked:
+        return f"the gateway would refuse them: {count.refused.most_common(1)[0][0]}".removesuffix(".")
     return f"its policy can't be asked {', '.join(sorted(count.unasked))} by chat completions. Leave it out"
 
 

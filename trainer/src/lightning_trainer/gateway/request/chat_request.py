@@ -23,8 +23,17 @@ _IGNORED: Final = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
+        "provider",
+        "route",
+        "models",
+        "usage",
+        "session_id",  # OpenRouter: who serves it, and what it cost
+        "litellm_metadata",
+        "litellm_session_id",
+        "litellm_trace_id",
+        "tags",  # LiteLLM's proxy
     }
-)  # fmt: skip - these change bookkeeping at OpenAI, never the answer
+)  # fmt: skip - these change bookkeeping and routing at a vendor, never what is asked
 _READ: Final = frozenset({
     "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "stream", "stream_options", "stop",
     "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "return_token_ids",

@@ -18,7 +18,7 @@ _TRANSLATED: Final = frozenset({
     "max_tool_calls", "top_logprobs", "context_management",
     "client_metadata",  # bookkeeping, as metadata is
 })  # fmt: skip
-_REFUSED: Final = ("conversation", "background", "prompt", "max_tool_calls", "context_management")
+_REFUSED: Final = ("conversation", "background", "prompt", "max_tool_calls")
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED: Final = frozenset({_LOGPROBS, "reasoning.encrypted_content"})  # the latter: there is none to send
 
@@ -71,7 +71,23 @@ def read_response(body: Mapping[str, Any], before: list[dict[str, Any]]) -> Read
     effort = {} if asked is None else {"reasoning_effort": known_effort(asked)}
     left_out = {"tools": tools.left_out} if tools.left_out else {}
     left_out |= {} if known_effort(asked) == asked else {"reasoning_effort": asked}
+    left_out |= _compaction(body.get("context_management"))
     return ReadResponse(chat | effort | _format(body.get("text")) | _logprobs(body), tools, left_out)
+
+
+def _compaction(value: Any) -> dict[str, Any]:
+    """Return what is left out of how a context is kept short: compaction, which begins only near a context's end.
+
+    Raises:
+        Refusal: it is something else, which would change the prompt.
+    """
+    if not value:
+        return {}
+    for edit in listed("context_management", value):
+        kind = edit.get("type") if isinstance(edit, dict) else edit
+        if kind != "compaction":
+            raise bad_request(f"context_management: {kind!r} is not supported here.", "unsupported_parameter")
+    return {"context_management": value}
 
 
 def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,30 @@
+"""Whether the gateway would take a request that was recorded elsewhere, read with its own readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_trainer.gateway.http.errors import Refusal
+from lightning_trainer.gateway.request.chat_request import read_chat_request
+from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages
+from lightning_trainer.gateway.surfaces.responses_request import read_response
+
+
+def refusal_of(endpoint: str, body: Mapping[str, Any]) -> str | None:
+    """Return why the gateway would refuse a request; None where it takes it.
+
+    Args:
+        endpoint: how it was asked: ``/chat/completions``, ``/responses`` or ``/messages``; others are not judged.
+        body: of the request.
+    """
+    try:
+        if endpoint == "/chat/completions":
+            read_chat_request(body)
+        elif endpoint == "/responses":
+            read_chat_request(read_response(body, []).chat)
+        elif endpoint == "/messages":
+            read_chat_request(chat_of_messages(body)[0])
+    except Refusal as refusal:
+        return refusal.message
+    return None
