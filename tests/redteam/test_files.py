@@ -10,6 +10,7 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 from tiny import make_tiny_model
 
@@ -18,8 +19,13 @@ from lightning_spans.record.delivery.outbox import Spool
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_trainer.backends.torch.learner import TorchLearner
+from lightning_trainer.cli.records import view as view_command
+from lightning_trainer.comparison import compare
+from lightning_trainer.evaluation import folder as evaluation_folder
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.auth.register import write_private
+from lightning_trainer.gateway.http.serving import ServerThread, Tls
+from lightning_trainer.run import folders as run_folders
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +53,51 @@ def test_others_on_the_machine_can_not_read_a_new_store_a_spool_or_a_key(tmp_pat
     assert {path.name for path in found} >= {"lightning.db", "lightning.db-wal", "lightning.db-turn", "admin.key"}
     assert [path for path in found if others(path)] == []
     store.close()
+
+
+def test_others_on_the_machine_can_not_look_into_new_folders_of_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [run_folders.make_folder(None), run_folders.make_folder(tmp_path / "out"), evaluation_folder.make(None)]
+    made += [compare._new(None), compare._new(tmp_path / "compared")]
+    assert [others(folder) for folder in made] == [0] * len(made)
+
+
+def test_a_tls_key_that_every_user_may_read_is_refused(tmp_path):
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "key.pem").chmod(0o644)
+    thread = ServerThread(lambda *_: None, tls=Tls(tmp_path / "cert.pem", tmp_path / "key.pem"))
+    for look in (thread.check, thread.start):
+        with pytest.raises(ConfigError, match="chmod 600"):
+            look()
+
+
+def test_the_command_line_of_a_browser_has_no_key(tmp_path, monkeypatch):
+    opened, keys = [], Keys.fresh()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    key = keys.issue("viewer")
+    view_command._show(f"http://127.0.0.1:1/view/#key={key}</script>", opened=True)
+    assert key not in opened[0]
+    (page,) = tmp_path.rglob("view.html")
+    assert opened == [page.as_uri()]
+    assert key in page.read_text()
+    assert page.read_text().count("</script>") == 1
+    assert others(page) == 0
+
+
+def test_a_browser_gets_no_key_that_opens_more_than_the_viewer(monkeypatch):
+    keys = Keys.fresh()
+    monkeypatch.setattr("httpx.get", lambda *_, **__: httpx.Response(200))
+    assert "#key=lk-" in view_command._page_of("https://server", keys.issue("viewer"))
+    for key in (keys.issue("admin"), keys.issue("runner"), "lk-nonsense", ""):
+        with pytest.raises(ConfigError, match="key viewer"):
+            view_command._page_of("https://server", key)
+
+
+def test_what_needs_a_key_is_kept_by_no_browser_and_no_proxy(ask, server):
+    answer = ask("GET", "/api/attempts", server.keys.issue("admin"))
+    assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
 
 
 def test_a_store_that_is_shared_on_purpose_stays_shared(tmp_path):

@@ -27,7 +27,7 @@ from lightning_trainer.intervals import Estimate
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import digest, load_tasks
-from lightning_trainer.run.folders import held
+from lightning_trainer.run.folders import PRIVATE, held
 from lightning_trainer.run.interrupts import Interrupted
 
 COMPARISONS: Final = Path("comparisons")  # where comparisons without a folder of their own go
@@ -249,7 +249,7 @@ def _folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
         if not _begun(folder):
             shutil.rmtree(folder)
             if existed:
-                folder.mkdir()
+                folder.mkdir(mode=PRIVATE)
             if alone and not any(COMPARISONS.iterdir()):
                 COMPARISONS.rmdir()
         raise
@@ -262,7 +262,7 @@ def _begun(folder: Path) -> bool:
 def _new(out: Path | None) -> Path:
     if out is not None:
         try:
-            out.mkdir(parents=True, exist_ok=True)
+            out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"the folder {out} can't be made: {error.strerror}. Choose --out.") from None
         if any(out.iterdir()):
@@ -273,7 +273,7 @@ def _new(out: Path | None) -> Path:
     for number in count(1):
         folder = COMPARISONS / (day if number == 1 else f"{day}-{number}")
         try:
-            folder.mkdir()
+            folder.mkdir(mode=PRIVATE)
         except FileExistsError:
             continue
         return folder

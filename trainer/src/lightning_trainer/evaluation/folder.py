@@ -13,6 +13,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.evaluation.samples import Sample
 from lightning_trainer.report.metrics import write_atomically
+from lightning_trainer.run.folders import PRIVATE
 
 EVALS: Final = Path("evals")  # where evaluations without a folder of their own go
 ASKED_NAME: Final = "eval.json"
@@ -30,7 +31,7 @@ def make(out: Path | None) -> Path:
     try:
         if out is None:
             return _dated()
-        out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         full = any(out.iterdir())
     except OSError as error:
         raise ConfigError(f"the folder {out or EVALS} can't be made: {error.strerror}. Choose --out.") from None
@@ -45,7 +46,7 @@ def _dated() -> Path:
     for number in count(1):
         folder = EVALS / (day if number == 1 else f"{day}-{number}")
         try:
-            folder.mkdir()
+            folder.mkdir(mode=PRIVATE)
         except FileExistsError:
             continue
         break

@@ -22,6 +22,7 @@ from lightning_trainer.run.state import FOLDER, NEWEST, find
 
 STORE_NAME: Final = "lightning.db"
 RUNS: Final = Path("runs")  # where runs without a folder of their own go
+PRIVATE: Final = 0o700  # of new folders: options, numbers and learned tokens say as much as the store
 _LOCK: Final = ".lock"  # in the run's folder: locked while a process trains there
 HOLDER: Final = ".held-by"  # beside it: which one
 
@@ -120,7 +121,7 @@ def make_folder(out: Path | None) -> Path:
         if out is None:
             return _dated(RUNS)
         _check_outside(out)
-        out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the run's folder {out or RUNS} can't be made: {error.strerror}. Choose --out.") from None
     return out
@@ -165,7 +166,7 @@ def _dated(base: Path) -> Path:
     while True:
         folder = base / (day if number == 1 else f"{day}-{number}")
         try:
-            folder.mkdir()
+            folder.mkdir(mode=PRIVATE)
         except FileExistsError:
             number += 1
         else:

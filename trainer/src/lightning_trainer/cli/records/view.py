@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from pathlib import Path
@@ -103,8 +104,14 @@ def _page_of(server: str, key: str | None) -> str:
     import httpx
 
     from lightning_spans.errors import ConfigError
+    from lightning_trainer.gateway.auth.keys import scope_of
     from lightning_trainer.view.pages import PATH
 
+    if key is not None and scope_of(key) != "viewer":
+        raise ConfigError(
+            "a browser gets a key that opens the viewer and nothing else, and this key opens more. Where the server's"
+            " secret is, make one: lightning-rl key viewer > lightning.key.viewer. Then pass it with --key-file."
+        )
     url = f"{server.rstrip('/')}{PATH}"
     try:
         answer = httpx.get(url, timeout=10.0)
@@ -120,4 +127,19 @@ def _show(url: str, *, opened: bool) -> None:
     if opened:
         import webbrowser
 
-        webbrowser.open(url)
+        webbrowser.open(_private_page(url).as_uri())
+
+
+def _private_page(url: str) -> Path:
+    """Write a page that leads to an address and that only this user can read; return its path.
+
+    The address has a key in it, and every user of the machine can read the command line of a browser.
+    """
+    from platformdirs import user_runtime_path
+
+    from lightning_trainer.gateway.auth.register import write_private
+
+    page = user_runtime_path("lightning-rl") / "view.html"
+    target = json.dumps(url).replace("<", "\\u003c")
+    write_private(page, f"<!doctype html><title>Lightning-RL</title><script>location.replace({target})</script>")
+    return page

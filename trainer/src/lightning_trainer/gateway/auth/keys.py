@@ -192,6 +192,14 @@ def _now_s(attempt_id: str | None) -> float:
     return time.time() if attempt_id is None else _AT_ZERO_S + time.monotonic()
 
 
+def scope_of(token: str) -> str | None:
+    """Return what a key says that it opens, which nothing here vouches for; None for what is no key of ours."""
+    from itsdangerous import URLSafeSerializer
+
+    _, found = URLSafeSerializer(b"none").loads_unsafe(token.strip().removeprefix(_PREFIX))
+    return str(found[0]) if isinstance(found, list) and found else None
+
+
 def _lines(path: Path) -> list[str]:
     """Read the secrets of a file that nobody else may read."""
     if stat.S_IMODE(path.stat().st_mode) & 0o077:

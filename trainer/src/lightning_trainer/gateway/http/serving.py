@@ -6,6 +6,7 @@ import errno
 import gc
 import socket
 import ssl
+import stat
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class ServerThread:
             ConfigError: see `start`.
         """
         if self._tls is not None:
+            _check_mode(self._tls.key)
             try:
                 ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
                     self._tls.certificate, self._tls.key
@@ -164,12 +166,27 @@ class ServerThread:
 
 def _check(config: Any, tls: Tls | None) -> None:
     """Read the certificate before listening."""
+    if tls is not None:
+        _check_mode(tls.key)
     try:
         config.load()
     except OSError as error:  # ssl.SSLError is one
         if tls is None:
             raise
         raise _wrong_certificate(tls, error) from None
+
+
+def _check_mode(key: Path) -> None:
+    """Refuse a key that every user of the machine may read.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if key.exists() and key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(
+            f"every user may read or change the TLS key {key}. Run: chmod 600 {key} (a Secret of Kubernetes:"
+            " defaultMode: 0400)."
+        )
 
 
 def _wrong_certificate(tls: Tls, error: OSError) -> ConfigError:

@@ -31,11 +31,12 @@ class KeyedRoute(APIRoute):
         async def keyed(request: Request) -> Response:
             access: Access = request.app.state.access
             grant = await access.admit(request.scope, *scopes)
-            if not has_body:
-                return await handle(request)
-            intake: Intake = request.app.state.intake
-            data = await intake.records(request.scope, request.receive, grant)
-            return await handle(_ReadRequest(request, data))
+            if has_body:
+                intake: Intake = request.app.state.intake
+                request = _ReadRequest(request, await intake.records(request.scope, request.receive, grant))
+            response = await handle(request)
+            response.headers["cache-control"] = "no-store"  # what needs a key is kept by no browser and no proxy
+            return response
 
         return keyed
 
