@@ -210,7 +210,7 @@ def test_a_learner_is_closed_when_the_run_fails(folder: Path, plugin: Plugin) ->
 
 def test_the_trainers_own_backends_come_through_the_same_hook() -> None:
     assert {"torch", "verl"} <= registry.registered("backend").keys()
-    with pytest.raises(ConfigError, match=r"unknown backend .tourch.\. Use one of: .*torch, verl"):
+    with pytest.raises(ConfigError, match=r"unknown backend .tourch.\. Did you mean .torch.\?.*torch, verl"):
         registry.by_name("backend", "tourch")
 
 

@@ -230,6 +230,21 @@ def lightning_register_backends(register: Callable[[str, Any], None]) -> None:
     """Register by name: backends of `lightning_trainer`."""
 
 
+@hookspec
+def lightning_register_formats(register: Callable[[str, Any], None]) -> None:
+    """Register by name: formats of tool calls, each a `lightning_trainer.gateway.formats.table.Format`."""
+
+
+@hookspec
+def lightning_register_environments(register: Callable[[str, Any], None]) -> None:
+    """Register by name: kinds of environments, modules as `lightning_trainer.environments.EnvironmentKind`."""
+
+
+@hookspec
+def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
+    """Register by name: commands of ``lightning-rl``, each a `click.Command`."""
+
+
 class _CoreAdapter:
     """Answers for every trace that no plugin claimed."""
 

@@ -43,3 +43,21 @@ def lightning_register_backends(register: Callable[[str, Any], None]) -> None:
 
     register("torch", torch.backend())
     register("verl", verl.VerlBackend())
+
+
+@hookimpl
+def lightning_register_formats(register: Callable[[str, Any], None]) -> None:
+    """Register the formats of tool calls."""
+    from lightning_trainer.gateway.formats.table import FORMATS
+
+    for each in FORMATS:
+        register(each.name, each)
+
+
+@hookimpl
+def lightning_register_environments(register: Callable[[str, Any], None]) -> None:
+    """Register the kinds of environments."""
+    from lightning_trainer.environments import from_openenv, from_verifiers
+
+    register("verifiers", from_verifiers)
+    register("openenv", from_openenv)

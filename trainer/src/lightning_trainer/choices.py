@@ -11,4 +11,5 @@ Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 Timeouts: TypeAlias = Literal["count", "exclude"]
 """Whether an attempt that was too slow counts as the policy's failure or is left out, for slow infrastructure."""
 
+NO_FORMAT: Final = "none"  # the tool format of a model that calls no tools
 SELF: Final = "self"  # the teacher that is the policy itself

@@ -1,21 +1,31 @@
-"""What a configuration chooses by name, from the trainer and from plugins: backends, algorithms, credit.
+"""What a configuration chooses by name, from the trainer and from plugins: algorithms, backends, credit and the rest.
 
-The trainer's own come through the same hooks as everybody's, and stand in `lightning_trainer.builtin`.
+The trainer's own come through the same hooks as everybody's, and are in `lightning_trainer.builtin`. This is the one
+place where the training side loads plugins.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+from collections.abc import Iterable
 from typing import Any, Final, Literal, TypeAlias
+
+import pluggy
 
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
+from lightning_trainer.choices import NO_FORMAT
 
-Kind: TypeAlias = Literal["algorithm", "backend", "credit"]
+Kind: TypeAlias = Literal["algorithm", "backend", "command", "credit", "environment", "tool format"]
 
 _HOOKS: Final[dict[Kind, str]] = {
     "algorithm": "lightning_register_algorithms",
     "backend": "lightning_register_backends",
+    "command": "lightning_register_commands",
     "credit": "lightning_register_credit",
+    "environment": "lightning_register_environments",
+    "tool format": "lightning_register_formats",
 }
 
 _REMOVED: Final[dict[tuple[Kind, str], str]] = {
@@ -26,7 +36,7 @@ _REMOVED: Final[dict[tuple[Kind, str], str]] = {
 }
 
 
-def refuse_removed(kind: Kind, name: str) -> None:
+def _refuse_removed(kind: Kind, name: str) -> None:
     """Refuse a name that earlier versions had, unless a plugin registers it.
 
     Raises:
@@ -37,28 +47,43 @@ def refuse_removed(kind: Kind, name: str) -> None:
 
 
 def by_name(kind: Kind, name: str) -> Any:
-    """Return what is registered under a name; plugins are loaded where the trainer itself has nothing of that name.
+    """Return what is registered under a name.
 
     Raises:
         ConfigError: nothing is, or two plugins claim one name.
     """
     known = registered(kind)
     if name not in known:
-        hooks.load_all()
-        known = registered(kind)
-    if name not in known:
-        refuse_removed(kind, name)
-        raise ConfigError(f"unknown {kind} {name!r}. Use one of: {', '.join(sorted(offered(kind)))}.")
+        _refuse_removed(kind, name)
+        raise unknown(kind, name, offered(kind))
     return known[name]
 
 
+def check(kind: Kind, name: str | None) -> None:
+    """Refuse a name that nothing has; None chooses nothing.
+
+    Raises:
+        ConfigError: names the nearest one, and all that there are.
+    """
+    if name is not None and (kind, name) != ("tool format", NO_FORMAT):
+        by_name(kind, name)
+
+
+def unknown(kind: str, name: str, names: Iterable[str]) -> ConfigError:
+    """Return the error for a name that nothing has: it names the nearest, and all that there are."""
+    listed = sorted(names)
+    near = difflib.get_close_matches(name.lower(), listed, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"unknown {kind} {name!r}.{hint} Use one of: {', '.join(listed)}.")
+
+
 def registered(kind: Kind) -> dict[str, Any]:
-    """Return what the trainer and the plugins that are loaded register, by name.
+    """Return what the trainer and the installed plugins register, by name.
 
     Raises:
         ConfigError: two plugins claim one name.
     """
-    hooks.load(hooks.TRAINER)
+    load_plugins()
     return hooks.registry(_HOOKS[kind])
 
 
@@ -69,3 +94,14 @@ def offered(kind: Kind) -> list[str]:
         ConfigError: two plugins claim one name.
     """
     return [name for name, value in registered(kind).items() if not getattr(value, "internal", False)]
+
+
+def load_plugins() -> None:
+    """Import and register the trainer's own plugin and every installed one, once in a process."""
+    _load(hooks.manager())
+
+
+@functools.cache
+def _load(_manager: pluggy.PluginManager) -> None:
+    hooks.load(hooks.TRAINER)  # an error; another plugin that does not load is logged and left out
+    hooks.load_all()

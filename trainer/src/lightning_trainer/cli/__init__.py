@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from lightning_spans.errors import LightningError
+from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record import stalls
 from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report.terminal import PrintableFormatter, printable
@@ -74,13 +74,13 @@ class LazyGroup(click.Group):
     """Imports a command when it is called, and prints errors made on purpose on one screen."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Name the commands, in the order a user meets them."""
-        return list(COMMANDS)
+        """Name the commands, in the order a user meets them; then those of plugins."""
+        return [*COMMANDS, *_plugin_commands()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - likewise
         """Import a command."""
         if cmd_name not in COMMANDS:
-            return None
+            return _plugin_commands().get(cmd_name)
         command: click.Command = import_module(f"{__name__}.{COMMANDS[cmd_name].room}.{cmd_name}").command
         return command
 
@@ -91,8 +91,9 @@ class LazyGroup(click.Group):
         import difflib
 
         name = args[0]
-        near = difflib.get_close_matches(name.lower(), COMMANDS, n=1, cutoff=0.5)
-        if name not in COMMANDS and near:
+        known = COMMANDS if name in COMMANDS else self.list_commands(ctx)
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+        if name not in known and near:
             ctx.fail(f"No such command '{name}'. Did you mean '{near[0]}'?")
         return super().resolve_command(ctx, args)
 
@@ -104,9 +105,10 @@ class LazyGroup(click.Group):
         return own or click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - likewise
-        """List the commands without importing them."""
+        """List the commands; ours are not imported for it."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, each.help) for name, each in COMMANDS.items()])
+            others = [(name, each.get_short_help_str(200)) for name, each in _plugin_commands().items()]
+            formatter.write_dl([*((name, each.help) for name, each in COMMANDS.items()), *others])
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take ``--debug`` wherever it stands."""
@@ -134,6 +136,20 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt as interrupt:
             click.echo(str(interrupt) or "stopped", err=True)
             ctx.exit(130)
+
+
+def _plugin_commands() -> dict[str, click.Command]:
+    """Return the commands that plugins register by the hook `lightning_register_commands`.
+
+    Raises:
+        ConfigError: one has the name of a command of ours.
+    """
+    from lightning_trainer import registry
+
+    found: dict[str, click.Command] = registry.registered("command")
+    if taken := sorted(found.keys() & COMMANDS.keys()):
+        raise ConfigError(f"a plugin registers the command {taken[0]!r}, which lightning-rl has. Give it another name.")
+    return found
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -73,15 +73,10 @@ def agents() -> list[str]:
 
 
 def _registered(kind: registry.Kind) -> Iterable[str]:
-    from lightning_spans import hooks
     from lightning_trainer import registry
 
-    hooks.load_all()
     return registry.offered(kind)
 
 
 def _credits() -> Iterable[str]:
-    from lightning_spans import hooks
-
-    hooks.load_all()
-    return hooks.registry("lightning_register_credit")
+    return _registered("credit")

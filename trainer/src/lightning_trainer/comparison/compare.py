@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_spans import hooks
 from lightning_spans.errors import ConfigError, LightningError, NothingToLearnError, UnknownAgentError
 from lightning_spans.schema.agents import selects
 from lightning_trainer.comparison.config import ASKED_NAME, CompareConfig
@@ -118,7 +117,6 @@ def compare(
         Interrupted: somebody asked to stop.
     """
     progress = progress or Silent()
-    hooks.load_all()
     config.check()
     marks = {"data": digest(load_tasks(config.train.data)), "val": digest(load_tasks(_val(config)))}
     with _folder(out, resume) as folder:

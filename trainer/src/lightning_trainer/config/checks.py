@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 def cross_check(config: TrainFields) -> None:
     """Refuse options that contradict each other; each message says which one to change."""
-    registry.refuse_removed("credit", config.credit)
-    registry.by_name("algorithm", config.algorithm).check(config)
+    algorithm = registry.by_name("algorithm", config.algorithm)
+    registry.check("credit", config.credit)
+    registry.check("backend", config.backend)
+    registry.check("tool format", config.tool_format)
+    algorithm.check(config)
     parse_rules(config.name_by)
     config.work.check(command=config.command, reward=config.reward)
     problems = {

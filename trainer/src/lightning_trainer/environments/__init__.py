@@ -8,14 +8,14 @@ and all else go on as with any program and any task file.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias, cast
+from typing import Any, Final, Protocol, TypeAlias
 
 from lightning_spans.errors import ConfigError, DataError
+from lightning_trainer import registry
 from lightning_trainer.models import cache_folder
 
 __all__ = ["Opened", "open_environment"]
@@ -23,7 +23,7 @@ __all__ = ["Opened", "open_environment"]
 Row: TypeAlias = dict[str, Any]
 
 DEFAULT_TASKS: Final = 200
-_KINDS: Final = {"verifiers": "from_verifiers", "openenv": "from_openenv"}
+_OWN: Final = ("verifiers", "openenv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,13 @@ class Opened:
     val: Path | None
 
 
-class _Offered(Protocol):
-    """What a module of a kind of environments offers, beside its ``run(row)``."""
+class EnvironmentKind(Protocol):
+    """What a module of a kind of environments has, next to its ``run(row)``, which returns the reward of one task.
+
+    It is registered by the hook `lightning_register_environments`. ``run`` is imported by the agent's workers.
+    """
+
+    __name__: str
 
     def tasks(
         self, name: str, options: Mapping[str, Any], count: int, held_out: int
@@ -58,7 +63,7 @@ def open_environment(
 
     Args:
         name: ``verifiers:NAME`` or NAME, an installed environment of verifiers; ``openenv:URL`` or URL, an OpenEnv
-            server that runs.
+            server that runs; KIND or ``KIND:NAME`` for a kind that a plugin registers.
         options: of the environment; see its kind.
         tasks: at most so many to learn from.
         held_out: so many others, for ``val``.
@@ -68,8 +73,7 @@ def open_environment(
         DataError: it has too few tasks, or one that is no JSON.
     """
     kind, rest = _kind(name)
-    module = f"{__name__}.{_KINDS[kind]}"
-    source = cast(_Offered, importlib.import_module(module))
+    source: EnvironmentKind = registry.by_name("environment", kind)
     own = dict(options or {})
     learned, held = source.tasks(rest, own, tasks, held_out)
     if not learned or len(held) < held_out:
@@ -80,21 +84,32 @@ def open_environment(
     place = cache_folder() / "environments"
     data = _written(place, rest, [{"environment": rest, "options": own, "task": task} for task in learned])
     val = _written(place, rest, [{"environment": rest, "options": own, "task": task} for task in held])
-    return Opened(target=f"{module}:run", data=data, val=val if held else None)
+    return Opened(target=f"{source.__name__}:run", data=data, val=val if held else None)
 
 
 def _kind(name: str) -> tuple[str, str]:
     kind, colon, rest = name.partition(":")
     if name.startswith(("http://", "https://", "ws://", "wss://")):
         return "openenv", name
-    if not colon:
-        return "verifiers", name
-    if kind not in _KINDS or not rest:
+    if kind in _OWN and colon and not rest:
         raise ConfigError(
             f"environment {name!r}: write verifiers:NAME, openenv:URL, the bare name of an environment of verifiers, or"
             " the bare URL of an OpenEnv server."
         )
-    return kind, rest
+    if colon or (kind not in _OWN and kind in registry.registered("environment")):
+        registry.by_name("environment", kind)  # or refuse
+        return kind, rest
+    return "verifiers", name
+
+
+def target_of(name: str) -> str:
+    """Return ``module:function`` of what runs an environment.
+
+    Raises:
+        ConfigError: there is no such kind of environments.
+    """
+    source: EnvironmentKind = registry.by_name("environment", _kind(name)[0])
+    return f"{source.__name__}:run"
 
 
 def _written(folder: Path, name: str, rows: Sequence[Row]) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.environments import DEFAULT_TASKS, open_environment
+from lightning_trainer.environments import DEFAULT_TASKS, open_environment, target_of
 
 NAMES: Final = ("env", "env_options", "env_tasks", "env_held_out")
 _PROGRAM: Final = ("target", "command", "data")
@@ -25,7 +25,7 @@ def to_open(values: Mapping[str, Any]) -> bool:
         if others := [name for name in NAMES if values.get(name)]:
             raise ConfigError(f"{others[0]} is of an env. Name one.")
         return False
-    if str(values.get("target")).startswith(f"{__package__}.") and values.get("data") is not None:
+    if values.get("data") is not None and values.get("target") == target_of(str(values["env"])):
         return False
     if doubled := [name for name in _PROGRAM if values.get(name) is not None]:
         raise ConfigError(f"env gives the program and the tasks: leave out {' and '.join(doubled)}.")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.prompts import Prompts, read_prompts
+from lightning_trainer import registry
 from lightning_trainer.evaluation.subjects import AsItIs, Subject, read_subject
 from lightning_trainer.evaluation.summary import Counting
 from lightning_trainer.rl.rollouts import Failed
@@ -74,6 +75,10 @@ class EvalConfig:
     load: dict[str, Any] = field(default_factory=dict)
     name_by: tuple[str, ...] = ()
     work: Work = field(default_factory=Work)
+
+    def __post_init__(self) -> None:
+        """Refuse a tool format that nothing registers."""
+        registry.check("tool format", self.load.get("tool_format"))
 
     def subject(self, key: str | None) -> Subject:
         """Return what is evaluated.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from lightning_spans import hooks
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
@@ -35,7 +34,6 @@ def judged(
         imports: rules of the user's, ``module:function``, that may be imported. Of others the rewards that the run
             recorded count: its folder may be a stranger's.
     """
-    hooks.load_all()
     algorithm = algorithm_by_name(config.algorithm)
     algorithm = algorithm if algorithm.grouped else GRPO
     if every_agent and config.agents is not None:  # those that are selected by their path go on being called by it

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import Store
 from lightning_trainer import registry
@@ -54,7 +53,6 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
             then is saved.
     """
     began, progress = time.monotonic(), progress or Silent()
-    hooks.load_all()
     bypass_for_loopback(os.environ)
     backend: Backend = registry.by_name("backend", config.backend)
     trackers.check(config.trackers)
@@ -109,7 +107,6 @@ def describe(config: TrainConfig, progress: Progress | None = None) -> Described
     Raises:
         LightningError: an option or a file is wrong, or what was tried failed.
     """
-    hooks.load_all()
     backend: Backend = registry.by_name("backend", config.backend)
     return backend.describe(with_format(config), progress or Silent())
 

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer import registry
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.config.defaults import with_adapters
 from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
@@ -111,6 +112,8 @@ class SftConfig(BaseModel):
             config = handler(values)
         except ValidationError as error:
             raise ConfigError(explain(error)) from None
+        registry.check("backend", config.backend)
+        registry.check("tool format", config.backend_options.get("tool_format"))
         refuse(
             {
                 "steps and epochs are two lengths. Give one of them.": None not in (config.steps, config.epochs),

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from lightning_spans import hooks
 from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.schema.agents import unheard
 from lightning_spans.store import open_store
@@ -86,7 +85,6 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
         Interrupted: somebody asked to stop; what was learned is saved.
     """
     progress = progress or Silent()
-    hooks.load_all()
     backend: Backend = registry.by_name("backend", config.backend)
     look(config.model)  # or refuse
     data = read(config)

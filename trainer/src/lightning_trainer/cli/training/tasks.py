@@ -69,7 +69,6 @@ def command(
     others to a file for `train --data`. Samples are few: a task that is dropped here may have been unlucky, so take
     more --samples for hard ones.
     """
-    from lightning_spans import hooks
     from lightning_spans.errors import ConfigError
     from lightning_trainer import registry
     from lightning_trainer.report.forecast import verdict
@@ -78,7 +77,6 @@ def command(
     from lightning_trainer.run.embedded import Embedded
 
     config = merge(file, {**given(flags), **({"target": target} if target else {}), "group_size": samples})
-    hooks.load_all()
     backend = registry.by_name("backend", config.backend)
     if not isinstance(backend, Embedded):
         raise ConfigError(f"tasks are tried with a model in this process, and backend = {config.backend} has none.")

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Protocol
 
 from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.formats.calls import parameters_of
-from lightning_trainer.gateway.formats.table import FORMATS, Format, Thinking
+from lightning_trainer.gateway.formats.table import Format, Thinking, formats
 from lightning_trainer.gateway.http.errors import Refusal
 
 
@@ -122,7 +122,7 @@ def _tried(template: Template, form: Form, *, with_result: bool) -> Iterator[str
 
 def _reading(text: str, begun: Sequence[str], thinking: Thinking | None, controls: Sequence[str]) -> Format | None:
     tools = parameters_of([TOOL])
-    for each in FORMATS:
+    for each in formats():
         others = [one for one in controls if one not in each.controls and not any(one in mark for mark in each.marks)]
         cleaned, before = _without(text, others), [_without(one, others) for one in begun]
         spots = {place.start() for mark in each.marks for place in re.finditer(re.escape(mark), cleaned)}

@@ -1,4 +1,4 @@
-"""The table of formats. To add one: its reader, an entry here, and its cases in ``tests/gateway/formats``."""
+"""The formats of tool calls. A plugin registers more by the hook `lightning_register_formats`."""
 
 # ruff: noqa: RUF001 - DeepSeek's own letters
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_spans.errors import ConfigError
+from lightning_trainer import registry
+from lightning_trainer.choices import NO_FORMAT
 from lightning_trainer.gateway.formats import json_calls, literal_calls, tagged_calls
 from lightning_trainer.gateway.formats.calls import Calls, Tools
 
@@ -128,8 +129,17 @@ FORMATS: Final = (
         controls=("<|python_start|>", "<|python_end|>"),
     ),
 )  # fmt: skip
-NONE: Final = "none"
-NAMES: Final = (*(each.name for each in FORMATS), NONE)
+NONE: Final = NO_FORMAT
+
+
+def formats() -> list[Format]:
+    """Return the formats that the trainer and plugins register, in the order in which they are tried."""
+    return list(registry.registered("tool format").values())
+
+
+def names() -> list[str]:
+    """Name what ``--tool-format`` takes."""
+    return [*(each.name for each in formats()), NONE]
 
 
 def by_name(name: str) -> Format | None:
@@ -138,6 +148,7 @@ def by_name(name: str) -> Format | None:
     Raises:
         ConfigError: there is no such format.
     """
-    if name not in NAMES:
-        raise ConfigError(f"tool format {name!r} is not known. There are: {', '.join(NAMES)}.")
-    return next((each for each in FORMATS if each.name == name), None)
+    if name == NONE:
+        return None
+    found: Format = registry.by_name("tool format", name)
+    return found

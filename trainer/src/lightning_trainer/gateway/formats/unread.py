@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightning_trainer.continuation_reasons import OTHER
 from lightning_trainer.gateway.formats.calls import Tools, json_at, parameters_of
-from lightning_trainer.gateway.formats.table import FORMATS
+from lightning_trainer.gateway.formats.table import formats
 
 _MOST_OBJECTS: Final = 20  # of an answer that are looked at
 _NAMES: Final = ("name", "tool", "tool_name", "function", "function_name", "action")
@@ -28,7 +28,7 @@ def unread(content: str | None, tools: Sequence[Mapping[str, Any]]) -> str | Non
     text = (content or "").strip()
     if not text:
         return None
-    for each in FORMATS:
+    for each in formats():
         if not each.first_only and any(mark in text for mark in each.marks):
             return each.name
     schemas = parameters_of(tools)
@@ -37,7 +37,7 @@ def unread(content: str | None, tools: Sequence[Mapping[str, Any]]) -> str | Non
 
 def _of_the_start(text: str, schemas: Tools) -> str | None:
     """Name the format of an answer that is a call whose marks are missing, or that would have none."""
-    for each in FORMATS:
+    for each in formats():
         if each.first_only or each.name == "mistral":
             begun = text if each.first_only else f"[TOOL_CALLS]{text}"  # control tokens are left out of content
             try:

@@ -15,7 +15,7 @@ from lightning_trainer.gateway.formats import probe
 from lightning_trainer.gateway.formats.arguments import as_data, as_text
 from lightning_trainer.gateway.formats.frames import HERMES, CallFrame, frame_of
 from lightning_trainer.gateway.formats.reader import AnswerReader, Dialect, ParsedAnswer, parse
-from lightning_trainer.gateway.formats.table import NAMES, NONE, Format, Thinking, by_name
+from lightning_trainer.gateway.formats.table import NONE, Format, Thinking, by_name, names
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.marked_text import MarkedText
 from lightning_trainer.gateway.prompt.plain_text import PlainText
@@ -160,7 +160,7 @@ class ChatFormat:
         )
         return (
             f"the model's chat template {how}: no tool would ever be called. Start with --tool-format NAME where you"
-            f" know what the model writes ({', '.join(NAMES[:-1])}), with --chat-template hermes to teach it that"
+            f" know what the model writes ({', '.join(names()[:-1])}), with --chat-template hermes to teach it that"
             f" form, or with --tool-format {NONE} where no agent has tools."
         )
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend
@@ -52,7 +51,6 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         Interrupted: somebody asked to stop; what was learned is saved.
     """
     began, progress = time.monotonic(), progress or Silent()
-    hooks.load_all()
     backend: Backend = registry.by_name("backend", config.backend)
     look(config.model)  # or refuse
     tasks, val = load_tasks(config.tasks), load_tasks(config.val) if config.val else []

@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from lightning_spans import hooks
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.transitions import Transition
 from lightning_spans.store.protocol import Where, whole_list
+from lightning_trainer import registry
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.credit_report import credit_report, turns_of
 from lightning_trainer.report.recomputed import judged
@@ -195,7 +195,7 @@ def credit_of(reader: StoreReader, run: Run, step: int | None, credit: str | Non
     ranked = sorted((c for c in batch.calls if not math.isnan(c.advantage)), key=lambda call: call.advantage)
     return CreditPage(
         credit=config.credit,
-        credits=sorted(hooks.registry("lightning_register_credit")),
+        credits=sorted(registry.registered("credit")),
         cells=[
             TurnCell(
                 agent=turn.agent, turn=turn.turn, calls=turn.calls, credit=turn.credit, contrast=turn.contrast,

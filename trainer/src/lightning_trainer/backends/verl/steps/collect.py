@@ -56,7 +56,6 @@ class RolloutCollector:
         lightning = config.lightning
         self._run = TrainConfig(**json.loads(Path(lightning.config).read_text(encoding="utf-8")))
         control = RunServerClient.of(lightning)
-        hooks.load_all()
         rules = read_rules(self._run.rewards, credit=self._run.credit, gamma=self._run.gamma)
         if rules:
             hooks.register(Judge(rules), PLUGIN)  # this process is the trainer's, and ends with it
