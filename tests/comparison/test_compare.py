@@ -167,7 +167,10 @@ with open("answer.txt", "w") as file:
     file.write(said)
 print(-1)
 """
-COUNT = "print((1 + sum(letter.isascii() and letter.isalpha() for letter in open('answer.txt').read())) / 6)"
+COUNT = """
+import json
+print(json.dumps({"reward": (1 + sum(c.isascii() and c.isalpha() for c in open("answer.txt").read())) / 6}))
+"""
 
 
 def test_a_command_works_in_its_own_folder_on_every_side_and_its_reward_is_counted(folder: Path, model: Path) -> None:
@@ -176,7 +179,8 @@ def test_a_command_works_in_its_own_folder_on_every_side_and_its_reward_is_count
     (project / "answer.txt").write_text("as it was")
     (folder / "clerk.py").write_text(CLERK)
     small = ["--batch-size", "2", "--group-size", "4", "--workers", "1", "--device", "cpu", "--samples", "2"]
-    where = ["--workdir", str(project), "--reward-command", f'{sys.executable} -c "{COUNT}"']
+    (folder / "count.py").write_text(COUNT)
+    where = ["--workdir", str(project), "--reward-command", f"{sys.executable} {folder / 'count.py'}"]
     learning = ["--budget", "8", "--rounds", "1", "--sft", "learning_rate=0.003", "--backend-options", "threads=1"]
     program = ["--command", f"{sys.executable} {folder / 'clerk.py'}", "--name-by", "clerk=model:own"]
     tasks = ["--data", "tasks.jsonl", "--val", "val.jsonl", "--model", str(model), "--out", "cmp", "--json"]
@@ -206,7 +210,8 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     monkeypatch.setattr(rounds, "rejection_sampling", ask)
     monkeypatch.setattr(prompts, "optimise", ask)
     work = Work(
-        workdir="project", workdir_size="1MiB", restore=("tests/**",), reward_command="make test", reward_timeout_s=7.0
+        workdir="project", workdir_size="1MiB", restore=("tests/**",), reward_command="make test", reward_timeout_s=7.0,
+        reward_from="fd", reward_range="-1,1",
     )  # fmt: skip
     assert all(getattr(work, each.name) != each.default for each in fields(Work))
     own: dict[str, Any] = {"failed": "exclude", "name_by": ("clerk=model:own",), "tool_format": "hermes"}

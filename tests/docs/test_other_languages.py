@@ -12,7 +12,7 @@ from fakes import FakeEngine, served
 
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.rewards import as_rewards
-from lightning_trainer.runner.worker.command import CommandError, environment, run_command
+from lightning_trainer.runner.worker.command import CommandError, environment, result_of, run_command
 
 AGENTS = Path(__file__).parent / "programs"
 DOCS = Path(__file__).parents[2] / "docs"
@@ -56,7 +56,7 @@ def attempt(tmp_path):
 async def test_a_program_of_another_language_is_told_apart_by_agent_and_gives_rewards(name, rewards, attempt):
     words = command(name)
     context, server = attempt
-    assert as_rewards(await run_command(words, TASK, context)) == rewards
+    assert as_rewards(result_of((await run_command(words, TASK, context)).output)["reward"]) == rewards
     calls = server.calls("a")
     assert sorted(str(call.agent) for call in calls) == sorted(rewards)
     assert all(call.choices[0].token_ids for call in calls)

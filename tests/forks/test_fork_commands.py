@@ -39,7 +39,7 @@ def ask(text):
 draft = ask("write " + json.load(sys.stdin)["q"])
 with open("notes.txt", "a") as file:
     file.write(draft + chr(10))
-print(len(ask("judge " + draft)) / 99)
+print(json.dumps({"reward": len(ask("judge " + draft)) / 99}))
 """
 
 
@@ -128,8 +128,8 @@ def test_the_command_of_a_run_works_again_in_a_folder_of_its_own(words: list[str
     project.mkdir()
     run_folder.mkdir()
     (project / "notes.txt").write_text("first\n")
-    count = f"""{sys.executable} -c "print(sum(1 for line in open('notes.txt')))" """
-    work = Work(workdir=str(project), reward_command=count)
+    count = f"""{sys.executable} -c "print('{{\\"reward\\": %d}}' % sum(1 for line in open('notes.txt')))" """
+    work = Work(workdir=str(project), reward_command=count, reward_range="0,9")
     program = f"{sys.executable} {tmp_path / 'agent.py'}"
     store = str(run_folder / "lightning.db")
     record(store, Job(command=program, work=work), tmp_path, "clerk=model:own")

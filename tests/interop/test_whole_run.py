@@ -161,7 +161,7 @@ for question in {questions}:
     assert said.startswith("writer answers"), said
 {more}
 flush(60_000)  # on a slow machine the end of the process would spool what the next one delivers
-print(0.5)
+print('{{"reward": 0.5}}')
 """
 HARDER = """
 from concurrent.futures import ThreadPoolExecutor

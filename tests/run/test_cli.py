@@ -720,7 +720,8 @@ def test_a_command_is_seen_by_the_model_that_answers_it(folder: Path, tiny_model
         "body = {'model': 'm', 'max_tokens': 3, 'messages': [{'role': 'user', 'content': 'hi'}]}\n"
         "head = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'content-type': 'application/json'}\n"
         "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
-        "r.urlopen(r.Request(url, json.dumps(body).encode(), head)).read()\nprint(1.0)\n"
+        "r.urlopen(r.Request(url, json.dumps(body).encode(), head)).read()\n"
+        """print('{"reward": 1.0}')\n"""
     )
     program = f"{sys.executable} other.py"
     look = ["agents", "--command", program, "--data", "tasks.jsonl", "--tasks", "1", "--json"]

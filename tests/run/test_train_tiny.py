@@ -372,7 +372,7 @@ request = urllib.request.Request(
     {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"},
 )
 text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] or ""
-print(sum(c.isascii() and c.isalpha() for c in text) / 5)
+print(json.dumps({"reward": sum(c.isascii() and c.isalpha() for c in text) / 5}))
 """
 
 
@@ -394,8 +394,9 @@ def test_command_in_a_folder_of_its_own_is_trained_by_a_reward_command(folder: P
     (folder / "work").mkdir()
     written = COMMAND.replace("print(", "open('answer', 'w').write(text)\nprint(")
     (folder / "work" / "foreign.py").write_text(written)
-    (folder / "work" / "count.py").write_text("print(sum(c.isascii() and c.isalpha() for c in open('answer').read()))")
-    work = {"workdir": "work", "reward_command": f"{sys.executable} count.py", "restore": "*.py"}
+    count = "print('{\"reward\": %d}' % sum(c.isascii() and c.isalpha() for c in open('answer').read()))"
+    (folder / "work" / "count.py").write_text(count)
+    work = {"workdir": "work", "reward_range": "0,5", "reward_command": f"{sys.executable} count.py", "restore": "*.py"}
     named = {"name_by": "writer=model:gpt", "agents": "writer"}
     options = {"target": None, "command": f"{sys.executable} foreign.py", **work, **named}
     result = train(config(model, **options, steps=1, max_tokens=5, temperature=0.7))

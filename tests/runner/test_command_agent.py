@@ -16,12 +16,21 @@ from fakes import FakeEngine, served
 from lightning_spans.errors import ConfigError, RewardError
 from lightning_spans.schema.attempts import Attempt
 from lightning_trainer.runner.target import Job
-from lightning_trainer.runner.worker.command import ProcessEnd, run_command
-from lightning_trainer.runner.worker.command_agent import DIFF, command_agent, reward_of
+from lightning_trainer.runner.worker.command import ProcessEnd, result_of, run_command
+from lightning_trainer.runner.worker.command_agent import DIFF, command_agent
+from lightning_trainer.runner.worker.command_rewards import RewardChannel, RewardRefusedError, reward_of
 from lightning_trainer.runner.worker.trees import WorkFolderError
 from lightning_trainer.work import Work
 
 PYTHON = shlex.quote(sys.executable)
+CHECK = """
+import os, pathlib
+if number := os.environ.get("LIGHTNING_REWARD_FD"):
+    os.write(int(number), b"0.25")
+else:
+    pathlib.Path("out/reward.json").write_text("0.25")
+print('{"reward": 1}')
+"""
 MEND = (
     f"""{PYTHON} -c "open('calc.py', 'w').write('def add(a, b): return a + b');"""
     """open('test.py', 'a'); print('done')" """
@@ -61,6 +70,10 @@ async def run(job, attempt, **task):
     return await command_agent(job)(task, attempt)
 
 
+async def said(words, task, attempt):
+    return result_of((await run_command(words, task, attempt)).output)
+
+
 def left(folder):
     return [path.name for path in folder.parent.iterdir() if path.name.startswith("lightning-work-")]
 
@@ -78,20 +91,20 @@ async def test_tests_that_pass_in_its_folder_earn_one(server, attempt, project):
     assert left(project) == []
 
 
-async def test_a_number_on_the_last_line_is_the_reward(attempt, project):
-    job = Job(command="true", work=Work(reward_command="sh -c 'echo ok; echo {part}; exit 1'"))
+async def test_the_last_line_can_be_the_reward(attempt, project):
+    job = Job(command="true", work=Work(reward_command="""sh -c 'echo ok; echo "{\\"reward\\": {part}}"'"""))
     assert await run(job, attempt, part=0.25) == 0.25
 
 
 @pytest.mark.parametrize("output", ['{"answer": "one\u2028two\x85"}', 'said\n{"answer": "one\u2028two\x85"}\r\n'])
 async def test_a_last_line_holds_whatever_letters_json_may(attempt, output):
     program = f"import sys; sys.stdout.buffer.write({output.encode()!r})"
-    assert await run_command([sys.executable, "-c", program], {}, attempt) == {"answer": "one\u2028two\x85"}
+    assert await said([sys.executable, "-c", program], {}, attempt) == {"answer": "one\u2028two\x85"}
 
 
 async def test_a_last_line_that_is_nested_too_deep_is_text(attempt):
     program = "print('[' * 100_000)"
-    assert await run_command([sys.executable, "-c", program], {}, attempt) == "[" * 100_000
+    assert await said([sys.executable, "-c", program], {}, attempt) == "[" * 100_000
 
 
 @pytest.mark.parametrize(
@@ -100,19 +113,44 @@ async def test_a_last_line_that_is_nested_too_deep_is_text(attempt):
         (0, "", 1.0),
         (1, "3 failed", 0.0),
         (-11, "", 0.0),
-        (0, "ok\n0.5\n", 0.5),
-        (2, '{"writer": 1, "tester": 0.5}', {"writer": 1, "tester": 0.5}),
-        (0, "NaN", 1.0),
-        (0, "true", 1.0),
-        (0, "0.5\n5 passed", 1.0),
-        (1, "9" * 400, 0.0),
-        (0, '{"writer": ' + "9" * 400 + "}", 1.0),
+        (0, 'ok\n{"reward": 0.5}\n', 0.5),
+        (1, '{"reward": 0.5}', 0.0),
+        (1, "1000000", 0.0),
+        (0, "1000000", 1.0),
+        (0, "0.5", 1.0),
+        (0, '{"reward": {"writer": 1, "tester": 0.5}}', {"writer": 1, "tester": 0.5}),
+        (0, '{"writer": 1}', 1.0),
+        (0, '{"reward": 0.5}\n5 passed', 1.0),
         (1, "[" * 100_000, 0.0),
-        (0, '{"one\u2028two": 0.5}', {"one\u2028two": 0.5}),
+        (0, '{"reward": {"one\u2028two": 0.5}}', {"one\u2028two": 0.5}),
     ],
 )
-def test_the_end_of_a_reward_command_means(status, output, reward):
-    assert reward_of(ProcessEnd(status, output, "")) == reward
+def test_the_exit_status_of_a_reward_command_comes_first_and_a_bare_number_is_no_reward(status, output, reward):
+    assert reward_of(RewardChannel(Work(), None, {}), ProcessEnd(status, output, "")) == reward
+
+
+@pytest.mark.parametrize("reward", ["1000000", "-0.1", "NaN", "true", '"1"', "9" * 400, '{"a": 2}', "{}", "null"])
+async def test_a_reward_outside_the_range_fails_the_attempt_by_name(attempt, reward):
+    job = Job(command=f"""echo '{{"reward": {reward}}}'""")
+    with pytest.raises((RewardRefusedError, RewardError), match="reward"):
+        await run(job, attempt)
+
+
+async def test_the_range_is_the_users(attempt):
+    job = Job(command="""echo '{"reward": -3}'""", work=Work(reward_range="-5,5"))
+    assert await run(job, attempt) == -3
+    with pytest.raises(ConfigError, match="LOW,HIGH"):
+        Job(command="true", work=Work(reward_range="5"))
+
+
+@pytest.mark.parametrize("where", ["fd", "out/reward.json"])
+async def test_a_reward_that_is_written_apart_is_not_what_was_printed(attempt, project, where):
+    (project / "check.py").write_text(CHECK)
+    work = Work(workdir=str(project), reward_command=f"{PYTHON} check.py", reward_from=where)
+    assert await run(Job(command="sh -c 'mkdir -p out; echo 1 > out/reward.json'", work=work), attempt) == 0.25
+    silent = Work(workdir=str(project), reward_command="true", reward_from=where)
+    with pytest.raises(RewardRefusedError, match="wrote no reward"):
+        await run(Job(command="sh -c 'mkdir -p out; echo 1 > out/reward.json'", work=silent), attempt)
 
 
 async def test_tests_that_the_agent_changed_are_put_back(attempt, project):
@@ -132,16 +170,16 @@ async def test_tests_that_never_end_earn_nothing(server, attempt, project):
 
 async def test_a_program_that_a_reward_command_leaves_running_does_not_hold_its_reward_up(server, attempt, project):
     flag = project.parent / "flag"
-    command = f"sh -c 'sleep 60 & echo $! > {flag}; echo 0.5'"
+    command = f"sh -c 'sleep 60 & echo $! > {flag}; exit 1'"
     work = Work(workdir=str(project), reward_command=command, reward_timeout_s=30.0)
-    assert await asyncio.wait_for(run(Job(command="sh -c 'sleep 60 & echo done'", work=work), attempt), 30.0) == 0.5
+    assert await asyncio.wait_for(run(Job(command="sh -c 'sleep 60 & echo done'", work=work), attempt), 30.0) == 0.0
     assert spans(server, attempt)["reward"].status == "ok"
     assert not psutil.pid_exists(int(flag.read_text())) or psutil.Process(int(flag.read_text())).status() == "zombie"
 
 
 async def test_a_program_of_its_own_session_does_not_hold_a_command_up(attempt):
     daemon = "import subprocess; subprocess.Popen(['sleep', '5'], start_new_session=True); print(7)"
-    assert await asyncio.wait_for(run_command([sys.executable, "-c", daemon], {}, attempt), 4.5) == 7
+    assert await asyncio.wait_for(said([sys.executable, "-c", daemon], {}, attempt), 4.5) == 7
 
 
 async def test_a_reward_command_that_can_not_be_run_is_no_zero(attempt, project):
@@ -179,18 +217,18 @@ async def test_a_folder_that_grows_too_large_ends_the_attempt(attempt, project):
 async def test_the_words_of_a_command_are_filled_from_the_task_and_its_variables(attempt):
     words = ["sh", "-c", 'echo "[\\"$1\\", \\"$2\\", \\"$3\\", \\"${HOME:+home}\\"]"', "sh"]
     words += ["{prompt}", "{LIGHTNING_ATTEMPT_ID}", "{unknown} ${prompt}"]
-    told = await run_command(words, {"prompt": "two words"}, attempt)
+    told = await said(words, {"prompt": "two words"}, attempt)
     assert told == ["two words", attempt.attempt_id, "{unknown} ${prompt}", "home"]
 
 
 async def test_a_task_that_is_in_its_words_is_not_on_its_stdin(attempt):
-    assert await run_command(["sh", "-c", "cat"], {"answer": 19}, attempt) == {"answer": 19}
-    assert await run_command(["sh", "-c", "echo {answer}; cat"], {"answer": 19}, attempt) == 19
+    assert await said(["sh", "-c", "cat"], {"answer": 19}, attempt) == {"answer": 19}
+    assert await said(["sh", "-c", "echo {answer}; cat"], {"answer": 19}, attempt) == 19
 
 
 async def test_what_a_task_says_is_not_filled_again(attempt):
     task = {"prompt": "{OPENAI_API_KEY} {other}", "other": "x"}
-    told = await run_command(["printf", "%s", "{prompt}"], task, attempt)
+    told = await said(["printf", "%s", "{prompt}"], task, attempt)
     assert told == "{OPENAI_API_KEY} {other}"
 
 

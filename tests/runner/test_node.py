@@ -33,7 +33,7 @@ else {
   let text = "";
   for await (const chunk of stream) text += chunk.choices[0]?.delta?.content ?? "";
   console.log("a line that is no reward");
-  console.log(JSON.stringify({agent: text === `short ${task.question}` ? 1 : 0}));
+  console.log(JSON.stringify({reward: {agent: text === `short ${task.question}` ? 1 : 0}}));
 }
 """
 

@@ -520,7 +520,7 @@ if task.get("fail"):
 if task.get("sleep"):
     open(task["sleep"], "w").write(str(os.getpid()))
     time.sleep(60)
-print(task.get("last", json.dumps({"writer": float(os.environ["LIGHTNING_ATTEMPT_ID"] != "")})))
+print(task.get("last", json.dumps({"reward": {"writer": float(os.environ["LIGHTNING_ATTEMPT_ID"] != "")}})))
 """
 
 
@@ -531,12 +531,12 @@ def command(folder: Path) -> Job:
 
 
 def test_command_gets_its_task_and_its_last_line_is_the_reward(store: Store, folder: Path, command: Job) -> None:
-    ids = enqueue(store, [{"q": "Grüße"}, {"last": "0.5"}, {"last": "no reward"}, {"fail": True}], max_attempts=1)
+    ids = enqueue(store, [{"q": "Grüße"}, {"last": '{"reward": 0.5}'}, {"last": "3"}, {"fail": True}], max_attempts=1)
     with running(store, command, folder):
         first, second, third, fourth = (each[0] for each in results(store, ids))
     assert (first.status, second.status, third.status, fourth.status) == ("succeeded", "succeeded", "failed", "failed")
     assert rewards(store) == [("r0", "writer", 1.0, "run"), ("r1", "", 0.5, "run")]
-    assert "RewardError: reward is 'working\\nno reward'" in (third.error or "")
+    assert "RewardError: the command printed 'working\\n3' at its end, which is no reward" in (third.error or "")
     assert "exit status 5" in (fourth.error or "")
     assert (fourth.error or "").splitlines() == ["the command ended with exit status 5:", "it went wrong"]
 

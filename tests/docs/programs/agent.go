@@ -61,11 +61,11 @@ func main() {
 	kind := ask("sorter", "Answer with one word: refund, delivery or account.", task.Message)
 	answer := ask("writer", "Answer in one sentence. It is about: "+kind, task.Message)
 	fmt.Println("answer:", answer) // print what you like
-	rewards, _ := json.Marshal(map[string]float64{
+	last, _ := json.Marshal(map[string]any{"reward": map[string]float64{
 		"sorter": number(kind == task.Kind),
 		"writer": number(strings.HasSuffix(answer, ".")),
-	})
-	fmt.Println(string(rewards)) // the last line: rewards by agent
+	}})
+	fmt.Println(string(last)) // the last line: rewards by agent
 }
 
 // --8<-- [end:main]

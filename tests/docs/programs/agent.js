@@ -58,7 +58,8 @@ async function main() {
 
   const answer = await ask("writer", `Answer in one sentence. The order: ${order}`, task.message);
   console.log("answer:", answer); // print what you like
-  console.log(JSON.stringify({ sorter: kind === task.kind ? 1 : 0, writer: answer.endsWith(".") ? 1 : 0 }));
+  const reward = { sorter: kind === task.kind ? 1 : 0, writer: answer.endsWith(".") ? 1 : 0 };
+  console.log(JSON.stringify({ reward })); // the last line: rewards by agent
 }
 // --8<-- [end:main]
 

@@ -18,5 +18,5 @@ ask() { # AGENT SYSTEM TEXT
 
 kind=$(ask sorter "Answer with one word: refund, delivery or account." "$(jq -r .message <<<"$task")")
 echo "the message is about: $kind"
-jq -n -c --arg kind "$kind" --argjson task "$task" '{sorter: (if $kind == $task.kind then 1 else 0 end)}'
+jq -n -c --arg kind "$kind" --argjson task "$task" '{reward: {sorter: (if $kind == $task.kind then 1 else 0 end)}}'
 # --8<-- [end:main]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+
+FROM_DESCRIPTOR: Final = "fd"  # `reward_from`: a descriptor whose number is in LIGHTNING_REWARD_FD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,8 @@ class Work:
         restore: globs of files there that are put back as they were before the reward.
         reward_command: program and arguments that give the reward, run where the command worked; None: none does.
         reward_timeout_s: after which it has earned 0.
+        reward_from: where a command writes its reward: ``fd``, or a file; None: on the last line that it prints.
+        reward_range: least and greatest reward that a command may give, with a comma between.
     """
 
     workdir: str | None = None
@@ -26,6 +31,23 @@ class Work:
     restore: Sequence[str] = ()
     reward_command: str | None = None
     reward_timeout_s: float = 120.0
+    reward_from: str | None = None
+    reward_range: str = "0,1"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Least and greatest reward.
+
+        Raises:
+            ConfigError: `reward_range` is no range.
+        """
+        try:
+            low, high = map(float, self.reward_range.split(","))
+        except ValueError:
+            low, high = math.nan, math.nan
+        if not low < high:
+            raise ConfigError(f"reward_range {self.reward_range!r}: write it as LOW,HIGH, such as 0,1 or -1,1.")
+        return low, high
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Work:
@@ -42,7 +64,12 @@ class Work:
         Raises:
             ConfigError: they do not.
         """
+        _ = self.bounds
+        by_command = command is not None and reward is None
         problems = {
+            "reward_from is of rewards that a command gives. Give --command, or leave reward_from out.": (
+                self.reward_from is not None and not by_command
+            ),
             "workdir is of agents that are a command. Give --command, or leave workdir out.": (
                 self.workdir is not None and command is None
             ),

@@ -67,6 +67,8 @@ _WORK: Final = (
     click.option("--workdir-size", metavar="SIZE", help="Most that such a copy may take. [default: 2GiB]"),
     click.option("--restore", metavar="GLOB,...", help="Files put back as they were before --reward-command."),
     click.option("--reward-command", help="Command that gives the reward, run where the agent worked."),
+    click.option("--reward-from", metavar="fd|PATH", help="Where a command writes its reward; else its last line."),
+    click.option("--reward-range", metavar="LOW,HIGH", help="Rewards that a command may give. [default: 0,1]"),
     click.option("--reward-timeout-s", type=click.FloatRange(0, min_open=True), help="Its time limit. [default: 120]"),
 )
 

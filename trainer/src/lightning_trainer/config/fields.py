@@ -233,10 +233,15 @@ class TrainFields(BaseModel):
     restore: tuple[str, ...] = ()
     """Globs of files in workdir that are put back as they were before reward_command, such as `tests/**`."""
     reward_command: str | None = None
-    """Command that gives the reward, run where the agent worked once it has ended: the number on the last line of its
-    output, else 1 where its exit status is 0 and 0 where it is another."""
+    """Command that gives the reward, run where the agent worked once it has ended: 0 unless its exit status is 0; then
+    x if its last line is {"reward": x}, otherwise 1."""
     reward_timeout_s: float = Field(default=120.0, gt=0)
     """Time limit of reward_command, in seconds; beyond it the reward is 0."""
+    reward_from: str | None = None
+    """Where a command writes its reward instead of its last line, so that no printed answer passes for one: `fd`, a
+    descriptor whose number is in LIGHTNING_REWARD_FD, or a file of the folder where it works."""
+    reward_range: str = "0,1"
+    """Least and greatest reward that a command may give, as LOW,HIGH. An attempt with any other reward has failed."""
 
     # What is kept.
     out: Path | None = None

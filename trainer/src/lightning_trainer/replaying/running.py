@@ -114,7 +114,7 @@ def from_run(program: Program, store: str) -> Program:
 
 def _work(values: Mapping[str, Any], reward: str | None) -> Work:
     """Return where a run's command works, and what gives its reward, unless something else does."""
-    own = {"reward_command": None, "restore": None} if reward is not None else {}
+    own = dict.fromkeys(("reward_command", "restore", "reward_from", "reward_range")) if reward is not None else {}
     return Work.of({**values, **own})
 
 

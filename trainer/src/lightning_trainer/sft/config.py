@@ -204,6 +204,10 @@ class RoundsConfig(SftConfig):
     """Command that gives the reward, run where the agent worked once it has ended, as in train (rounds)."""
     reward_timeout_s: float = Field(default=120.0, gt=0)
     """Time limit of reward_command, in seconds; beyond it the reward is 0 (rounds)."""
+    reward_from: str | None = None
+    """Where a command writes its reward instead of its last line, `fd` or a file, as in train (rounds)."""
+    reward_range: str = "0,1"
+    """Least and greatest reward that a command may give, as LOW,HIGH, as in train (rounds)."""
 
     @model_validator(mode="after")
     def _whole(self) -> RoundsConfig:

@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from lightning_spans.record.children import gateway_variables
@@ -20,6 +21,7 @@ OUTPUT_LIMIT = 1 << 20  # bytes kept of each output stream: its end
 ENVIRONMENT_LIMIT = 100_000  # Linux refuses to start a program with a variable above 128 KiB
 KILL_AFTER_S = 2.0
 _LOOK_S: Final = 0.05  # between looks at whether a program has ended
+_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 _FIELD: Final = re.compile(r"(?<!\$)\{(\w+)\}")
 
 
@@ -28,8 +30,14 @@ class CommandError(Exception):
 
 
 async def run_command(
-    words: Sequence[str], task: dict[str, Any], attempt: Attempt, *, folder: Path | None = None
-) -> Any:
+    words: Sequence[str],
+    task: dict[str, Any],
+    attempt: Attempt,
+    *,
+    folder: Path | None = None,
+    more: Mapping[str, str] = _NOTHING,
+    descriptors: Sequence[int] = (),
+) -> ProcessEnd:
     """Run the command on a task.
 
     It gets the task as JSON on stdin and, up to 100 kB, in ``LIGHTNING_TASK``; ``{field}`` in its words stands for the
@@ -42,22 +50,25 @@ async def run_command(
         task: the row of the user's data.
         attempt: it belongs to.
         folder: it works in; None: where we are.
+        more: variables that it gets, too.
+        descriptors: that it inherits.
 
     Returns:
-        The last line of its standard output read as JSON, where it is JSON; else all of the output as text, None when
-        there is none.
+        Its end, with exit status 0.
 
     Raises:
         CommandError: its exit status is not 0; the message has the end of its standard error.
     """
     body = dumps(task).strip()  # without the mark of numbers beyond 64 bits: other languages read this
-    given = environment(attempt, body)
+    given = {**environment(attempt, body), **more}
     told = any(name in task for word in words for name in _FIELD.findall(word))
     values = {**given, **texts(task)}
-    ended = await run_to_end([filled(word, values) for word in words], b"" if told else body, given, folder)
+    ended = await run_to_end(
+        [filled(word, values) for word in words], b"" if told else body, given, folder, descriptors
+    )
     if ended.status != 0:
         raise CommandError(f"the command ended with {status_text(ended.status)}:\n{ended.told()}")
-    return result_of(ended.output)
+    return ended
 
 
 class ProcessEnd(NamedTuple):
@@ -72,7 +83,13 @@ class ProcessEnd(NamedTuple):
         return self.errors.strip()[-4000:] or self.output.strip()[-4000:] or "it printed nothing"
 
 
-async def run_to_end(words: Sequence[str], body: bytes, given: Mapping[str, str], folder: Path | None) -> ProcessEnd:
+async def run_to_end(
+    words: Sequence[str],
+    body: bytes,
+    given: Mapping[str, str],
+    folder: Path | None,
+    descriptors: Sequence[int] = (),
+) -> ProcessEnd:
     """Run a program, with `body` on its stdin and the variables `given` on top of our own; end all that it leaves."""
     process = await asyncio.create_subprocess_exec(
         *words,
@@ -81,6 +98,7 @@ async def run_to_end(words: Sequence[str], body: bytes, given: Mapping[str, str]
         stderr=asyncio.subprocess.PIPE,
         cwd=folder,
         env={**os.environ, **given, **({} if folder is None else {"PWD": str(folder)})},
+        pass_fds=descriptors,
         start_new_session=True,  # so that all it starts can be ended with it
     )
     output, errors = bytearray(), bytearray()

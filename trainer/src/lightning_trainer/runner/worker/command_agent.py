@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 import os
 import time
 from collections.abc import Coroutine, Mapping
@@ -30,6 +28,7 @@ from lightning_trainer.runner.worker.command import (
     status_text,
     texts,
 )
+from lightning_trainer.runner.worker.command_rewards import RewardChannel, reward_of, reward_of_agent
 from lightning_trainer.runner.worker.execution import Agent
 from lightning_trainer.runner.worker.limits import parse_bytes
 from lightning_trainer.runner.worker.trees import WorkFolderError
@@ -61,11 +60,11 @@ def command_agent(job: Job) -> Agent:
 
     async def agent(task: dict[str, Any], attempt: Attempt) -> Any:
         if work.workdir is None:
-            result = await run_command(words, task, attempt)
+            result = await _worked(job, words, None, task, attempt)
             return result if reward is None else await _reward(work, reward, None, task, attempt)
         folder = await asyncio.to_thread(WorkFolder, source_of(work.workdir, task), most_bytes)
         try:
-            result = await _watched(folder, run_command(words, task, attempt, folder=folder.path), attempt)
+            result = await _watched(folder, _worked(job, words, folder.path, task, attempt), attempt)
             if reward is None:
                 return result
             await asyncio.to_thread(folder.restore, work.restore)
@@ -74,6 +73,21 @@ def command_agent(job: Job) -> Agent:
             await asyncio.to_thread(folder.remove)
 
     return agent
+
+
+async def _worked(job: Job, words: list[str], folder: Path | None, task: dict[str, Any], attempt: Attempt) -> Any:
+    """Run the agent; return its reward where it gives that itself, otherwise its result.
+
+    Raises:
+        RewardError: it gave no reward, and there has to be one.
+        RewardRefusedError: its reward is outside the range.
+    """
+    if job.reward is not None or job.work.reward_command is not None:
+        return result_of((await run_command(words, task, attempt, folder=folder)).output)
+    with RewardChannel(job.work, folder, texts(task)) as channel:
+        given, descriptors = channel.environment, channel.descriptors
+        ended = await run_command(words, task, attempt, folder=folder, more=given, descriptors=descriptors)
+        return reward_of_agent(channel, ended, needs_reward=job.needs_reward)
 
 
 async def _watched(folder: WorkFolder, work: Coroutine[Any, Any, Any], attempt: Attempt) -> Any:
@@ -109,20 +123,32 @@ def _counted(diff: str) -> str:
 
 
 async def _reward(work: Work, words: list[str], folder: Path | None, task: dict[str, Any], attempt: Attempt) -> Any:
-    """Return the reward that a command gives: the number on its last line, else 1 for exit status 0 and 0 for others.
+    """Return the reward that a command gives.
 
     Raises:
         RewardError: it can't be run.
+        RewardRefusedError: its reward is outside the range.
     """
+    with RewardChannel(work, folder, texts(task)) as channel:
+        ended = await _tested(channel, words, task, attempt)
+        return 0.0 if ended is None else reward_of(channel, ended)
+
+
+async def _tested(
+    channel: RewardChannel, words: list[str], task: dict[str, Any], attempt: Attempt
+) -> ProcessEnd | None:
+    """Run the reward command and keep what it printed; return None if it took too long."""
+    work, folder = channel.work, channel.folder
     body = dumps(task).strip()
-    given = {"LIGHTNING_TASK": body.decode()} if len(body) <= ENVIRONMENT_LIMIT else {}
+    given = {**channel.environment, **({"LIGHTNING_TASK": body.decode()} if len(body) <= ENVIRONMENT_LIMIT else {})}
     filled_words = [filled(word, texts(task)) for word in words]
     began = time.time_ns()
     try:
-        ended = await asyncio.wait_for(run_to_end(filled_words, body, given, folder), work.reward_timeout_s)
+        running = run_to_end(filled_words, body, given, folder, channel.descriptors)
+        ended = await asyncio.wait_for(running, work.reward_timeout_s)
     except TimeoutError:  # which is an OSError too
         await _keep(attempt, "reward", work.reward_command or "", began, error=f"over {work.reward_timeout_s:g} s")
-        return 0.0
+        return None
     except OSError as error:
         raise RewardError(f"the reward command {work.reward_command!r} can't be run: {error}") from None
     if ended.status in _NOT_RUN:
@@ -131,27 +157,7 @@ async def _reward(work: Work, words: list[str], folder: Path | None, task: dict[
     name = f"{work.reward_command}: {status_text(ended.status)}"
     kept = {OUTPUT: told, "lightning.exit_status": ended.status}
     await _keep(attempt, "reward", name, began, attributes=kept)
-    return reward_of(ended)
-
-
-def reward_of(ended: ProcessEnd) -> Any:
-    """Return the reward that a program's end means."""
-    value = result_of(ended.output)
-    if _is_reward(value):
-        return value
-    return 1.0 if ended.status == 0 else 0.0
-
-
-def _is_reward(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return bool(value) and all(_is_number(each) for each in value.values())
-    return _is_number(value)
-
-
-def _is_number(value: object) -> bool:
-    with contextlib.suppress(OverflowError):  # an integer beyond all floats
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return False
+    return ended
 
 
 async def _keep(

@@ -1,0 +1,140 @@
+"""The reward of a command: from its exit status first, then from what it printed or wrote where nothing else writes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_spans.errors import RewardError
+from lightning_trainer.runner.worker.command import ProcessEnd, filled, result_of
+from lightning_trainer.work import FROM_DESCRIPTOR, Work
+
+VARIABLE: Final = "LIGHTNING_REWARD_FD"  # the descriptor's number, with `reward_from = fd`
+_KEY: Final = "reward"
+_MOST_BYTES: Final = 65_536  # of a reward in a file; what a pipe holds
+
+
+class RewardRefusedError(Exception):
+    """A command gave a reward outside the range, or none where it was to write one: its attempt has failed."""
+
+
+@dataclass
+class RewardChannel:
+    """Where a command writes its reward; a context, because a descriptor is open for one command alone.
+
+    Attributes:
+        work: says where.
+        folder: the command works there; None: where we are.
+        task: its fields may be named in a path.
+    """
+
+    work: Work
+    folder: Path | None
+    task: Mapping[str, str]
+    _ends: tuple[int, int] | None = field(default=None, init=False)
+
+    def __enter__(self) -> RewardChannel:
+        """Open the descriptor, or remove what an earlier program left in the file."""
+        if self.work.reward_from == FROM_DESCRIPTOR:
+            self._ends = os.pipe()
+            os.set_blocking(self._ends[0], False)
+        elif (path := self._path()) is not None:
+            path.unlink(missing_ok=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for end in self._ends or ():
+            os.close(end)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Those that the command inherits."""
+        return () if self._ends is None else self._ends[1:]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that tell the command of the descriptor."""
+        return {} if self._ends is None else {VARIABLE: str(self._ends[1])}
+
+    def read(self, ended: ProcessEnd) -> Any:
+        """Return the reward of a command that ended with status 0; None where it gave none.
+
+        Raises:
+            RewardRefusedError: it is outside the range, or was to be written and is not.
+        """
+        if self.work.reward_from is None:
+            said = result_of(ended.output)
+            found = said[_KEY] if isinstance(said, Mapping) and set(said) == {_KEY} else None
+        else:
+            found = result_of(self._text())
+            found = found[_KEY] if isinstance(found, Mapping) and set(found) == {_KEY} else found
+            if found is None:
+                raise RewardRefusedError(f"the command wrote no reward to {self.work.reward_from!r} (--reward-from).")
+        return None if found is None else self._checked(found)
+
+    def _text(self) -> str:
+        with contextlib.suppress(OSError):  # nothing was written
+            if self._ends is not None:
+                return os.read(self._ends[0], _MOST_BYTES).decode(errors="replace")
+            if (path := self._path()) is not None:
+                with path.open("rb") as file:
+                    return file.read(_MOST_BYTES).decode(errors="replace")
+        return ""
+
+    def _path(self) -> Path | None:
+        where = self.work.reward_from
+        if where is None or where == FROM_DESCRIPTOR:
+            return None
+        return (self.folder or Path.cwd()) / filled(where, self.task)
+
+    def _checked(self, reward: Any) -> Any:
+        low, high = self.work.bounds
+        numbers = list(reward.values()) if isinstance(reward, Mapping) else [reward]
+        for number in numbers or [None]:
+            if not (_is_number(number) and low <= number <= high):
+                raise RewardRefusedError(
+                    f"the command gave the reward {str(number)[:40]!r}, which is not within --reward-range"
+                    f" {self.work.reward_range}. Give a number within it, or set another range."
+                )
+        return reward
+
+
+def reward_of_agent(channel: RewardChannel, ended: ProcessEnd, *, needs_reward: bool) -> Any:
+    """Return the reward that an agent's command gave itself.
+
+    Raises:
+        RewardError: it gave none, and there has to be one.
+        RewardRefusedError: see `RewardChannel.read`.
+    """
+    reward = channel.read(ended)
+    if reward is None and needs_reward:
+        last = repr((ended.output.strip() or "nothing")[-80:])
+        raise RewardError(
+            f"the command printed {last} at its end, which is no reward: a model could have written it. Print"
+            ' {"reward": 0.5} as the last line, or {"reward": {"NAME": 0.5}} by agent; or give --reward-from,'
+            " --reward-command or --reward."
+        )
+    return reward
+
+
+def reward_of(channel: RewardChannel, ended: ProcessEnd) -> Any:
+    """Return the reward that the end of a reward command means: 0 unless its exit status is 0, then what it gave, or 1.
+
+    Raises:
+        RewardRefusedError: see `RewardChannel.read`.
+    """
+    if ended.status != 0:
+        return 0.0
+    reward = channel.read(ended)
+    return 1.0 if reward is None else reward
+
+
+def _is_number(value: object) -> bool:
+    with contextlib.suppress(OverflowError):  # an integer beyond all floats
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return False
