@@ -25,6 +25,7 @@ from lightning_trainer.evaluation import folder as evaluation_folder
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.auth.register import write_private
 from lightning_trainer.gateway.http.serving import ServerThread, Tls
+from lightning_trainer.models import check_folder
 from lightning_trainer.run import folders as run_folders
 
 
@@ -128,6 +129,25 @@ def model(tmp_path) -> Path:
 
 def load(folder: Path) -> None:
     TorchLearner(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 10_000_000},
+        {"text_config": {"n_layers": 10**30}},
+        {"padding": "x" * (21 << 20)},
+        [],
+        "deep",
+    ],
+    ids=["layers", "nested", "long", "list", "deep"],
+)
+def test_a_configuration_without_end_is_refused_before_anything_is_built(model, config):
+    check_folder(model)
+    text = "[" * 100_000 if config == "deep" else json.dumps(config)
+    (model / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        check_folder(model)
 
 
 @pytest.mark.parametrize("kept", [False, True])

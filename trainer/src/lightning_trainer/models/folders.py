@@ -10,6 +10,8 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.policies import ADAPTERS_NAME
 
 _TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LONGEST_CONFIG: Final = 20 << 20  # bytes
+_MOST_LAYERS: Final = 10_000
 _LONGEST_HEADER: Final = 100_000_000  # bytes; safetensors takes no longer one either
 
 
@@ -24,6 +26,7 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"model folder {folder} does not exist.")
     if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json", ADAPTERS_NAME)):
         raise ConfigError(f"{folder} has no config.json, so it is not a model folder of transformers.")
+    _check_config(folder / "config.json")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ConfigError(f"{folder} has no tokenizer (tokenizer.json). Save it there with tokenizer.save_pretrained.")
     if not any(folder.glob("*.safetensors")) and not (folder / ADAPTERS_NAME).is_file():
@@ -39,6 +42,28 @@ def check_folder(folder: Path) -> None:
                 " them. Copy or fetch them."
             )
     check_adapter(folder)
+
+
+def _check_config(path: Path) -> None:
+    """Refuse a configuration of which transformers would build layers without end before it looks at a weight.
+
+    Raises:
+        ConfigError: it is larger than any configuration, is not a JSON object, or names more layers than any model has.
+    """
+    if not path.is_file():
+        return
+    try:
+        if path.stat().st_size > _LONGEST_CONFIG:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size} bytes, more than any model's. Do not load this folder."
+            )
+        values = json.loads(path.read_text(encoding="utf-8"))
+        parts = [values, *(part for part in values.values() if isinstance(part, dict))]
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a JSON object: {error}. Copy or fetch it again.") from None
+    for name, value in (item for part in parts for item in part.items()):
+        if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ConfigError(f"{path} says {name} = {value}, more than any model has. Do not load this folder.")
 
 
 def _is_whole(weights: Path) -> bool:
