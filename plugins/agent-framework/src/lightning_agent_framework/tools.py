@@ -1,0 +1,64 @@
+"""Tool calls: their spans, with what the model asked for and what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from agent_framework import FunctionTool, _tools
+
+from lightning_agent_framework import FRAMEWORK
+from lightning_openai.json_text import to_json
+from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.record.replay import acalled
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import OpenSpan, Recorder
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every tool call, until what is yielded is called."""
+    tools = AgentFrameworkTools(recorder, FRAMEWORK)
+    yield tools.stop
+    yield replace(_tools, "_execute_single_function_call", tools.wrap_execute)
+    yield replace(FunctionTool, "_invoke_function", tools.wrap_invoke)
+
+
+class AgentFrameworkTools(Tracker):
+    """Begins and ends our spans with the framework's tools."""
+
+    def wrap_execute(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A model asked for a tool."""
+
+        async def execute(function_call: Any, **kwargs: Any) -> Any:
+            span = self._begin(function_call)
+            with self.inside(span):
+                contents, stop = await original(function_call, **kwargs)
+                with self.guard(span):
+                    self._end(span, contents)
+                return contents, stop
+
+        return execute
+
+    def _begin(self, function_call: Any) -> OpenSpan | None:
+        with self.guard():
+            call = _tools._underlying_function_call(function_call)  # of one that somebody had to approve
+            arguments = call.arguments if isinstance(call.arguments, str) else to_json(call.arguments or {})
+            return self.begin_tool(call.name, call.call_id, arguments)
+        return None
+
+    def _end(self, span: OpenSpan | None, contents: Any) -> None:
+        last = contents[-1] if contents else None
+        told = getattr(last, "result", None)
+        text = told if isinstance(told, str) else "" if told is None else to_json(told)
+        self.end(span, error=getattr(last, "exception", None), attributes={names.TOOL_RESULT: text})
+
+    def wrap_invoke(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Its own code runs."""
+
+        async def invoke(tool: Any, call_kwargs: Any) -> Any:
+            return await acalled(lambda: original(tool, call_kwargs))
+
+        return invoke

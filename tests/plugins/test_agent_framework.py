@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+openai = pytest.importorskip("openai")
+framework = pytest.importorskip("agent_framework")
+orchestrations = pytest.importorskip("agent_framework.orchestrations")
+
+from agent_framework import Agent, FunctionTool, _tools, tool
+from agent_framework.openai import OpenAIChatClient, OpenAIChatCompletionClient
+
+import lightning_agent_framework
+from lightning_spans import open_store
+from lightning_spans.testing.plugins.program import user_environment
+from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    instructions,
+    noted,
+)
+
+
+def make(name, url, *tools, **options):
+    kind = options.pop("kind", OpenAIChatCompletionClient)
+    client = kind(model=MODEL, async_client=openai.AsyncOpenAI(base_url=url, **options))
+    return Agent(
+        client, instructions(name), name=name, tools=[tool(one, approval_mode="never_require") for one in tools] or None
+    )
+
+
+async def answer(agent, prompt, **options):
+    return (await agent.run(prompt, **options)).text
+
+
+async def pieces(agent, prompt):
+    return [update.text async for update in agent.run(prompt, stream=True)]
+
+
+def ask(name, url, scenario, *tools, **options):
+    return asyncio.run(answer(make(name, url, *tools, **options), PROMPTS[scenario]))
+
+
+async def ask_all(names, url, scenario):
+    return await asyncio.gather(*(answer(make(name, url), PROMPTS[scenario]) for name in names))
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def fail(reason: str) -> str:
+    raise ValueError(reason)
+
+
+def note(text: str) -> str:
+    return noted(text)
+
+
+class TestConformance(PluginConformance):
+    framework = "agent-framework"
+
+    def patched(self):
+        return [
+            (Agent, "run"),
+            (framework.RawAgent, "run"),
+            (framework.Workflow, "run"),
+            (_tools, "_execute_single_function_call"),
+            (FunctionTool, "_invoke_function"),
+        ]
+
+    def responses(self, url):
+        return ask("writer", url, "responses", kind=OpenAIChatClient)
+
+    def responses_streaming(self, url):
+        return asyncio.run(pieces(make("writer", url, kind=OpenAIChatClient), PROMPTS["responses_streaming"]))
+
+    def one_agent(self, url):
+        return ask("writer", url, "one_agent")
+
+    def unnamed(self, url):
+        async def work():
+            client = OpenAIChatCompletionClient(model=MODEL, async_client=openai.AsyncOpenAI(base_url=url))
+            with lightning_agent_framework.agent("writer"):
+                return await answer(Agent(client, instructions("writer")), PROMPTS["unnamed"])
+
+        return asyncio.run(work())
+
+    def several_agents(self, url):
+        return [ask(name, url, "several_agents") for name in ("writer", "rewriter", "writer_2")]
+
+    def namesakes(self, url):
+        output = []
+        for team in ("red", "blue"):
+            with lightning_agent_framework.agent(team):
+                output.append(ask("writer", url, "namesakes"))
+        return output
+
+    def streaming(self, url):
+        return asyncio.run(pieces(make("writer", url), PROMPTS["streaming"]))
+
+    def abandoned(self, url):
+        async def leave():
+            async for piece in make("writer", url).run(PROMPTS["abandoned"], stream=True):
+                return piece.text
+            return None
+
+        return asyncio.run(leave())
+
+    def choices(self, url):
+        return asyncio.run(answer(make("writer", url), PROMPTS["choices"], options={"n": 2}))
+
+    def tool_call(self, url):
+        return ask("caller", url, "tool_call", add)
+
+    def parallel_tools(self, url):
+        return ask("caller", url, "parallel_tools", add)
+
+    def tool_error(self, url):
+        return ask("caller", url, "tool_error", fail)
+
+    def unknown_tool(self, url):
+        return ask("caller", url, "unknown_tool", add)
+
+    def unreadable_arguments(self, url):
+        return ask("caller", url, "unreadable_arguments", add)
+
+    def nested(self, url):
+        async def ask(question: str) -> str:
+            return await answer(make("writer", url), question)
+
+        return asyncio.run(answer(make("boss", url, ask), PROMPTS["nested"]))
+
+    def parallel(self, url):
+        return asyncio.run(ask_all(["left", "right"], url, "parallel"))
+
+    async def asynchronous(self, url):
+        return await ask_all(["writer", "rewriter"], url, "asynchronous")
+
+    async def awaited(self, url):
+        return await answer(make("writer", url), PROMPTS["awaited"])
+
+    def threads(self, url):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda number: asyncio.run(answer(make("writer", url), f"hello {number}")), range(2)))
+
+    def retried(self, url):
+        return ask("writer", url, "retried")
+
+    def failed(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
+            ask("writer", url, "failed", max_retries=0)
+        return str(error.value)
+
+    def slow(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
+            ask("writer", url, "slow", max_retries=0, timeout=TIMEOUT_S)
+        return str(error.value)
+
+    def cut(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
+            asyncio.run(pieces(make("writer", url), PROMPTS["cut"]))
+        return type(error.value).__name__
+
+    def callbacks(self, url):
+        seen = []
+
+        @framework.agent_middleware
+        async def watch(context, call_next):
+            seen.append(f"begin {context.agent.name}")
+            await call_next()
+            seen.append("end")
+
+        return [asyncio.run(answer(make("writer", url), PROMPTS["callbacks"], middleware=[watch])), seen]
+
+    def effects(self, url):
+        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effects"]))
+
+    def effect_fails(self, url):
+        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effect_fails"]))
+
+    async def effects_awaited(self, url):
+        async def note(text: str) -> str:
+            return noted(text)
+
+        return await answer(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
+
+
+@pytest.fixture
+def spans_of(tmp_path):
+    """Run a coroutine of a server's URL while attached, and return what was recorded."""
+
+    def give(work):
+        store = str(tmp_path / "traces.db")
+        with (
+            user_environment(tmp_path),
+            ScriptedServer() as server,
+            lightning_agent_framework.attach(store=store) as live,
+        ):
+            asyncio.run(work(server.url))
+            live.flush(60)
+        with closing(open_store(store)) as recorded:
+            return list(recorded.spans())
+
+    return give
+
+
+def test_an_agent_without_middleware_is_an_agent_too(spans_of):
+    async def work(url):
+        client = OpenAIChatCompletionClient(model=MODEL, async_client=openai.AsyncOpenAI(base_url=url))
+        await answer(framework.RawAgent(client, instructions("raw"), name="raw"), "hello")
+
+    found = spans_of(work)
+    assert sorted((span.operation, span.agent) for span in found) == [("chat", "raw"), ("invoke_agent", "raw")]
+
+
+def test_agents_of_a_workflow_are_one_trace(spans_of):
+    async def work(url):
+        team = [make(name, url) for name in ("writer", "checker")]
+        await orchestrations.SequentialBuilder(participants=team).build().run("hello")
+
+    found = spans_of(work)
+    assert sorted(span.agent for span in found if span.operation == "chat") == ["checker", "writer"]
+    assert len({span.trace_id for span in found}) == 1
+    assert [span.operation for span in found if span.parent_id is None] == ["invoke_workflow"]
