@@ -206,6 +206,17 @@ def test_without_its_package_smollm2_says_what_to_install(monkeypatch, tmp_path:
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 
 
+def test_transformers_without_a_setting_for_gguf_makes_whole_weights_by_itself(monkeypatch) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("gguf")
+    from transformers.utils import quantization_config
+
+    from lightning_trainer.models.from_gguf import _dequantized
+
+    monkeypatch.delattr(quantization_config, "GgufConfig", raising=False)  # as in 5.9
+    assert _dequantized() == {}
+
+
 def test_weights_that_were_changed_are_refused(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LIGHTNING_CACHE", str(tmp_path))
     _fake_package(monkeypatch, tmp_path / "package")

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,8 @@ from readings import differs, lines, tokens_seen, weights
 from transformers import AutoModelForCausalLM
 
 from lightning_trainer import TrainConfig, train
+from lightning_trainer.backends.verl.options.needs import checkpoint_bytes
+from lightning_trainer.models.shape import lora_parameters, read_shape
 from lightning_trainer.report.progress import Silent
 
 pytestmark = pytest.mark.timeout(1800)
@@ -100,6 +103,10 @@ def test_adapters_and_a_critic_learn(options):
     assert all(step["logprob_correlation"] > 0.9999 for step in steps)
     assert all(step["verl/critic/vf_loss"] > 0 for step in steps)
     assert steps[1]["grad_norm"] > 0
+    shape, model = read_shape(options["model"]), Path(options["model"])
+    forecast = checkpoint_bytes(shape, adapters=lora_parameters(model, 4), critic=True)
+    newest = (result.folder / "checkpoint").resolve().parents[1]
+    assert sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) == pytest.approx(forecast, rel=0.1)
     _, found = AutoModelForCausalLM.from_pretrained(result.folder / "checkpoint", output_loading_info=True)
     assert not found["missing_keys"]
     assert not found["unexpected_keys"]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_NAME, Span
 from lightning_spans.schema.transitions import Transition
+from lightning_trainer.backend_protocol import Start
+from lightning_trainer.backends.verl import backend
 from lightning_trainer.backends.verl.report import Reporter
 from lightning_trainer.backends.verl.steps.gathered import Gathered
+from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.account import Account
@@ -102,3 +108,31 @@ def test_dead_groups_raise_an_alarm_and_a_silent_agent_a_warning(tmp_path: Path)
         "WARNING: answerer not seen in 1 step",
         "WARNING: answerer not seen in 3 steps",
     ]
+
+
+def test_progress_knows_how_many_steps_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tasks.jsonl").write_text("{}\n")
+    config = TrainConfig(target="a:b", data=tmp_path / "tasks.jsonl", model=str(tmp_path), backend="verl", steps=10)
+    told = Begun()
+    run = SimpleNamespace(config=config, folder=tmp_path, log=None, progress=told, steps=10, start=Start(step=3))
+    run.identity, run.begin, run.check, run.runner = {}, lambda: None, lambda: None, SimpleNamespace(check=None)
+    monkeypatch.setattr(backend, "replace", lambda given, **_: given)
+    monkeypatch.setattr(backend, "placed", lambda config, fetch: config)
+    monkeypatch.setattr(backend, "serving", lambda run, reporter: nullcontext())
+    monkeypatch.setattr(backend, "run_verl", lambda config, site, check: told.step(3, {}))
+    monkeypatch.setattr(backend.Reporter, "warn_of_unheard", lambda self, steps: None)
+    assert backend.VerlBackend().train(run) == 10  # type: ignore[arg-type]
+    assert told.shown == ["4/10"]
+
+
+class Begun(Silent):
+    """Counts as `Shown` does."""
+
+    def __init__(self) -> None:
+        self.steps, self.shown = 0, list[str]()
+
+    def begin(self, step: int, steps: int) -> None:
+        self.steps = steps
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.shown.append(f"{step + 1}/{self.steps}")

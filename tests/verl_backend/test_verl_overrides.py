@@ -13,7 +13,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import backend as torch_backend
 from lightning_trainer.backends.verl.options.algorithms import ALGORITHMS
 from lightning_trainer.backends.verl.options.grammar import as_hydra
-from lightning_trainer.backends.verl.options.needs import GIB, estimate, tensor_parallel
+from lightning_trainer.backends.verl.options.needs import GIB, checkpoint_bytes, estimate, tensor_parallel
 from lightning_trainer.backends.verl.options.overrides import HERE, Site, overrides
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models.shape import read_shape, shape_of
@@ -206,6 +206,8 @@ def test_an_option_that_is_ours_is_refused_in_the_table(key, says):
         ({"entropy_coef": 0.1, "loss_aggregation": "sequence-mean"}, "entropy over tokens"),
         ({"device": "cuda:1"}, "number of gpus"),
         ({"until": 0.9}, "Leave until out"),
+        ({"policies": "writer=lora,judge=lora"}, "train an adapter for each agent with --backend torch --engine vllm"),
+        ({"engine": "vllm"}, "verl always samples with vLLM"),
         ({"batch_size": 1, "group_size": 2}, "fewer than the accelerators"),
         ({"lora_rank": 4, "lora_alpha": 2.5}, "whole numbers"),
         ({"policies": "writer=lora"}, "verl trains one policy"),
@@ -319,3 +321,12 @@ def test_importance_and_learning_rate_reach_verl_under_the_names_of_torch():
     assert told(staleness=1, importance_cap=3.0)["algorithm.rollout_correction.rollout_is_threshold"] == 3.0
     with pytest.raises(ConfigError, match="follows from importance_cap"):
         told(importance_cap=3.0, verl={"algorithm.rollout_correction.rollout_is": "sequence"})
+
+
+def test_a_checkpoint_of_adapters_has_no_moments_of_the_frozen_weights() -> None:
+    shape = shape_of(QWEN_7B)
+    assert shape is not None
+    whole = checkpoint_bytes(shape, adapters=0, critic=False)
+    assert whole == 16 * shape.parameters
+    assert checkpoint_bytes(shape, adapters=40_370_176, critic=False) == 8 * shape.parameters + 12 * 40_370_176
+    assert checkpoint_bytes(shape, adapters=0, critic=True) == whole + 12 * shape.parameters

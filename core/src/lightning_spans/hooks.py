@@ -245,6 +245,11 @@ def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
     """Register by name: commands of ``lightning-rl``, each a `click.Command`."""
 
 
+@hookspec
+def lightning_register_engines(register: Callable[[str, Any], None]) -> None:
+    """Register by name: engines that sample for a backend, as in `lightning_trainer.engines.contract`."""
+
+
 class _CoreAdapter:
     """Answers for every trace that no plugin claimed."""
 

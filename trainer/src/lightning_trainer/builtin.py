@@ -61,3 +61,13 @@ def lightning_register_environments(register: Callable[[str, Any], None]) -> Non
 
     register("verifiers", from_verifiers)
     register("openenv", from_openenv)
+
+
+@hookimpl
+def lightning_register_engines(register: Callable[[str, Any], None]) -> None:
+    """Register the engines."""
+    from lightning_trainer.backends.torch import sampler
+    from lightning_trainer.engines.vllm import kind as vllm
+
+    register("embedded", sampler.EmbeddedKind())
+    register("vllm", vllm.VllmKind())

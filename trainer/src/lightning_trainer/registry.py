@@ -17,13 +17,14 @@ from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import NO_FORMAT
 
-Kind: TypeAlias = Literal["algorithm", "backend", "command", "credit", "environment", "tool format"]
+Kind: TypeAlias = Literal["algorithm", "backend", "command", "credit", "engine", "environment", "tool format"]
 
 _HOOKS: Final[dict[Kind, str]] = {
     "algorithm": "lightning_register_algorithms",
     "backend": "lightning_register_backends",
     "command": "lightning_register_commands",
     "credit": "lightning_register_credit",
+    "engine": "lightning_register_engines",
     "environment": "lightning_register_environments",
     "tool format": "lightning_register_formats",
 }

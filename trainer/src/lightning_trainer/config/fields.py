@@ -63,9 +63,21 @@ class TrainFields(BaseModel):
     """The policy to start from: a model folder, a run's folder or checkpoint, a hub id (owner/model or
     owner/model@revision), or smollm2-135m."""
     backend: str = "torch"
-    """What generates and updates: `torch` (embedded), or one that a plugin registers."""
+    """What generates and updates: `torch`, `verl`, or one that a plugin registers."""
     backend_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of the backend by name, such as slots or micro_batch_tokens of torch."""
+    engine: str | None = None
+    """What samples: `embedded` (the learner's process), `vllm` (a process of its own, for adapters), or one that a
+    plugin registers. By default vllm for adapters on CUDA where it is installed, otherwise embedded (torch)."""
+    engine_python: Path | None = None
+    """Python interpreter of the environment that vLLM is installed in; this one by default (torch)."""
+    engine_url: str | None = None
+    """Base URL of a vLLM server that is running, such as http://127.0.0.1:8000/v1, or several with commas between. It
+    must be started as docs/how-to/gpu.md says (torch)."""
+    engine_gpus: str | None = None
+    """GPUs of vLLM, such as 1 or 1,2; the learner's by default (torch)."""
+    engine_options: dict[str, Any] = Field(default_factory=dict)
+    """Further options of `vllm serve` by name, such as gpu_memory_utilization (torch)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or `hermes` for ours, which knows tools."""
     tool_format: str | None = None

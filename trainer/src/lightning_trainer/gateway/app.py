@@ -27,7 +27,7 @@ from lightning_trainer.gateway.auth.quotas import Quotas
 from lightning_trainer.gateway.calls.embedded import EmbeddedEngine
 from lightning_trainer.gateway.calls.gateway import Gateway
 from lightning_trainer.gateway.calls.models import ServedModel, ServedModels
-from lightning_trainer.gateway.engine import Engine
+from lightning_trainer.gateway.engine import Engine, disconnect
 from lightning_trainer.gateway.health import Health
 from lightning_trainer.gateway.http.asgi import ClientGoneError, send_bytes, send_refusal
 from lightning_trainer.gateway.http.errors import Refusal, bad_request, store_down
@@ -175,6 +175,8 @@ def create_app(
         await gateway.settle()
         for policy in filter(None, [*forwarding, elsewhere]):
             await policy.close()
+        for each in engines:
+            await disconnect(each)
         await asyncio.to_thread(writer.close)
 
     app = _bare_app(settle)

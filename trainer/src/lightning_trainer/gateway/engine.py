@@ -59,6 +59,8 @@ class Sampled:
         finish_reason: set on the last piece only.
         steered: which of the tokens were drawn from another distribution than the policy's, as those that a grammar
             forces. Engines that say so have the ability `STEERED`; empty: none of them.
+        version: number of the weights that sampled it, where these may have changed since the request; None: the
+            engine's own when the request began.
     """
 
     token_ids: tuple[int, ...]
@@ -66,6 +68,7 @@ class Sampled:
     text: str
     finish_reason: FinishReason | None = None
     steered: tuple[bool, ...] = ()
+    version: int | None = None
 
 
 class Engine(Protocol):
@@ -108,3 +111,10 @@ def tool_format(engine: Engine) -> str | None:
 def abilities(engine: Engine) -> frozenset[str]:
     """Name the fields of `Sampling` that an engine does beyond those that all do: its attribute ``abilities``."""
     return getattr(engine, "abilities", frozenset())
+
+
+async def disconnect(engine: Engine) -> None:
+    """Close an engine's connections on this event loop, which ends: its method ``disconnect``, where it has one."""
+    method = getattr(engine, "disconnect", None)
+    if method is not None:
+        await method()

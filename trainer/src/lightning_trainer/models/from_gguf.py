@@ -22,13 +22,11 @@ def convert(weights: Path, folder: Path, template: str) -> None:
         template: the chat template to keep with it, as Jinja text.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.quantization_config import GgufConfig
 
     source, name = str(weights.parent), weights.name
     with _read_once():
-        # Without `dequantize` transformers keeps GGUF's blocks, which it can't save (5.23).
         model: Any = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+            source, gguf_file=name, dtype=torch.bfloat16, **_dequantized()
         )
         tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=name)
     for owner, left_over in ((model, "hf_quantizer"), (model.config, "quantization_config")):
@@ -44,6 +42,14 @@ def convert(weights: Path, folder: Path, template: str) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _name_common_class(folder / "tokenizer_config.json")
+
+
+def _dequantized() -> dict[str, Any]:
+    """Return the option for whole weights: newer transformers keeps GGUF's blocks without it, which it can't save."""
+    from transformers.utils import quantization_config
+
+    chosen = getattr(quantization_config, "GgufConfig", None)
+    return {} if chosen is None else {"quantization_config": chosen(dequantize=True)}  # 5.9 always dequantizes
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -11,7 +12,8 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backend_protocol import Described, Learner, OpenRun, Start
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.gateway.engine import tool_format
+from lightning_trainer.engines.contract import check_engines
+from lightning_trainer.gateway.engine import Engine, tool_format
 from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.report.forecast import Plan, Probe, forecast, lines
 from lightning_trainer.report.progress import Progress
@@ -36,6 +38,7 @@ class Embedded:
         sized: counts the bytes of a checkpoint, and of all that a run of so many steps keeps at once; None where they
             are not known.
         loaded: makes a learner of a model and options, without a run; None: it learns in runs alone.
+        plan: says in lines what samples, and how memory is divided.
     """
 
     def __init__(
@@ -44,11 +47,14 @@ class Embedded:
         check: Callable[[TrainConfig], None],
         sized: Callable[[TrainConfig, int], tuple[int, int] | None] = lambda _config, _steps: None,
         loaded: Callable[[str, Mapping[str, Any]], Learner] | None = None,
+        *,
+        plan: Callable[[TrainConfig], Sequence[str]] = lambda _config: (),
     ) -> None:
         self._opened = opened
         self._check = check
         self._sized = sized
         self._loaded = loaded
+        self._plan = plan
 
     def learner(self, model: str, options: Mapping[str, Any]) -> Learner:
         """Load a model to learn from data: `Backend.learner`."""
@@ -81,6 +87,7 @@ class Embedded:
                 learner.load(run.start.checkpoint)
                 state = read_state(run.start.checkpoint)
             teacher = stack.enter_context(teaching(run.config, learner, self.learner, run.check))
+            run = replace(run, check=partial(_check_all, run.check, learner.engines))
             run.check()
             routing = routing_of(run.config, learner.engine.model)
             local = stack.enter_context(
@@ -117,8 +124,8 @@ class Embedded:
             disk=sizes[1] if sizes else None,
         )
         found = probe(config, tasks, places, partial(self._begun, start), progress, update=True)
-        facts = forecast(found, asked)
-        return Described("\n".join(lines(facts)), facts)
+        facts = {**forecast(found, asked), "engine": list(self._plan(config))}
+        return Described("\n".join([*lines(facts), *facts["engine"]]), facts)
 
     def _begun(self, start: Start, config: TrainConfig) -> Learner:
         """Load the policy as it is where a run begins."""
@@ -137,3 +144,9 @@ class Embedded:
         """
         self._check(config)
         return probe(config, tasks, places, self._opened, progress, update=update)
+
+
+def _check_all(check: Callable[[], None], engines: Sequence[Engine]) -> None:
+    """Raise where somebody asked the program to stop, or what samples has ended."""
+    check()
+    check_engines(engines)

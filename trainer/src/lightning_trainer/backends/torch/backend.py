@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,6 +10,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer import models
 from lightning_trainer.backends.torch.needs import check_disk, room, weights_of
 from lightning_trainer.backends.torch.options import check_device, make_options
+from lightning_trainer.backends.torch.sampler import EMBEDDED, engine_name, engine_of
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.models import look
@@ -38,7 +39,20 @@ _TOKENS_GPU: Final = 8192
 
 def backend() -> Embedded:
     """Make the backend."""
-    return Embedded(lambda config: open_torch(config.model, **learner_options(config)), check, sized, _learner)
+    return Embedded(_open, check, sized, _learner, plan=_plan)
+
+
+def _open(config: TrainConfig) -> TorchLearner:
+    """Load the model of a run, with the engine that samples for it."""
+    name = engine_name(config)
+    sampler = None if name == EMBEDDED else engine_of(config)
+    return open_torch(config.model, sampler=sampler, **learner_options(config))
+
+
+def _plan(config: TrainConfig) -> Sequence[str]:
+    """Say which engine samples, and how memory is divided."""
+    kind, request = engine_of(config)
+    return kind.plan(request)
 
 
 def _learner(model: str, options: Mapping[str, Any]) -> TorchLearner:
@@ -55,7 +69,7 @@ def open_torch(model: str, **options: Any) -> TorchLearner:
 
     Args:
         model: a folder, a hub id, or a name that `lightning_trainer.models` knows.
-        options: fields of `TorchOptions`.
+        options: fields of `TorchOptions`, and `sampler` of `TorchLearner`.
 
     Raises:
         ConfigError: a package is missing, an option is wrong, or the model can't be loaded.
@@ -82,6 +96,8 @@ def check(config: TrainConfig) -> None:
     check_device(config.device)
     need_torch()
     look(config.model)
+    kind, request = engine_of(config)
+    kind.check(request)
     check_disk(config, config.steps)
 
 

@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.torch.generate.engine import TorchEngine
 from lightning_trainer.backends.torch.learn.adapters import (
     ADAPTER,
     check_same,
@@ -30,6 +29,7 @@ from lightning_trainer.backends.torch.learn.adapters import (
 )
 from lightning_trainer.backends.torch.learn.policy import Policy
 from lightning_trainer.backends.torch.model.load import LoadedModel
+from lightning_trainer.engines.contract import PolicyEngines
 from lightning_trainer.policies import ADAPTERS_NAME
 
 STATE = "trainer.json"
@@ -53,7 +53,7 @@ def save(
     folder: Path,
     model: LoadedModel,
     policies: Mapping[str | None, Policy],
-    engine: TorchEngine,
+    engine: PolicyEngines,
     base: str,
     *,
     resumable: bool = True,
@@ -86,19 +86,20 @@ def save(
             model.tokenizer.save_pretrained(own)
             if resumable:
                 save_file(policy.state(), own / TENSORS)
+        adapters = engine.engines[1:]
         state = {
             "format": _FORMAT,
             "base": base,
             "source": str(model.source.absolute()),
-            "version": engine.version,
-            "versions": {adapter.model: adapter.version for adapter in engine.adapters},
+            "version": engine.engines[0].version,
+            "versions": {adapter.model: adapter.version for adapter in adapters},
             "trained": sorted(name for policy in policies.values() for name in policy.working),
             "random": engine.random.getstate(),
         }
         if resumable:
             (unfinished / STATE).write_text(json.dumps(state), encoding="utf-8")
-        if engine.adapters:
-            index = {"base": state["source"], "adapters": [adapter.model for adapter in engine.adapters]}
+        if adapters:
+            index = {"base": state["source"], "adapters": [adapter.model for adapter in adapters]}
             (unfinished / ADAPTERS_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in unfinished.rglob("*"):
             _sync(path)
@@ -145,7 +146,7 @@ def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
 
 
 def restore(
-    folder: Path, model: LoadedModel, policies: Mapping[str | None, Policy], engine: TorchEngine, base: str
+    folder: Path, model: LoadedModel, policies: Mapping[str | None, Policy], engine: PolicyEngines, base: str
 ) -> tuple[int, dict[str, int]]:
     """Read a checkpoint into policies and their engine, and give the version of the weights, and of each adapter.
 

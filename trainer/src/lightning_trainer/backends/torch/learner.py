@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_trainer.backends.torch import checkpoint
-from lightning_trainer.backends.torch.generate.engine import AdapterEngine, TorchEngine
+from lightning_trainer.backends.torch.generate.engine import TorchEngine, served_name
 from lightning_trainer.backends.torch.learn.adapters import add_adapters, has_adapters, saved_shape, select
+from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, engine_gaps
 from lightning_trainer.backends.torch.learn.candidates import likeliest
 from lightning_trainer.backends.torch.learn.policy import Policy, reference
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
@@ -20,6 +21,7 @@ from lightning_trainer.backends.torch.learn.update import penalties, row_logprob
 from lightning_trainer.backends.torch.model.load import LoadedModel, load
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.threads import use_threads
+from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldModel, PolicyEngines
 from lightning_trainer.gateway.engine import Engine
 from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.rows import Row
@@ -33,11 +35,19 @@ class TorchLearner:
     Master weights and optimisers are made with the first update.
     """
 
-    def __init__(self, model: Path | str, **options: Any) -> None:
-        """Load a model folder, or a checkpoint of several adapters; `options` are the fields of `TorchOptions`.
+    def __init__(
+        self, model: Path | str, *, sampler: tuple[EngineKind, EngineRequest] | None = None, **options: Any
+    ) -> None:
+        """Load a model folder, or a checkpoint of several adapters.
+
+        Args:
+            model: the folder.
+            sampler: the engine, and what it is to serve; None: the embedded one.
+            options: fields of `TorchOptions`.
 
         Raises:
             ConfigError: an option is wrong, or the model can't be loaded or run.
+            EngineError: the engine does not start.
         """
         saved = checkpoint.saved_adapters(Path(model))
         if saved is not None:
@@ -55,17 +65,45 @@ class TorchLearner:
         self._frozen: LoadedModel | None = None
         if self.options.kl_coef > 0 and not has_adapters(self._model):
             self._frozen = load(self.options)
-        self._engine = TorchEngine(self._model, self.options)
+        self._engine: PolicyEngines = self._open(*sampler) if sampler else TorchEngine(self._model, self.options)
+
+    def _open(self, kind: EngineKind, request: EngineRequest) -> PolicyEngines:
+        """Open an engine and publish the policies to it as they are."""
+        held = HeldModel(
+            name=served_name(self._model, self.options),
+            tokenizer=self._model.tokenizer,
+            max_model_len=self._model.max_model_len,
+            loaded=self._model,
+            options=self.options,
+        )
+        dtype = str(self._model.shape.dtype).removeprefix("torch.")
+        own = replace(request, model=self._model.source.resolve(), dtype=dtype, policies=self.options.adapters)
+        engine = kind.open(own, held)
+        try:
+            engine.publish({each.model: each.version for each in self._trained_engines(engine)}, self._write)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
 
     @property
-    def engine(self) -> TorchEngine:
+    def engine(self) -> Any:
         """Generates with the newest weights; of several adapters, with the frozen model under them."""
-        return self._engine
+        return self._engine.engines[0]
 
     @property
     def engines(self) -> tuple[Engine, ...]:
         """One for each policy that is served: of several adapters, the frozen model first."""
-        return (self._engine, *self._engine.adapters)
+        return tuple(self._engine.engines)
+
+    def _trained_engines(self, engine: PolicyEngines) -> Sequence[Engine]:
+        """Return those whose weights are no longer the model's: its adapters, or its only policy."""
+        return engine.engines[1:] if self.options.adapters else engine.engines
+
+    def _write(self, policy: str, folder: Path) -> None:
+        """Write the newest adapter of a policy as peft does."""
+        select(self._model, policy if self.options.adapters else None)
+        self._model.causal.save_pretrained(folder)
 
     def update(self, rows: Sequence[Row]) -> dict[str, float]:
         """Take one optimiser step: `Learner.update`, with the metrics of `update.update`.
@@ -79,14 +117,22 @@ class TorchLearner:
         self._seen = {}
         with self._engine.still():
             threads = {"update_threads": float(use_threads(self.options.threads, self._model.shape.device.type))}
-            if not self.options.adapters:
-                metrics = self._step(None, rows)
-                self._engine.weights_changed(self._engine.version + 1)
-                return metrics | threads
-            parts = by_adapter(rows, self.options)
-            found = {adapter: self._step(adapter, own) for adapter, own in parts.items()}
-            self._engine.adapters_changed({each.model: each.version + (each.model in found) for each in self._adapters})
-        return combined(found) | threads
+            known = {each.model: each.version for each in self._trained_engines(self._engine)}
+            parts = by_adapter(rows, self.options) if self.options.adapters else {next(iter(known)): list(rows)}
+            checks = [self._check_of(policy, own) for policy, own in parts.items()]
+            found = {policy: self._step(self._adapter(policy), own) for policy, own in parts.items()}
+            self._engine.publish({policy: known[policy] + 1 for policy in found}, self._write)
+        for check in filter(None, checks):
+            check.confirm(self._engine, self.logprobs)
+        metrics = combined(found) if self.options.adapters else next(iter(found.values()))
+        return metrics | engine_gaps(parts, self._seen) | threads
+
+    def _adapter(self, policy: str) -> str | None:
+        return policy if self.options.adapters else None
+
+    def _check_of(self, policy: str, rows: Sequence[Row]) -> DeliveryCheck | None:
+        """Read some rows before an update, for the engine to be asked about them after it."""
+        return None if isinstance(self._engine, TorchEngine) else DeliveryCheck.of(policy, rows, self.logprobs)
 
     @property
     def seen(self) -> Mapping[Row, SeenTokens]:
@@ -165,8 +211,8 @@ class TorchLearner:
         """
         with self._engine.still():
             version, versions = checkpoint.restore(folder, self._model, self._all(), self._engine, self._fingerprint)
-            self._engine.weights_changed(version)
-            self._engine.adapters_changed(versions)
+            newest = versions if self.options.adapters else {self.engine.model: version}
+            self._engine.publish(newest, self._write)
 
     def close(self) -> None:
         """Stop the engine and free memory."""
@@ -190,10 +236,6 @@ class TorchLearner:
                 )
             found.setdefault(row.policy, []).append(place)
         return found
-
-    @property
-    def _adapters(self) -> tuple[AdapterEngine, ...]:
-        return self._engine.adapters
 
     def _step(self, adapter: str | None, rows: Sequence[Row]) -> dict[str, float]:
         select(self._model, adapter)

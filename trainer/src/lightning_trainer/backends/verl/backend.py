@@ -55,6 +55,7 @@ class VerlBackend:
 
         with serving(run, reporter) as site:
             run.begin()
+            run.progress.begin(run.start.step, run.steps)
             note_identity(run.folder, run.identity)
             run.progress.phase("starting verl and vLLM")
             run_verl(run.config, site, check)

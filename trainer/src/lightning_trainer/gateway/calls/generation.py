@@ -47,6 +47,8 @@ class Generation:
         choice = self._choices[index]
         choice.add(piece.token_ids, piece.logprobs)
         choice.finish_reason = piece.finish_reason
+        if piece.version not in {None, self._pending.sampled.policy_version}:
+            self._pending.sample(policy_version=piece.version)
         if any(piece.steered):
             first = len(choice.token_ids or ()) - len(piece.token_ids)
             places = self._steered.setdefault(str(index), [])

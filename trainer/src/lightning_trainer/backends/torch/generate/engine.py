@@ -19,7 +19,8 @@ from lightning_trainer.backends.torch.generate.request import Request
 from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.backends.torch.threads import available_cores
-from lightning_trainer.gateway.engine import STEERED, Sampled, Sampling
+from lightning_trainer.engines.contract import WriteWeights
+from lightning_trainer.gateway.engine import STEERED, Engine, Sampled, Sampling
 from lightning_trainer.gateway.prompt.text_stream import TextStream
 from lightning_trainer.policies import BASE
 
@@ -43,7 +44,7 @@ class TorchEngine:
 
     def __init__(self, model: LoadedModel, options: TorchOptions, *, version: int = 0) -> None:
         self._model = model
-        self._name = BASE if options.adapters else options.name or model.source.resolve().name
+        self._name = served_name(model, options)
         self.random = random.Random(options.seed)
         self.tool_format = options.tool_format
         self._version = version
@@ -127,6 +128,20 @@ class TorchEngine:
         finally:
             request.cancelled = True
 
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """One for each policy that is served; of several adapters, the frozen model first."""
+        return (self, *self.adapters)
+
+    def publish(self, versions: Mapping[str, int], write: WriteWeights | None = None) -> None:  # noqa: ARG002 - shared
+        """Take new weights, which are already in place: `PolicyEngines.publish`. Call it inside `still`."""
+        self.adapters_changed(versions)
+        self.weights_changed(versions.get(self._name, self._version))
+
+    def logprobs(self, policy: str, tokens: Sequence[int]) -> None:  # noqa: ARG002 - the protocol's
+        """Return None: the weights are the learner's own."""
+        return
+
     def counts(self) -> dict[str, int]:
         """Totals since the start: requests, prompt_tokens, of them reused_tokens, generated_tokens."""
         names = ("requests", "prompt_tokens", "reused_tokens", "generated_tokens")
@@ -146,10 +161,9 @@ class TorchEngine:
         self._version = version
 
     def adapters_changed(self, versions: Mapping[str, int]) -> None:
-        """Take new weights of the adapters named, as `weights_changed` does."""
+        """Number the new weights of the adapters named; `weights_changed` takes them."""
         for adapter in self.adapters:
             adapter.version = versions.get(adapter.model, adapter.version)
-        self.weights_changed(self._version)
 
     def close(self) -> None:
         """End the thread; requests that are not done get an error."""
@@ -182,6 +196,11 @@ class AdapterEngine:
     def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
         """Draw one answer: `Engine.generate`, with the errors of `TorchEngine.draw`."""
         return self._engine.draw(prompt, sampling, self._number)
+
+
+def served_name(model: LoadedModel, options: TorchOptions) -> str:
+    """Return the name under which the policy is served; of several adapters, the frozen model."""
+    return BASE if options.adapters else options.name or model.source.resolve().name
 
 
 def _vocabulary(model: LoadedModel) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.verl.options.algorithms import on_verl
 from lightning_trainer.backends.verl.options.grammar import as_hydra
-from lightning_trainer.backends.verl.options.needs import GIB, estimate
+from lightning_trainer.backends.verl.options.needs import GIB, checkpoint_bytes, estimate
 from lightning_trainer.backends.verl.options.overrides import Site, overrides
 from lightning_trainer.backends.verl.options.profiles import Values
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.models.shape import Shape, read_shape
+from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
 from lightning_trainer.run.data import load_tasks
 
 _FITS_GIB = (24, 48, 80, 141)  # memory of accelerators people have
@@ -106,5 +106,7 @@ def _needs(config: TrainConfig, values: Values, shape: Shape | None) -> str:
         tokens = needs.while_sampling(memory, share)
         room = "too small to learn" if needs.while_learning > 0.9 * memory else f"{tokens / 1000:.0f}k tokens of cache"
         lines.append(f"  with {memory} GiB each: {room if tokens else 'too small to sample'}")
-    lines.append(f"  on disk, each checkpoint: {shape.parameters * 14 / GIB:.1f} GiB")
+    adapters = (lora_parameters(Path(config.model), config.lora_rank) or 0) if config.lora_rank else 0
+    saved = checkpoint_bytes(shape, adapters=adapters, critic=on_verl(config).critic)
+    lines.append(f"  on disk, each checkpoint: {saved / GIB:.1f} GiB")
     return "\n".join([*lines, ""])

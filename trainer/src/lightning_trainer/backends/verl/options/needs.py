@@ -57,6 +57,19 @@ def tensor_parallel(shape: Shape | None, gpus: int) -> int:
     return parts
 
 
+def checkpoint_bytes(shape: Shape, *, adapters: int, critic: bool) -> int:
+    """Return the bytes of a checkpoint as verl writes it, all of it in float32: weights, moments, and the model folder.
+
+    Args:
+        shape: of the model.
+        adapters: weights of the LoRA adapters; 0: all weights are trained.
+        critic: whether a critic is kept, too: its weights and moments, without a model folder.
+    """
+    trained = adapters or shape.parameters
+    actor = 4 * (shape.parameters + adapters) + 8 * trained + 4 * shape.parameters
+    return actor + (12 * shape.parameters if critic else 0)
+
+
 def estimate(
     shape: Shape, *, accelerators: int, tensor_parallel: int, tokens: int, lora: bool, reference: bool, critic: bool
 ) -> Requirements:

@@ -95,9 +95,8 @@ def check(config: TrainConfig) -> None:
         " torch.": config.alone != "skip",
         "verl's loss takes one advantage a token, and none of its workers reads a prompt with more in it than was"
         " asked: teacher = self is of backend = torch. Leave teacher out.": config.teacher is not None,
-        "verl trains one policy for all agents. Leave policies out, or train on backend = torch.": bool(
-            config.policies
-        ),
+        "verl trains one policy for all agents. Leave policies out, or train an adapter for each agent with"
+        " --backend torch --engine vllm.": bool(config.policies),
         f"verl weighs no {config.loss_aggregation}. Use one of: {', '.join(AGGREGATIONS)}.": config.loss_aggregation
         not in AGGREGATIONS,
         "verl takes the divergence off the reward only with a critic. Set kl_in = loss, or algorithm = ppo.": (
@@ -125,6 +124,11 @@ def check(config: TrainConfig) -> None:
         ),
         "backend_options are of the torch backend. With verl, put its own options into the table verl.": bool(
             config.backend_options
+        ),
+        "engine, engine_python, engine_url, engine_gpus and engine_options are of the torch backend: verl always"
+        " samples with vLLM. Leave them out.": (
+            (config.engine, config.engine_python, config.engine_url, config.engine_gpus) != (None,) * 4
+            or bool(config.engine_options)
         ),
         "until stops a run early; verl's trainer runs a number of steps. Leave until out, and set steps.": (
             config.until is not None

@@ -1,0 +1,1 @@
+"""Stands in for vLLM where only its public interface is used: the same command, paths and fields."""

@@ -1,0 +1,146 @@
+"""A server with the interface of vLLM's: token ids in and out, adapters that are loaded and unloaded while it runs.
+
+It notes what it is asked in the file SCRIPTED_LOG. SCRIPTED_FAULT makes it fail: `frozen` accepts adapters and does not
+use them after each one's first version, `crash` ends it once, while it answers, and `start` ends it before it answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import torch
+import uvicorn
+from peft import PeftModel
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FAULT = os.environ.get("SCRIPTED_FAULT", "")
+LOG = Path(os.environ["SCRIPTED_LOG"])
+CRASH_AT = 20  # answers after which it ends
+
+
+class Server:
+    def __init__(self, options):
+        torch.set_num_threads(1)
+        self.base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(options.model)
+        self.options = options
+        self.model, self.adapters, self.answers = None, {}, 0
+        self.lock = threading.Lock()
+
+    def note(self, **event):
+        with LOG.open("a") as file:
+            file.write(json.dumps({"pid": os.getpid(), **event}) + "\n")
+
+    async def load(self, request):
+        body = await request.json()
+        name, path = body["lora_name"], body["lora_path"]
+        rank = json.loads(Path(path, "adapter_config.json").read_text())["r"]
+        if rank > self.options.max_lora_rank:
+            message = f"LoRA rank {rank} is greater than max_lora_rank {self.options.max_lora_rank}."
+            return JSONResponse({"error": {"message": message}}, 500)
+        with self.lock:
+            inner = f"a{len(self.adapters)}"
+            first = next((used for known, (_, used) in self.adapters.items() if policy(known) == policy(name)), None)
+            if FAULT == "frozen" and first is not None:
+                inner = first
+            elif self.model is None:
+                self.model = PeftModel.from_pretrained(self.base, path, adapter_name=inner).eval()
+            else:
+                self.model.load_adapter(path, adapter_name=inner)
+            self.adapters[name] = (path, inner)
+        self.note(load=name)
+        return PlainTextResponse("Success")
+
+    async def unload(self, request):
+        name = (await request.json())["lora_name"]
+        self.note(unload=name)
+        with self.lock:
+            self.adapters[f"unloaded {len(self.adapters)} {name}"] = self.adapters.pop(name)
+        return PlainTextResponse("Success")
+
+    async def models(self, request):
+        length, base = self.options.max_model_len, self.options.served_model_name
+        cards = [{"id": base, "owned_by": "vllm", "max_model_len": length, "root": self.options.model}]
+        cards += [{"id": name, "parent": base, "root": path} for name, (path, _) in self.adapters.items()]
+        return JSONResponse({"object": "list", "data": cards})
+
+    def logits(self, name, ids):
+        with self.lock, torch.no_grad():
+            tokens = torch.tensor([ids])
+            if self.model is None:
+                return self.base(tokens).logits[0]
+            if name == self.options.served_model_name:
+                with self.model.disable_adapter():
+                    return self.model(tokens).logits[0]
+            self.model.set_adapter(self.adapters[name][1])
+            return self.model(tokens).logits[0]
+
+    async def complete(self, request):
+        body = await request.json()
+        if request.headers.get("authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
+            return JSONResponse({"error": {"message": "no key"}}, 401)
+        if body["model"] != self.options.served_model_name and body["model"] not in self.adapters:
+            return JSONResponse({"error": {"message": f"The model {body['model']} does not exist."}}, 404)
+        if "prompt_logprobs" in body:
+            ids = body["prompt"]
+            found = torch.log_softmax(self.logits(body["model"], ids), -1)
+            told = [{str(token): {"logprob": float(found[at, token])}} for at, token in enumerate(ids[1:])]
+            return JSONResponse({"choices": [{"index": 0, "text": "", "prompt_logprobs": [None, *told]}]})
+        self.note(answer=body["model"])
+        return StreamingResponse(self.sample(body), media_type="text/event-stream")
+
+    async def sample(self, body):
+        self.answers += 1
+        marker = LOG.with_suffix(".crashed")
+        ids, random = list(body["prompt"]), torch.Generator().manual_seed(body["seed"])
+        for number in range(body["max_tokens"]):
+            scores = torch.log_softmax(self.logits(body["model"], ids)[-1] / body["temperature"], -1)
+            token = int(torch.multinomial(scores.exp(), 1, generator=random))
+            ids.append(token)
+            ended = token == self.tokenizer.eos_token_id
+            reason = "stop" if ended else "length" if number + 1 == body["max_tokens"] else None
+            text = "" if ended else self.tokenizer.decode([token])
+            chosen = {"token_logprobs": [float(scores[token])], "tokens": [text]}
+            choice = {"index": 0, "text": text, "token_ids": [token], "logprobs": chosen, "finish_reason": reason}
+            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+            if FAULT == "crash" and self.answers > CRASH_AT and not marker.exists():
+                marker.touch()
+                print("RuntimeError: CUDA error: an illegal memory access", file=sys.stderr, flush=True)
+                os._exit(1)
+            if reason:
+                break
+        yield "data: [DONE]\n\n"
+
+
+def policy(name):
+    return name.split(" ")[-1].partition("@")[0]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name in ("host", "model", "served-model-name"):
+        parser.add_argument(f"--{name}")
+    for name in ("port", "max-model-len", "max-lora-rank", "max-loras"):
+        parser.add_argument(f"--{name}", type=int)
+    options, others = parser.parse_known_args()
+    if FAULT == "start":
+        print("ValueError: the model has no config.json\nRuntimeError: Engine core initialization failed. See above.")
+        sys.exit(1)
+    server = Server(options)
+    server.note(start=[*others, "--max-loras", str(options.max_loras), "--max-lora-rank", str(options.max_lora_rank)])
+    paths = {"load_lora_adapter": server.load, "unload_lora_adapter": server.unload, "completions": server.complete}
+    routes = [Route(f"/v1/{path}", called, methods=["POST"]) for path, called in paths.items()]
+    routes += [Route("/v1/models", server.models), Route("/health", lambda request: PlainTextResponse("ok"))]
+    uvicorn.run(Starlette(routes=routes), host=options.host, port=options.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""vLLM's CPU build as the engine of whole runs, and of many updates in a row."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("vllm")
+psutil = pytest.importorskip("psutil")
+
+import torch
+from test_train_policies import config, folder, lines  # noqa: F401 - a fixture among them
+from tiny import make_tiny_model
+
+from lightning_trainer import train
+from lightning_trainer.backends.torch.learner import TorchLearner
+from lightning_trainer.backends.torch.sampler import engine_of
+from lightning_trainer.report.progress import Silent
+
+pytestmark = pytest.mark.timeout(3000)
+NAMES = ("writer", "rewriter")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", head_dim=32, max_position_embeddings=2048)
+
+
+def servers():
+    """Processes of vLLM's server."""
+    return [
+        each for each in psutil.Process().children(recursive=True) if "vllm.entrypoints" in " ".join(each.cmdline()[:4])
+    ]
+
+
+class EndsVllm(Silent):
+    """Kills vLLM's server after the first step."""
+
+    def __init__(self):
+        self.killed = 0
+
+    def step(self, step, metrics):
+        if step == 0:
+            for each in servers():
+                os.kill(each.pid, signal.SIGKILL)
+                self.killed += 1
+
+
+def test_two_adapters_learn_although_vllm_is_killed(model, folder):  # noqa: F811
+    progress = EndsVllm()
+    options = {"engine": "vllm", "steps": 3, "max_model_len": 512, "timeout_s": 900, "max_attempts": 4}
+    train(config(model, dtype="float32", **options), progress)
+    assert progress.killed
+    steps = lines(folder / "out")
+    assert [line["step"] for line in steps] == [0, 1, 2]
+    assert [line["failed"] for line in steps] == [0, 0, 0]
+    for line in steps:
+        for name in NAMES:
+            assert line[f"engine_gap/{name}"] < 2e-3
+            assert line[f"engine_correlation/{name}"] > 0.999
+    assert not servers()
+
+
+def test_adapters_loaded_stay_constant_over_many_updates_and_none_is_stale(model, folder):  # noqa: F811
+    """The same prompt is asked after each update, whose beginning vLLM has cached under the versions before."""
+    chosen = config(model, engine="vllm", dtype="float32", max_model_len=512)
+    learner = TorchLearner(model, sampler=engine_of(chosen), adapters=NAMES, lora_rank=4, dtype="float32")
+    try:
+        engine, tokens = learner._engine, list(range(3, 203))
+        adapters = [each for each in learner.engines if each.model in NAMES]
+        causal, seen = learner._model.causal, []
+        for number in range(1, 13):
+            for name, parameter in causal.named_parameters():
+                if "lora_B" in name:
+                    parameter.data.normal_(0.0, 0.3)
+            engine.publish(dict.fromkeys(NAMES, number), learner._write)
+            for adapter in adapters:
+                causal.set_adapter(adapter.model)
+                with torch.no_grad():
+                    scores = torch.log_softmax(causal(torch.tensor([tokens])).logits[0, -1], -1)
+                token, logprob = sampled(adapter, tokens)
+                assert logprob == pytest.approx(float(scores[token]), abs=2e-3)
+                seen.append(logprob)
+        assert len(set(seen)) == 24
+        engine._unloader.submit(lambda: None).result()
+        assert sorted(name.partition(".")[0] for name in loaded(engine)) == ["rewriter@12", "writer@12"]
+    finally:
+        learner.close()
+
+
+def sampled(engine, tokens):
+    """Sample one token as the gateway does."""
+    import asyncio
+
+    from lightning_trainer.gateway.engine import Sampling
+
+    async def first():
+        try:
+            async for piece in engine.generate(tokens, Sampling(max_tokens=1, seed=7)):
+                if piece.token_ids:
+                    return piece.token_ids[0], piece.logprobs[0]
+        finally:
+            await engine.disconnect()
+
+    return asyncio.run(first())
+
+
+def loaded(engine):
+    import httpx
+
+    headers = {"authorization": f"Bearer {engine.servers.key}"}
+    cards = httpx.get(f"{engine.servers.urls[0]}/models", headers=headers, timeout=60).json()["data"]
+    return [card["id"] for card in cards if card.get("parent")]

@@ -1,0 +1,189 @@
+"""Whole runs with vLLM as the engine: a server with its interface in a process of its own, adapters by version."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lightning_spans.errors import ConfigError, LightningError
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from test_train_policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
+
+from lightning_trainer import train
+from lightning_trainer.backends.torch.sampler import engine_name
+from lightning_trainer.engines.vllm import process
+from lightning_trainer.engines.vllm.process import VllmProcess, environment_of, last_error
+
+SCRIPTED = Path(__file__).with_name("scripted")
+
+
+@pytest.fixture
+def scripted(tmp_path, monkeypatch):
+    """What the server was asked, in order."""
+    log = tmp_path / "scripted.jsonl"
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTED))
+    monkeypatch.setenv("SCRIPTED_LOG", str(log))
+    return lambda: [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def most_loaded(events):
+    now, most = set(), 0
+    for event in events:
+        now = set() if "start" in event else (now | {event.get("load")}) - {None, event.get("unload")}
+        most = max(most, len(now))
+    return most
+
+
+def test_two_adapters_learn_from_what_vllm_samples_and_none_is_left_loaded(tiny_model, folder, scripted):  # noqa: F811
+    train(config(tiny_model, engine="vllm", steps=4))
+    events, metrics = scripted(), lines(folder / "out")
+    begun = next(event["start"] for event in events if "start" in event)
+    assert begun[begun.index("--max-loras") + 1] == "4", "of each policy the newest and the one to come"
+    assert begun[begun.index("--max-lora-rank") + 1] == "8"
+    assert most_loaded(events) <= 4
+    for step, line in enumerate(metrics):
+        for name in ("writer", "rewriter"):
+            assert line[f"engine_gap/{name}"] < 1e-3
+            assert line[f"engine_correlation/{name}"] > 0.999
+            assert line[f"policy_version/{name}"] == step + 1
+    versions = {(call.policy, call.policy_version) for call in calls(folder / "out")}
+    assert versions == {("base", 0), *((name, step) for name in ("writer", "rewriter") for step in range(4))}
+    assert {event["answer"].partition(".")[0] for event in events if "answer" in event} == {
+        "base",
+        *(f"{name}@{step}" for name in ("writer", "rewriter") for step in range(4)),
+    }
+
+
+def test_a_vllm_that_crashes_is_started_again_with_the_newest_adapters(tiny_model, folder, scripted, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("SCRIPTED_FAULT", "crash")
+    train(config(tiny_model, engine="vllm", steps=3, max_attempts=4))
+    events, metrics = scripted(), lines(folder / "out")
+    lives = list(dict.fromkeys(event["pid"] for event in events))
+    assert len(lives) == 2
+    second = [event for event in events if event["pid"] == lives[1]]
+    newest = [event["load"].partition(".")[0] for event in second[1:3]]
+    assert newest == ["writer@1", "rewriter@1"]
+    assert [line["step"] for line in metrics] == [0, 1, 2]
+    assert [line["policy_version/writer"] for line in metrics] == [1, 2, 3]
+    assert all(line["failed"] == 0 for line in metrics)
+    trained = [line["calls_trained"] for line in metrics]
+    assert trained == [12, 12, 12], "each call is trained once"
+
+
+def test_an_adapter_that_is_accepted_and_not_used_ends_the_run_at_its_first_step(
+    tiny_model,
+    folder,  # noqa: F811
+    scripted,
+    monkeypatch,
+):
+    monkeypatch.setenv("SCRIPTED_FAULT", "frozen")
+    with pytest.raises(LightningError, match=r"does not sample from the new weights of writer \(agent writer\)"):
+        train(config(tiny_model, engine="vllm", steps=3))
+    assert not any("writer@1" in event.get("answer", "") for event in scripted())
+
+
+def test_a_vllm_that_does_not_start_is_reported_with_its_own_error(tiny_model, folder, scripted, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("SCRIPTED_FAULT", "start")
+    with pytest.raises(LightningError, match=r"vLLM did not start: ValueError: the model has no config\.json"):
+        train(config(tiny_model, engine="vllm"))
+
+
+def test_vllm_ends_with_a_trainer_that_is_killed(tmp_path):
+    fifo = tmp_path / "held"  # the server holds its writing end for as long as it lives
+    os.mkfifo(fifo)
+    server = f"import time; held = open({str(fifo)!r}, 'w'); time.sleep(600)"
+    program = (
+        "import os, sys; from pathlib import Path\n"
+        "from lightning_trainer.engines.vllm.process import VllmProcess\n"
+        f"VllmProcess([sys.executable, '-c', {server!r}], os.environ, Path({str(tmp_path / 'log')!r})).start()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as trainer, fifo.open() as held:
+        trainer.kill()
+        assert held.read() == ""
+
+
+def test_options_that_contradict_each_other_are_refused(tiny_model, folder, tmp_path):  # noqa: F811
+    for options, words in (
+        ({"engine": "nosuch"}, "unknown engine 'nosuch'. Use one of: embedded, vllm"),
+        ({"engine": "vllm", "policies": {}, "lora_rank": 0}, "serves LoRA adapters"),
+        ({"engine": "vllm", "lora_rank": 600}, "rank 512 at most"),
+        ({"engine": "embedded", "engine_gpus": "1"}, "are of engine = vllm"),
+        ({"engine": "vllm"}, "vLLM is not installed here"),
+        ({"engine_python": str(tmp_path / "none")}, "does not run"),
+        ({"engine": "vllm", "engine_url": "http://elsewhere:8000/v1"}, "Name it: engine_options = {folder"),
+        ({"engine_url": "http://127.0.0.1:9/v1", "engine_gpus": "1"}, "engine_python and engine_gpus have no effect"),
+    ):
+        with pytest.raises(ConfigError, match=words.replace("{", r"\{")):
+            train(config(tiny_model, **options))
+
+
+def test_vllm_is_the_default_for_adapters_on_cuda_alone(tiny_model, monkeypatch):
+    monkeypatch.setattr("lightning_trainer.backends.torch.sampler.is_installed", lambda: True)
+    cuda = "lightning_trainer.backends.torch.sampler._has_cuda"
+    monkeypatch.setattr(cuda, lambda device: True)
+    assert engine_name(config(tiny_model)) == "vllm"
+    assert engine_name(config(tiny_model, policies={}, lora_rank=0)) == "embedded"
+    assert engine_name(config(tiny_model, device="cpu")) == "embedded"
+    assert engine_name(config(tiny_model, engine="embedded")) == "embedded"
+    monkeypatch.setattr(cuda, lambda device: False)
+    assert engine_name(config(tiny_model)) == "embedded"
+
+
+def test_the_last_error_is_the_one_that_says_why(tmp_path):
+    log = tmp_path / "log"
+    log.write_text(
+        "INFO 11-26 10:00:00 [api.py:1] starting\n"
+        "(EngineCore pid=7) ERROR 11-26 10:00:01 [core.py:9] ModuleNotFoundError: No module named 'flashinfer'\n"
+        "(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert last_error(log) == "ModuleNotFoundError: No module named 'flashinfer'"
+    log.write_text("Killed\n")
+    assert last_error(log) == "Killed"
+    assert last_error(tmp_path / "none") == "it said nothing"
+
+
+def test_a_missing_flashinfer_is_told_to_vllm():
+    without = process.Environment(vllm=True, flashinfer=False, version="0.24.0")
+    found = environment_of({}, without, gpus="1", cpu_cache=2)
+    assert (found["VLLM_USE_FLASHINFER_SAMPLER"], found["CUDA_VISIBLE_DEVICES"]) == ("0", "1")
+    with_it = process.Environment(vllm=True, flashinfer=True, version="0.24.0")
+    assert "VLLM_USE_FLASHINFER_SAMPLER" not in environment_of({}, with_it, gpus=None, cpu_cache=2)
+    given = {"VLLM_USE_FLASHINFER_SAMPLER": "1"}
+    assert environment_of(given, without, gpus=None, cpu_cache=2)["VLLM_USE_FLASHINFER_SAMPLER"] == "1"
+
+
+def end_again_and_again(ours):
+    while url := ours.wait():
+        with contextlib.suppress(httpx.TransportError):
+            httpx.get(f"{url}/../end")
+
+
+def test_a_server_that_keeps_ending_is_given_up_with_its_last_error(tmp_path):
+    server = """
+import http.server, sys
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/end":
+            print("OSError: the disk is full", flush=True)
+            import os; os._exit(1)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[-1])), Answers).serve_forever()
+"""
+    ours = VllmProcess([sys.executable, "-c", server], os.environ, tmp_path / "log")
+    ours.start()
+    try:
+        with pytest.raises(LightningError, match="vLLM ended 4 times in a row: OSError: the disk is full"):
+            end_again_and_again(ours)
+    finally:
+        ours.stop()

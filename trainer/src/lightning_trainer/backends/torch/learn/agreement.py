@@ -1,0 +1,86 @@
+"""Whether engine and learner agree: after each update on some of its rows, and in each step on all sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_trainer.engines.contract import EngineError, PolicyEngines
+from lightning_trainer.report.learned_tokens import SeenTokens
+from lightning_trainer.rl.delivery import correlation, delivery
+from lightning_trainer.rl.rows import Row
+
+_TOKENS: Final = 256  # that are enough to tell an update from rounding
+_ROWS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryCheck:
+    """What the learner said of some rows before an update.
+
+    Attributes:
+        policy: whose rows they are.
+        rows: at temperature 1, as the engine is asked.
+        before: for each (K,) log-probabilities of its trained tokens.
+    """
+
+    policy: str
+    rows: tuple[Row, ...]
+    before: tuple[NDArray[Any], ...]
+
+    @classmethod
+    def of(
+        cls, policy: str, rows: Sequence[Row], read: Callable[[Sequence[Row]], Sequence[NDArray[Any]]]
+    ) -> DeliveryCheck:
+        """Read the shortest rows of a policy that have enough tokens together."""
+        chosen: list[Row] = []
+        for row in sorted((row for row in rows if row.mask.any()), key=lambda row: len(row.tokens))[:_ROWS]:
+            chosen.append(replace(row, temperature=1.0))
+            if sum(int(each.mask.sum()) for each in chosen) >= _TOKENS:
+                break
+        return cls(policy, tuple(chosen), tuple(read(chosen)))
+
+    def confirm(self, engine: PolicyEngines, read: Callable[[Sequence[Row]], Sequence[NDArray[Any]]]) -> None:
+        """Compare the engine with the learner after the update.
+
+        Raises:
+            EngineError: the engine samples from the weights before the update; names the policy and its agents.
+        """
+        if not self.rows:
+            return
+        told = []
+        for row in self.rows:
+            logprobs = engine.logprobs(self.policy, [int(token) for token in row.tokens])
+            if logprobs is None:
+                return
+            told.append(np.asarray(logprobs, np.float64)[row.mask[1:]])
+        found = delivery(np.concatenate(self.before), np.concatenate(read(self.rows)), np.concatenate(told))
+        if found.missing:
+            agents = ", ".join(sorted({row.agent for row in self.rows}))
+            raise EngineError(
+                f"the engine does not sample from the new weights of {self.policy} (agent {agents}). It accepted the"
+                f" adapter, but its log-probabilities show {found.share:.2f} of the update (standard error"
+                f" {found.error:.2g}) instead of 1. Try another version of the engine, or --engine embedded."
+            )
+
+
+def engine_gaps(parts: Mapping[str, Sequence[Row]], seen: Mapping[Row, SeenTokens]) -> dict[str, float]:
+    """Compare what engine and learner said of the sampled tokens of each policy.
+
+    Returns:
+        ``engine_gap/POLICY`` (mean absolute difference in nats a token) and ``engine_correlation/POLICY``.
+    """
+    found: dict[str, float] = {}
+    for policy, rows in parts.items():
+        known = [row for row in rows if row in seen]
+        if not known:
+            continue
+        recorded_K = np.concatenate([row.logprobs[row.mask] for row in known]).astype(np.float64)
+        gap_K = np.concatenate([seen[row].gap for row in known]).astype(np.float64)
+        found[f"engine_gap/{policy}"] = float(np.abs(gap_K).mean())
+        found[f"engine_correlation/{policy}"] = correlation(recorded_K, recorded_K + gap_K)
+    return found

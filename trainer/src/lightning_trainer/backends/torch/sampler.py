@@ -1,0 +1,98 @@
+"""Which engine samples for the torch backend, and the one named ``embedded``, which shares the learner's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer import models, registry
+from lightning_trainer.backends.torch.needs import weights_of
+from lightning_trainer.engines.contract import EngineKind, EngineRequest, HeldModel
+from lightning_trainer.engines.vllm.kind import is_installed
+from lightning_trainer.engines.vllm.memory import learner_memory
+from lightning_trainer.policies import parse
+
+if TYPE_CHECKING:
+    from lightning_trainer.backends.torch.generate.engine import TorchEngine
+    from lightning_trainer.config.train import TrainConfig
+
+EMBEDDED = "embedded"
+
+
+class EmbeddedKind:
+    """The engine in the learner's process: `EngineKind`."""
+
+    def check(self, request: EngineRequest) -> None:
+        """Refuse options of engines elsewhere.
+
+        Raises:
+            ConfigError: names them.
+        """
+        if request.python or request.urls or request.gpus or request.options:
+            raise ConfigError(
+                "engine_python, engine_url, engine_gpus and engine_options are of engine = vllm. Set it, or leave them"
+                " out."
+            )
+
+    def plan(self, request: EngineRequest) -> Sequence[str]:  # noqa: ARG002 - the protocol's
+        """Say nothing: what it takes is measured."""
+        return []
+
+    def open(self, request: EngineRequest, held: HeldModel) -> TorchEngine:  # noqa: ARG002 - the protocol's
+        """Start it: `EngineKind.open`."""
+        from lightning_trainer.backends.torch.generate.engine import TorchEngine
+
+        return TorchEngine(held.loaded, held.options)
+
+
+def engine_name(config: TrainConfig) -> str:
+    """Return the engine that a run uses: the one chosen, else vLLM where it can be, else the embedded one."""
+    if config.engine is not None:
+        return config.engine
+    elsewhere = config.engine_python or config.engine_url
+    if elsewhere or (config.lora_rank and config.device != "cpu" and is_installed() and _has_cuda(config.device)):
+        return "vllm"
+    return EMBEDDED
+
+
+def engine_of(config: TrainConfig) -> tuple[EngineKind, EngineRequest]:
+    """Return the engine of a run, and what it is to serve.
+
+    Raises:
+        ConfigError: there is no engine of this name, or no such model.
+    """
+    kind: EngineKind = registry.by_name("engine", engine_name(config))
+    folder = models.look(config.model).folder
+    request = EngineRequest(
+        model=folder or models.resolve(config.model),
+        policies=parse(config.policies).adapters if config.policies else (),
+        lora_rank=config.lora_rank,
+        staleness=config.staleness,
+        slots=int(config.backend_options.get("slots", 64)),
+        max_model_len=config.max_model_len,
+        dtype=config.dtype,
+        device=config.device,
+        seed=config.seed,
+        tool_format=config.tool_format,
+        python=config.engine_python,
+        urls=tuple(url.strip().rstrip("/") for url in (config.engine_url or "").split(",") if url.strip()),
+        gpus=config.engine_gpus,
+        learner_bytes=_learner_bytes(config),
+        options=config.engine_options,
+    )
+    return kind, request
+
+
+def _learner_bytes(config: TrainConfig) -> int:
+    weights = weights_of(config)
+    if weights is None or weights.shape is None:
+        return 0
+    tokens = int(config.backend_options.get("micro_batch_tokens", 2048))
+    return learner_memory(weights.shape, width=weights.width, trained=weights.trained, tokens=tokens)
+
+
+def _has_cuda(device: str) -> bool:
+    import torch
+
+    return device in ("auto", "cuda") and torch.cuda.is_available()

