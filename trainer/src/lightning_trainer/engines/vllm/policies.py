@@ -66,6 +66,10 @@ class Servers(Protocol):
         """Say that a request to them failed."""
         ...
 
+    def settled(self) -> None:
+        """Say that they took new weights, so that earlier crashes no longer count."""
+        ...
+
     def check(self) -> None:
         """Raise what has ended them for good.
 
@@ -201,6 +205,7 @@ class VllmPolicies:
                 self._unloader.submit(self._unload, old)
 
             policy.names.switch(served, version, unused)
+        self.servers.settled()
 
     def logprobs(self, policy: str, tokens: Sequence[int]) -> list[float]:
         """Ask what the newest weights say of tokens: `PolicyEngines.logprobs`.
