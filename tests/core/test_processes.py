@@ -91,7 +91,7 @@ def test_child_environment_leads_a_trained_agent_to_the_gateway_and_no_other() -
     assert led["OPENAI_BASE_URL"] == "http://gate/v1"
     assert led["ANTHROPIC_BASE_URL"] == "http://gate"
     assert led["OPENAI_API_KEY"] == led["ANTHROPIC_API_KEY"] == led["CODEX_API_KEY"] == "k"
-    assert led["ANTHROPIC_CUSTOM_HEADERS"] == "x-lightning-agent: coder"
+    assert led["ANTHROPIC_CUSTOM_HEADERS"] == led["OPENAI_CUSTOM_HEADERS"] == "x-lightning-agent: coder"
 
 
 def test_what_an_outer_attempt_set_does_not_reach_an_inner_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,5 +62,6 @@ def gateway_variables(attempt: Attempt, agent: str | None = None) -> dict[str, s
     values["ANTHROPIC_BASE_URL"] = attempt.endpoint
     values["ANTHROPIC_AUTH_TOKEN"] = ""  # it would go before the key
     if agent is not None:
-        values["ANTHROPIC_CUSTOM_HEADERS"] = f"x-lightning-agent: {quote(agent, safe='')}"
+        header = f"x-lightning-agent: {quote(agent, safe='')}"
+        values["ANTHROPIC_CUSTOM_HEADERS"] = values["OPENAI_CUSTOM_HEADERS"] = header  # so that the gateway knows it
     return values
