@@ -107,6 +107,13 @@ def test_an_untrained_agent_that_fails_is_no_part_of_the_headline():
     assert summarise([*drawn(1.0), sample(1, 0, 0.0, rewards={"worker": 0.0})], counting).tasks == 1
 
 
+def test_the_most_frequent_short_answer_of_each_agent_is_told_with_its_share():
+    spoke = {"usage": {"router": Usage(calls=1), "writer": Usage(calls=1)}}
+    drawn = [sample(n, 0, 1.0, answers={"router": {"technical": 1}, "writer": {}}, **spoke) for n in range(39)]
+    found = summarise([*drawn, sample(39, 0, 0.0, answers={"router": {"sales": 1}}, **spoke)], Counting())
+    assert found.to_json()["most_frequent"] == {"router": ["technical", 0.975]}
+
+
 @given(st.permutations(range(6)))
 def test_the_order_of_the_samples_does_not_matter(order):
     drawn = [sample(n // 2, n % 2, float(n)) for n in range(6)]

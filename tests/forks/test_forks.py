@@ -25,11 +25,11 @@ from lightning_spans.testing.plugins.script import Reply
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.cli import cli
 from lightning_trainer.forks import ForkResult, plan, recorded, result
-from lightning_trainer.forks.results import said
 from lightning_trainer.gateway.replay.sessions import summary
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.rl.told import answer_text
 from lightning_trainer.run.local import Local, serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
@@ -445,10 +445,10 @@ CALLED = {"name": "look", "arguments": '{"at": 1}'}
     ids=["chat completions", "parts", "Responses"],
 )
 def test_an_answer_is_told_as_people_read_it(message: dict[str, Any]) -> None:
-    assert said(message) == 'Yes.\nlook({"at": 1})'
+    assert answer_text(message) == 'Yes.\nlook({"at": 1})'
 
 
 def test_an_answer_in_blocks_is_told_as_people_read_it() -> None:
     blocks = [{"type": "text", "text": "Yes."}, {"type": "tool_use", "name": "look", "input": {"at": 1}}]
-    assert said({"content": blocks}) == 'Yes.\nlook({"at": 1})'
-    assert said({"content": None}) == ""
+    assert answer_text({"content": blocks}) == 'Yes.\nlook({"at": 1})'
+    assert answer_text({"content": None}) == ""

@@ -58,6 +58,7 @@ def falling_to(end: float, start: float = 1.2) -> Callable[[float], float]:
     ("lines", "name", "words"),
     [
         (history(entropy=falling_to(0.01), reward=stuck), "entropy_collapsed", "has fallen from 0.9"),
+        (history(answers_alike__router=rising, reward=rising), "answers_alike/router", "router gives one answer to 8"),
         (
             history(entropy=[1.0], entropy__writer=falling_to(0.01), entropy__rewriter=[1.0], reward=stuck),
             "entropy_collapsed/writer",
@@ -112,6 +113,8 @@ def test_what_goes_wrong_is_said_in_a_sentence(lines: list[dict[str, Any]], name
         pytest.param(history(calls_unread__other=[0.03]), id="what a model says that has not learned the form yet"),
         pytest.param(history(failed=[3, 0, 5], rollouts=[64], reward=stuck), id="some rollouts always fail"),
         pytest.param(history(entropy=[math.nan], reward=stuck), id="what is no number is left out"),
+        pytest.param(history(answers_alike__router=[0.9, 0.95]), id="one answer from the start"),
+        pytest.param(history(answers_alike__router=[0.4, 0.9, 0.5]), id="prompts of one class in a step"),
     ],
 )
 def test_healthy_runs_are_left_in_peace(lines: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def run(task):
     return {"router": float(reply.choices[0].message.content == task["a"]), "worker": 0.0}
 '''
 KINDS = ("technical", "billing")
-Answer = Callable[[int, int, int], str]  # (ticket, updates taken, calls so far) -> the router's answer
+Answer = Callable[[int, int, int], str]  # (ticket, updates, times asked since the last one) -> the answer
 
 
 class Routing(Remembering):
@@ -42,12 +43,15 @@ class Routing(Remembering):
 
     def __init__(self, config: TrainConfig, answer: Answer) -> None:
         super().__init__(config)
-        self.engine = FakeEngine(
-            lambda prompt: answer(
-                int(prompt.rpartition("ticket ")[2].split()[0]), len(self.given), len(self.engine.prompts)
-            )
-        )
+        self.engine = FakeEngine(self.reply)
         self.engines = (self.engine,)
+        self.script = answer
+        self.asked: Counter[tuple[int, int]] = Counter()
+
+    def reply(self, prompt: str) -> str:
+        ticket, updates = int(prompt.rpartition("ticket ")[2].split()[0]), len(self.given)
+        self.asked[ticket, updates] += 1
+        return self.script(ticket, updates, self.asked[ticket, updates])
 
 
 Train = Callable[..., dict[str, Any]]
@@ -86,9 +90,9 @@ def right(ticket: int) -> str:
 
 
 def test_the_last_line_is_about_the_agents_that_were_trained(train: Train) -> None:
-    def answer(ticket: int, updates: int, count: int) -> str:
-        """Answer half of the tickets before, all after, and in training each ticket in one of two ways."""
-        return right(ticket) if updates or (ticket < 4 if count <= 8 else count % 2) else "none"
+    def answer(ticket: int, updates: int, times: int) -> str:
+        """Answer half of the tickets before, all after, and in training each ticket in two ways."""
+        return right(ticket) if updates or (ticket < 4 if times == 1 else times % 2) else "none"
 
     told = train(answer, "--steps", "1")
     assert (told["reward_before"], told["reward_after"]) == (0.5, 1.0)
@@ -96,5 +100,21 @@ def test_the_last_line_is_about_the_agents_that_were_trained(train: Train) -> No
     assert told["difference_low"] < 0.5 < told["difference_high"]
     assert told["by_agent"]["router"]["difference"] == 0.5
     assert (told["by_agent"]["worker"]["difference"], told["by_agent"]["worker"]["n"]) == (0.0, 8)
-    assert "difference: +0.500 (" in told["stderr"]
     assert "difference of worker: +0.000 (" in told["stderr"]
+    assert "The held-out reward rose from 0.500 to 1.000: difference +0.500 (" in told["stderr"]
+
+
+def test_a_router_that_collapses_raises_an_alarm_and_the_best_checkpoint_stays(train: Train, tmp_path: Path) -> None:
+    def answer(ticket: int, updates: int, times: int) -> str:
+        """Be right on 4 of 8 held-out tickets, then on all, then say `technical` to all: right on 4 of 8 again."""
+        if updates == 2:
+            return "technical"
+        return right(ticket) if (updates or ticket < 4 if times == 1 else times % 2) else "none"
+
+    told = train(answer, "--steps", "2", "--val-every", "1", "--keep", "1")
+    assert (told["reward_before"], told["reward_after"], told["best_step"]) == (0.5, 0.5, 1)
+    assert [alarm["name"] for alarm in told["alarms"]] == ["answers_alike/router"]
+    assert "router gives the answer 'technical' to 100% of the different prompts" in told["alarms"][0]["text"]
+    assert told["checkpoint_best"] == "out/checkpoint-best"
+    steps = {name: (tmp_path / "out" / name).resolve().name for name in ("checkpoint", "checkpoint-best")}
+    assert steps == {"checkpoint": "step-000002", "checkpoint-best": "step-000001"}

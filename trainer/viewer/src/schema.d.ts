@@ -942,6 +942,9 @@ export interface components {
         /**
          * RunPage
          * @description A run: its options, the numbers of its steps, its alarms, and what its store holds.
+         *
+         *     `result` says in a sentence what came of the held-out reward; None before there are two validations. `most_frequent`
+         *     has, by agent, the most frequent short answer of the newest step or validation, and its share.
          */
         RunPage: {
             /** Name */
@@ -966,6 +969,15 @@ export interface components {
             steps: components["schemas"]["StepRow"][];
             /** Loose */
             loose: boolean;
+            /** Result */
+            result: string | null;
+            /** Most Frequent */
+            most_frequent: {
+                [key: string]: [
+                    string,
+                    number
+                ];
+            };
         };
         /**
          * RunRow

@@ -15,12 +15,12 @@ from lightning_spans.errors import ConfigError, NothingToLearnError, UnknownAgen
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.comparison.config import CompareConfig
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.models import NEWEST
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.usage import is_replayed, tokens_of
 from lightning_trainer.run.data import Task, batch_at, load_tasks
 from lightning_trainer.run.folders import STORE_NAME, read_config
 from lightning_trainer.run.local import opened
-from lightning_trainer.run.state import NEWEST
 from lightning_trainer.work import Work
 
 _AT_ONCE: Final = 64  # traces in memory

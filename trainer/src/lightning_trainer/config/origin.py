@@ -9,7 +9,7 @@ from typing import Any
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.models import NEWEST, Model, look
+from lightning_trainer.models import BEST, NEWEST, Model, look
 
 
 def run_of(model: Model) -> Path | None:
@@ -17,7 +17,9 @@ def run_of(model: Model) -> Path | None:
     if model.folder is None:
         return None
     folder = model.folder.resolve()
-    places = [folder.parent] if folder.name == NEWEST else [folder.parent.parent] if model.kind == "checkpoint" else []
+    places = [folder.parent.parent] if model.kind == "checkpoint" else []
+    if folder.name in {BEST, NEWEST}:
+        places = [folder.parent]
     return next((place for place in places if (place / CONFIG_NAME).is_file()), None)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from lightning_spans.schema.agents import earns, label
 from lightning_spans.store.traces import traces_of
+from lightning_trainer.report.answers import SHORT, answers_in
 from lightning_trainer.rl.endings import Ending
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import total
@@ -70,6 +71,7 @@ class Sample:
         rewards: by agent, called as in `usage`, where rewards were given by agent; those that reach nobody by the name
             that was given.
         usage: by agent; the key "" holds calls and tools that nothing names.
+        answers: by agent, how often it gave each short answer; see `report.answers`.
         seconds: of the attempt.
         error: why it failed; None where it succeeded at once.
     """
@@ -84,6 +86,7 @@ class Sample:
     shared: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
     usage: Mapping[str, Usage] = field(default_factory=dict)
+    answers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     seconds: float = 0.0
     error: str | None = None
 
@@ -136,6 +139,7 @@ class _Heard:
 
     usage: Mapping[str, Usage] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    answers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _Heard]) -> Sample:
@@ -155,6 +159,7 @@ def _sample(outcome: Outcome, place: tuple[int, int], by_attempt: Mapping[str, _
         shared=_shared(outcome.rewards) if good else None,
         rewards=_by_label(outcome.rewards, heard.labels) if good else {},
         usage=heard.usage,
+        answers=heard.answers,
         seconds=round((ended_ns - attempt.started_ns) / _NS, 3) if attempt and ended_ns else 0.0,
         error=outcome.error,
     )
@@ -181,7 +186,13 @@ def _heard(store: Store, attempt_ids: Sequence[str], agents: Sequence[str] | Non
         for trace in traces_of(store, attempt_ids=attempt_ids[first : first + _AT_ONCE]):
             if trace.attempt_id is not None:
                 paths = {node.path for node in (*trace.chats, *trace.tools) if node.path}
-                yield trace.attempt_id, _Heard(usage_of(trace, agents), {path: label(path, agents) for path in paths})
+                labels = {path: label(path, agents) for path in paths}
+                yield trace.attempt_id, _Heard(usage_of(trace, agents), labels, _short_answers(trace, agents))
+
+
+def _short_answers(trace: Trace, agents: Sequence[str] | None) -> dict[str, Counter[str]]:
+    found = answers_in(trace, agents).items()
+    return {agent: Counter(each.text for each in its if len(each.text) <= SHORT) for agent, its in found}
 
 
 def usage_of(trace: Trace, agents: Sequence[str] | None = None) -> dict[str, Usage]:

@@ -11,6 +11,7 @@ from lightning_trainer.choices import Timeouts
 from lightning_trainer.evaluation.passes import pass_all, pass_at
 from lightning_trainer.evaluation.samples import Sample, Usage
 from lightning_trainer.intervals import METHOD, Estimate, estimate_difference, estimate_mean, reward_bounds
+from lightning_trainer.report.answers import most_frequent
 from lightning_trainer.rl.rollouts import Failed
 from lightning_trainer.rl.scores import trained_names
 
@@ -66,6 +67,7 @@ class Summary:
         left_out_by: their number by how they ended, see `rl.endings`.
         pass_at: chance that at least one of k samples succeeds, by k.
         pass_all: chance that k samples all succeed, by k.
+        most_frequent: by agent, its most frequent short answer and the share of its answers that this is.
         by_agent: by the agent's name; calls that nothing names are under "".
         sample_seconds: mean time of a sample.
         failed_reward: what a crash counted as; None where it was left out.
@@ -82,6 +84,7 @@ class Summary:
     left_out_by: Mapping[str, int]
     pass_at: Mapping[int, float]
     pass_all: Mapping[int, float]
+    most_frequent: Mapping[str, tuple[str, float]]
     by_agent: Mapping[str, AgentSummary]
     sample_seconds: float
     failed_reward: float | None
@@ -106,6 +109,7 @@ class Summary:
             "by_agent": {
                 name: {**agent.reward.to_json(), **asdict(agent.usage)} for name, agent in self.by_agent.items()
             },
+            "most_frequent": {name: list(found) for name, found in self.most_frequent.items()},
             **asdict(self.usage),
             "counted": self.counted,
             "failed": self.crashed + self.left_out,
@@ -144,6 +148,7 @@ def summarise(samples: Sequence[Sample], counting: Counting) -> Summary:
         left_out=len(samples) - sum(map(len, by_task.values())) - (crashed if crash is None else 0),
         pass_at={k: _mean([pass_at(n, c, k) for n, c in its]) for k, its in each.items() if its},
         pass_all={k: _mean([pass_all(n, c, k) for n, c in its]) for k, its in each.items() if its},
+        most_frequent=_most_frequent(samples),
         by_agent=_by_agent(samples, crash),
         sample_seconds=_mean([sample.seconds for sample in samples]) if samples else 0.0,
         failed_reward=crash,
@@ -230,6 +235,17 @@ def _by_agent(samples: Sequence[Sample], crash: float | None) -> dict[str, Agent
         )
         for name in sorted(names)
     }
+
+
+def _most_frequent(samples: Sequence[Sample]) -> dict[str, tuple[str, float]]:
+    texts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    answers: Counter[str] = Counter()
+    for sample in samples:
+        for name, counts in sample.answers.items():
+            texts[name].update(counts)
+        for name, usage in sample.usage.items():
+            answers[name] += usage.calls - usage.failed_calls
+    return most_frequent(texts, answers)
 
 
 def _estimate(by_task: Mapping[int, Sequence[float]]) -> Estimate:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from lightning_spans.chat.body import tool_calls
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.calls import Call
@@ -18,7 +16,7 @@ from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import total
-from lightning_trainer.rl.told import chat_messages, texts_of
+from lightning_trainer.rl.told import answer_text
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -96,7 +94,7 @@ def result(store: Store, recorded: Recorded, outcomes: Sequence[Outcome]) -> For
         own = [call for call in calls if call.attempt_id == attempt.attempt_id]
         forked = next((call for call in own if FORKED in call.sampling and call.choices), None)
         message = forked.choices[0].message if forked is not None else _own_answer(store, recorded, attempt, own)
-        answers[attempt.attempt_id] = None if message is None else said(message)
+        answers[attempt.attempt_id] = None if message is None else answer_text(message)
         reasons[attempt.attempt_id] = why_ended(attempt, own)
     went_on, ended = [], []
     for outcome in outcomes:
@@ -125,14 +123,3 @@ def _own_answer(store: Store, recorded: Recorded, attempt: AttemptRecord, calls:
     same = (call for call in made if call.asked.key == fork.asked.key and call.agents == fork.agents)
     choices = next((call.node.answer.choices for call in same if call.node.call is None), ())
     return choices[0].message if choices else None
-
-
-def said(message: Message) -> str:
-    """Return an answer as people read it: its text, and the tools that it asks for."""
-    told = [part for part in chat_messages(message) if isinstance(part, Mapping)]
-    texts = filter(None, (text for part in told for text in texts_of(part.get("content"))))
-    return "\n".join([*texts, *(f"{call.name}({_text(call.arguments)})" for part in told for call in tool_calls(part))])
-
-
-def _text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)

@@ -30,12 +30,13 @@ from lightning_trainer.models import hub
 from lightning_trainer.models.folders import check_adapter, check_folder
 from lightning_trainer.models.smollm2 import SMOLLM2, cache_folder, made, make
 
-__all__ = ["NEWEST", "SMOLLM2", "Model", "cache_folder", "check_adapter", "check_folder", "look", "resolve"]
+__all__ = ["BEST", "NEWEST", "SMOLLM2", "Model", "cache_folder", "check_adapter", "check_folder", "look", "resolve"]
 
 Kind: TypeAlias = Literal["folder", "checkpoint", "hub", "made"]
 
 _HUB_ID: Final = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w][\w./-]*))?")
-NEWEST: Final = "checkpoint"  # in a run's folder
+NEWEST: Final = "checkpoint"  # in a run's folder: a link to the newest one
+BEST: Final = "checkpoint-best"  # likewise, to the one with the highest held-out reward
 _ALL: Final = "checkpoints"
 _LOG: Final = "metrics.jsonl"
 _STATE: Final = "state.json"
@@ -107,10 +108,10 @@ def look(name: str | Path) -> Model:
 
 
 def _of_folder(name: str, folder: Path) -> Model:
-    newest = folder / NEWEST
-    if newest.exists():
-        check_folder(newest)
-        return Model(name=name, kind="checkpoint", folder=newest.resolve())
+    for checkpoint in (folder / BEST, folder / NEWEST):  # of a run: the best by held-out reward goes first
+        if checkpoint.exists():
+            check_folder(checkpoint)
+            return Model(name=name, kind="checkpoint", folder=checkpoint.resolve())
     if (folder / _LOG).is_file():
         raise ConfigError(f"{folder} is the folder of a run that has saved no checkpoint yet. {WAYS}")
     if folder.name == _ALL and (steps := sorted(path.name for path in folder.glob("step-*"))):

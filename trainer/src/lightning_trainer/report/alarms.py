@@ -20,6 +20,7 @@ History: TypeAlias = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, in t
 Points: TypeAlias = list[tuple[int, float]]  # (step, value)
 
 MOST_GAP: Final = 0.1  # between `reward` and `reward_all`
+_ALIKE: Final = 0.8  # share of different prompts that get one answer
 WINDOW: Final = 3  # steps at either end that are averaged
 
 
@@ -141,6 +142,29 @@ def held_out_falls(history: History) -> Found:
         yield "", text
 
 
+def answers_alike(history: History) -> Found:
+    """Raise where an agent gives one answer to nearly all prompts, and did not at first."""
+    names = {key.removeprefix("answers_alike") for line in history for key in line if key.startswith("answers_alike")}
+    for of in sorted(names):
+        held_out, training = (series(history, kind, f"answers_alike{of}") for kind in ("val", "train"))
+        sides = [(held_out[0][1], held_out[-1][1])] if len(held_out) > 1 else []
+        if len(training) > WINDOW:
+            sides.append((training[0][1], statistics.fmean(value for _, value in training[-WINDOW:])))
+        collapsed = [(first, now) for first, now in sides if now > _ALIKE >= first]
+        if not collapsed:
+            continue
+        first, now = collapsed[0]
+        agent = of.removeprefix("/")
+        frequent = [line["most_frequent"] for line in history if line.get("most_frequent")]
+        answer, _ = (frequent[-1] if frequent else {}).get(agent, ("", 0.0))
+        text = (
+            f"{agent or 'The agent'} gives {f'the answer {answer!r}' if answer else 'one answer'} to {now:.0%} of the"
+            f" different prompts, {first:.0%} at first. Look at some with lightning-rl traces. Use an earlier"
+            " checkpoint, a lower --learning-rate, or tasks and a reward for which one answer does not pay."
+        )
+        yield of, text
+
+
 def engine_gap_widens(history: History) -> Found:
     """Raise where the engine's log-probabilities leave the trainer's: it samples from other weights, or otherwise."""
     for of, points in _each(history, "logprob_gap", least=1):
@@ -249,6 +273,7 @@ CHECKS: Final[tuple[Callable[[History], Found], ...]] = (
     rollouts_left_out,
     groups_dead,
     held_out_falls,
+    answers_alike,
     engine_gap_widens,
     tools_fail,
     calls_unread,

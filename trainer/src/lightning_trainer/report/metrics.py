@@ -68,7 +68,7 @@ class MetricLog:
         kind: Kind,
         step: int,
         values: Mapping[str, float],
-        by_task: Mapping[str, Mapping[str, float]] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> list[Alarm]:
         """Keep the numbers of one step, or of the validation before it.
 
@@ -79,11 +79,10 @@ class MetricLog:
             kind: of what.
             step: steps taken before: 0 for the first one and for the validation before training.
             values: numbers by name.
-            by_task: of a validation: the score's, so that two of them can be compared task by task.
+            facts: what else the line in the file says, such as `BY_TASK`, by which two validations are compared.
         """
-        tasks: dict[str, Any] = {} if by_task is None else {BY_TASK: by_task}
-        tasks |= {HELD_OUT: self._held_out} if kind == "val" and self._held_out is not None else {}
-        self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **tasks, **values})
+        tasks = {HELD_OUT: self._held_out} if kind == "val" and self._held_out is not None else {}
+        self._write({"kind": kind, "step": step, "time": round(time.time(), 3), **tasks, **(facts or {}), **values})
         for name, value in values.items():
             self._board.add_scalar(f"{kind}/{name}", value, step)
         for tracker in list(self._trackers):
@@ -209,8 +208,11 @@ def newest_validations(lines: Iterable[Line]) -> list[Line]:
 
 
 def best_step(validations: Iterable[Line]) -> int | None:
-    """Return after how many steps the held-out reward was highest, the first time; None without a validation."""
-    known = [line for line in validations if line.get("reward") is not None]
+    """Return after how many steps the held-out reward was highest, the first time; None without a validation.
+
+    Those that can't be compared with each other, because a judge gave the rewards, have no rewards by task.
+    """
+    known = [line for line in validations if line.get("reward") is not None and line.get(BY_TASK)]
     return max(known, key=lambda line: float(line["reward"]), default={"step": None})["step"]
 
 

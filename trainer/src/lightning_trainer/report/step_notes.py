@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.intervals import Estimate
 from lightning_trainer.report.agents import nearest
 from lightning_trainer.report.terminal import decimal
 from lightning_trainer.rl.account import WHOLE
@@ -22,6 +23,26 @@ def score_line(result: Score) -> str:
     agents = "".join(f", {name} {decimal(value)}" for name, value in result.by_agent.items())
     failed = f", {result.failed} of {result.rollouts} failed" if result.failed else f" ({result.rollouts} rollouts)"
     return f"{reward}{agents}{failed}"
+
+
+def held_out_sentence(before: Score, after: Score, rise: Estimate, tasks: int) -> str:
+    """Say in a sentence what came of the held-out reward.
+
+    Args:
+        before: training.
+        after: it.
+        rise: of the reward, paired by task; without numbers where the two can't be compared.
+        tasks: how many it is of.
+    """
+    if before.reward is None or after.reward is None:
+        return "The held-out reward is not known both before and after training: no rollout counted."
+    ends = f"from {decimal(before.reward)} to {decimal(after.reward)}"
+    if rise.mean is None or rise.low is None or rise.high is None:
+        return f"The held-out reward went {ends}; the two can't be compared."
+    how = "rose" if rise.mean > 0 else "fell" if rise.mean < 0 else "stayed"
+    sure = "" if rise.low > 0 or rise.high < 0 else "; that may be chance, because the interval contains 0"
+    difference = f"{rise.mean:+.3f} ({decimal(rise.low)} to {decimal(rise.high)}, 95 %), paired over {tasks} tasks"
+    return f"The held-out reward {how} {ends}: difference {difference}{sure}."
 
 
 def how_they_count(crashed: int, reward: float, config: TrainConfig) -> str:

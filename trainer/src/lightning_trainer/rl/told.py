@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from lightning_spans.chat.body import tool_call
+from lightning_spans.chat.body import tool_call, tool_calls
 from lightning_spans.schema.spans import Json
 
 
@@ -42,3 +42,14 @@ def texts_of(content: Json) -> list[str]:
     parts = content if isinstance(content, list) else [content]
     said = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     return [text for text in said if isinstance(text, str)]
+
+
+def answer_text(message: Mapping[str, Json]) -> str:
+    """Return an answer as people read it: its text, and the tools that it asks for."""
+    parts = [part for part in chat_messages(message) if isinstance(part, Mapping)]
+    texts = filter(None, (text for part in parts for text in texts_of(part.get("content"))))
+    return "\n".join([*texts, *(f"{call.name}({_arguments(call.arguments)})" for p in parts for call in tool_calls(p))])
+
+
+def _arguments(arguments: Json) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)

@@ -16,9 +16,10 @@ import psutil
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
+from lightning_trainer.models import NEWEST
 from lightning_trainer.report.metrics import LOG_NAME, read
 from lightning_trainer.report.runs import is_run
-from lightning_trainer.run.state import FOLDER, NEWEST, find
+from lightning_trainer.run.state import FOLDER, find
 
 STORE_NAME: Final = "lightning.db"
 RUNS: Final = Path("runs")  # where runs without a folder of their own go

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.errors import AgentFailedError, ConfigError, LightningError, NothingToLearnError, UnknownAgentError
@@ -19,8 +19,9 @@ from lightning_trainer.choices import SELF
 from lightning_trainer.policies import BASE
 from lightning_trainer.report import learned_tokens, step_metrics
 from lightning_trainer.report.agents import not_heard, nothing_captured
+from lightning_trainer.report.answers import MOST_FREQUENT, of_answers
 from lightning_trainer.report.failures import last_error, most_frequent_error, where_calls_go
-from lightning_trainer.report.metrics import Kind
+from lightning_trainer.report.metrics import Kind, best_step
 from lightning_trainer.report.step_notes import all_flat, how_they_count, no_rows, score_line
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.algorithms import algorithm_by_name
@@ -32,14 +33,14 @@ from lightning_trainer.rl.credit.counterfactual import Cells
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
 from lightning_trainer.rl.rewards.judge import take_failures
 from lightning_trainer.rl.rollouts import Outcome, plan
-from lightning_trainer.rl.scores import Score, by_source, given_to, reward_of_failures, score
+from lightning_trainer.rl.scores import BY_TASK, Score, by_source, given_to, reward_of_failures, score
 from lightning_trainer.run.capture import FirstTask
 from lightning_trainer.run.data import batch_at
 from lightning_trainer.run.forking import forked, planned, refuse_ended, told
 from lightning_trainer.run.group_ids import name_start
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.local import Local
-from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, save
+from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, mark_best, save, unmark_best
 from lightning_trainer.teaching.teacher import Tutor
 
 PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
@@ -82,6 +83,7 @@ class Loop:
 
     def _run_all(self) -> None:
         steps = self._run.steps
+        unmark_best(self._run.folder, best_step(self._run.log.validations()))
         self._run.progress.begin(self.state.step, steps)
         if self.state.step >= steps:
             self._run.progress.note(f"this run has taken its {steps} steps: it goes further with --steps N")
@@ -137,8 +139,15 @@ class Loop:
         )
         outcomes = self._roll_out(rollouts, "validation")
         result = score(outcomes, config.failed, config.agents)
-        self._log("val", step, {**result.metrics(), "seconds": time.monotonic() - began}, result.by_task)
+        alike, frequent = of_answers(self._traces([a.attempt_id for o in outcomes for a in o.attempts]), config.agents)
+        # a judge compares the rollouts of one task and one time: two validations of its say nothing of each other
+        by_task = {} if self._run.judge is not None else result.by_task
+        numbers = {**result.metrics(), **alike, "seconds": time.monotonic() - began}
+        self._log("val", step, numbers, {BY_TASK: by_task, MOST_FREQUENT: frequent})
         self._run.progress.note(f"held out after {step} steps: {score_line(result)}")
+        if step and best_step(self._run.log.validations()) == step:
+            self._save()
+            mark_best(self._run.folder, step)
 
     def _step(self) -> None:
         config, step, began = self._run.config, self.state.step, time.monotonic()
@@ -173,13 +182,16 @@ class Loop:
         learned = self._learn(batch)
         result = score(outcomes, config.failed, config.agents)
         given = given_to(outcomes, batch.automatic, config.failed)
+        own = _without(traces.found, forks)
+        alike, frequent = of_answers(own, config.agents)
         metrics = {
             **result.metrics(),
             **batch.account.metrics(),
             **by_source(given, result.rollouts - result.failed),
             **take_failures(),
             **step_metrics.of_groups(*step_metrics.compared(batch)),
-            **step_metrics.of_traces(_without(traces.found, forks)),
+            **step_metrics.of_traces(own),
+            **alike,
             **of_forks,
             **step_metrics.of_rows(batch.rows, ages),
             **learned,
@@ -189,7 +201,7 @@ class Loop:
             "adapt_seconds": adapted_s,
             "seconds": time.monotonic() - began,
         }
-        self._log("train", step, metrics)
+        self._log("train", step, metrics, {MOST_FREQUENT: frequent})
         self._run.progress.step(step, metrics)
         self._tell(batch.account, outcomes)
         self._advance(batch, result)
@@ -233,10 +245,10 @@ class Loop:
         kind: Kind,
         step: int,
         metrics: dict[str, float],
-        by_task: Mapping[str, Mapping[str, float]] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Keep numbers, and show the alarms that stand after them."""
-        self._run.log.add(kind, step, metrics, by_task)
+        self._run.log.add(kind, step, metrics, facts)
         self._run.progress.alarms([alarm.text for alarm in self._run.log.alarms])
 
     def _nothing_captured(self, rollouts: int) -> AgentFailedError:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_trainer.backend_protocol import OpenRun
 from lightning_trainer.intervals import Estimate
+from lightning_trainer.models import BEST, NEWEST
 from lightning_trainer.report.alarms import Alarm
 from lightning_trainer.report.metrics import best_step
-from lightning_trainer.rl.scores import BY_TASK, Score, difference
-from lightning_trainer.run.state import NEWEST
+from lightning_trainer.report.step_notes import held_out_sentence
+from lightning_trainer.rl.scores import Score, difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Result:
         alarms: every alarm of the run, in the order in which they were raised.
         first: score of the first step's rollouts.
         last: likewise of the last step's.
+        best: the checkpoint with the highest held-out reward, which `lightning-rl serve RUN` takes; None where that was
+            highest before training, or is not known.
         best_step: steps after which the held-out reward was highest; None without held-out tasks, and with a judge.
     """
 
@@ -42,6 +45,7 @@ class Result:
     alarms: tuple[Alarm, ...] = ()
     first: Score | None = None
     last: Score | None = None
+    best: Path | None = None
     best_step: int | None = None
 
     @property
@@ -83,6 +87,13 @@ class Result:
         names = [name for name in self.after.by_task if name in self.before.by_task]
         return {name: difference(self.after, self.before, name) for name in names}
 
+    def sentence(self) -> str | None:
+        """Say in a sentence what came of the held-out reward; None where it was not measured twice."""
+        if self.before is None or self.after is None:
+            return None
+        rise, tasks = self.differences().get("", (Estimate(None), 0))
+        return held_out_sentence(self.before, self.after, rise, tasks)
+
     def _sides(self) -> tuple[Score | None, Score | None]:
         if self._held_out:
             return self.before, self.after
@@ -116,16 +127,10 @@ def result_of(run: OpenRun, steps: int, seconds: float) -> Result:
         steps: how many, in all.
         seconds: that its last part took.
     """
-    # a judge compares the rollouts of one task and one time: two validations of its say nothing of each other
-    validations = [] if run.judge is not None else run.log.validations()
-    compared = {line["step"]: line.get(BY_TASK, {}) for line in validations}
-    scores = {
-        line["step"]: replace(Score.from_metrics(line), by_task=compared.get(line["step"], {}))
-        for line in run.log.validations()
-    }
+    scores = {line["step"]: Score.from_metrics(line) for line in run.log.validations()}
     rewards = dict(run.log.series("train", "reward"))
     steps_scores = {line["step"]: Score.from_metrics(line) for line in run.log.lines("train") if "rollouts" in line}
-    newest = run.folder / NEWEST
+    newest, best = run.folder / NEWEST, run.folder / BEST
     return Result(
         before=scores.get(0),
         after=scores.get(steps),
@@ -137,5 +142,6 @@ def result_of(run: OpenRun, steps: int, seconds: float) -> Result:
         alarms=tuple(run.log.raised()),
         first=steps_scores.get(0),
         last=steps_scores.get(steps - 1),
-        best_step=best_step(validations),
+        best=best if best.exists() else None,
+        best_step=best_step(run.log.validations()),
     )

@@ -15,11 +15,11 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import RolloutStatus
 from lightning_trainer.config.files import CONFIG_NAME
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.models import BEST, NEWEST
 from lightning_trainer.report.metrics import LOG_NAME
 from lightning_trainer.run.data import Task, digest
 
 STATE_NAME: Final = "state.json"
-NEWEST: Final = "checkpoint"  # in the run's folder: a link to the newest one
 FOLDER: Final = "checkpoints"
 LONGEST_UNSAVED_S: Final = 900.0  # of work that a kill may cost, where steps are long
 OPEN: Final[tuple[RolloutStatus, ...]] = ("queued", "running")  # rollouts that nobody waits for once a process is gone
@@ -93,6 +93,27 @@ def save(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return final
+
+
+def mark_best(run: Path, step: int) -> None:
+    """Link ``run/checkpoint-best`` to the checkpoint of a step, which stays as long as it is the best.
+
+    Raises:
+        ConfigError: the link can't be made.
+    """
+    checkpoint = run / FOLDER / f"step-{step:06d}"
+    if not checkpoint.is_dir():  # nothing was learned yet
+        return
+    try:
+        _link(run / BEST, checkpoint)
+    except OSError as error:
+        raise ConfigError(_unwritten(run, run / BEST, error)) from error
+
+
+def unmark_best(run: Path, step: int | None) -> None:
+    """Remove the link, unless it is to the checkpoint of this step: a run that goes on may come from an earlier one."""
+    if (run / BEST).is_symlink() and (step is None or (run / BEST).resolve().name != f"step-{step:06d}"):
+        (run / BEST).unlink()
 
 
 def find(resume: Path) -> tuple[Path, Path]:
@@ -204,8 +225,10 @@ def _link(link: Path, target: Path) -> None:
 
 
 def _prune(run: Path, keep: int) -> None:
+    best = (run / BEST).resolve()
     for old in _by_age(run)[:-keep]:
-        shutil.rmtree(old)
+        if old.resolve() != best:
+            shutil.rmtree(old)
 
 
 def _by_age(run: Path) -> list[Path]:

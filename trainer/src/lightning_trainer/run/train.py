@@ -17,6 +17,7 @@ from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import JudgeOptions, read_judge
+from lightning_trainer.models import NEWEST
 from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report import trackers
 from lightning_trainer.report.metrics import MetricLog
@@ -29,7 +30,7 @@ from lightning_trainer.run.folders import STORE_NAME, held, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.local import opened
 from lightning_trainer.run.result import Result, result_of
-from lightning_trainer.run.state import NEWEST, OPEN, identity_of
+from lightning_trainer.run.state import OPEN, identity_of
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 

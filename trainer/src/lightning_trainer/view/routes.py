@@ -17,6 +17,7 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.intake.route import KeyedRoute
+from lightning_trainer.report.answers import MOST_FREQUENT
 from lightning_trainer.report.metrics import newest_validations
 from lightning_trainer.rl.scores import BY_TASK
 from lightning_trainer.run.group_ids import Step
@@ -34,7 +35,7 @@ from lightning_trainer.view.reading.learning import account_of, credit_of
 from lightning_trainer.view.reading.rollouts import as_it_went, loose_trace, page_of, side_by_side, trace_of
 from lightning_trainer.view.reading.search import search as search_page
 from lightning_trainer.view.reading.steps import group_ids, groups_page, has_loose, overview, rollouts_in
-from lightning_trainer.view.reading.summaries import run_row
+from lightning_trainer.view.reading.summaries import held_out_result, run_row
 from lightning_trainer.view.reading.transcripts import facts_of
 from lightning_trainer.view.reading.tries import tries_of, tries_page
 from lightning_trainer.view.runs import Run, Runs
@@ -114,6 +115,7 @@ def run_page(views: _Views, name: _Run) -> RunPage:
     """Return a run: options, numbers of its steps, alarms, and what its store holds."""
     run = views.named(name)
     lines = run.lines()
+    held_out = newest_validations(lines)
     loose, steps = False, list[StepRow]()
     if run.folder is None or run.has_store:
         with views.opened(name) as (_, reader):
@@ -124,10 +126,12 @@ def run_page(views: _Views, name: _Run) -> RunPage:
         name=run.name,
         options=run.shown_options,
         train=[line for line in lines if line["kind"] == "train"],
-        val=[{name: value for name, value in line.items() if name != BY_TASK} for line in newest_validations(lines)],
+        val=[{name: value for name, value in line.items() if name != BY_TASK} for line in held_out],
         alarms=[line for line in lines if line["kind"] == "alarm"],
         steps=steps,
         loose=loose,
+        result=held_out_result(held_out),
+        most_frequent=next((line[MOST_FREQUENT] for line in reversed(lines) if line.get(MOST_FREQUENT)), {}),
     )
 
 

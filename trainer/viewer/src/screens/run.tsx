@@ -61,6 +61,14 @@ function Run({ run, page }: { run: string; page: RunPage }): JSX.Element {
           </span>
         )}
       </p>
+      {page.result !== null && <p class="note">{page.result}</p>}
+      {Object.entries(page.most_frequent).map(([agent, [text, share]]) => (
+        <p key={agent} class="facts">
+          <span>
+            {agent || "no name"}: {Math.round(share * 100)} % of the answers are <b>{text}</b>
+          </span>
+        </p>
+      ))}
       {page.alarms.map((alarm, at) => (
         <p key={at} class="note bad" role="alert">
           <b>after {count(Number(alarm["steps_taken"]), "step")}</b> {String(alarm["text"])}

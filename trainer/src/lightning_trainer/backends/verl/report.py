@@ -9,7 +9,7 @@ from lightning_trainer.report.agents import not_heard
 from lightning_trainer.report.metrics import Kind, MetricLog
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.step_notes import score_line
-from lightning_trainer.rl.scores import Score
+from lightning_trainer.rl.scores import BY_TASK, Score
 
 # verl's name of a number, and the name that the torch backend gives it.
 _NAMES: Final = {
@@ -59,7 +59,7 @@ class Reporter:
             by_task: of a validation: the score's.
         """
         if kind == "val":
-            self._log.add("val", step, values, by_task)
+            self._log.add("val", step, values, {BY_TASK: by_task or {}})
             self._progress.alarms([alarm.text for alarm in self._log.alarms])
             self._progress.note(f"held out after {step} steps: {score_line(Score.from_metrics(values))}")
             return

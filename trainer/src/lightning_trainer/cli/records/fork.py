@@ -179,7 +179,7 @@ def _tree(found: ForkedAttempt, number: int) -> Tree:
     from rich.text import Text
     from rich.tree import Tree
 
-    from lightning_trainer.forks.results import said
+    from lightning_trainer.rl.told import answer_text
 
     def line(reward: float | None, answer: str | None, more: str) -> Text:
         shown = "-" if reward is None else decimal(reward)
@@ -196,7 +196,7 @@ def _tree(found: ForkedAttempt, number: int) -> Tree:
             at = tree.add(Text(printable(f"{text}: as recorded"), style="dim"))
         else:
             at = tree.add(Text(printable(text), style="bold"))
-            at.add(line(result.recorded, said(message), "recorded"))
+            at.add(line(result.recorded, answer_text(message), "recorded"))
     for each in result.continuations:
         failed = "" if each.error is None else f"failed: {each.error.rpartition(chr(10))[2]} "
         at.add(line(each.reward, each.answer, f"{failed}{each.attempt_id}"))

@@ -197,6 +197,8 @@ def _show(result: Evaluation) -> None:
     screen().print(table)
     for title, summary in summaries:
         click.echo(printable(f"{title}: {_in_words(summary)}"))
+        for name, (text, share) in summary.most_frequent.items():
+            click.echo(printable(f"  {name or '(no name)'}: {share:.0%} of its answers are {text!r}"))
     if result.against is not None:
         from lightning_trainer.evaluation.summary import difference, differences_by_agent
 

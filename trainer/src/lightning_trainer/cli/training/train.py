@@ -65,7 +65,7 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
         result = train(config, watched)
     rewards = {"reward_before": result.reward_before, "reward_after": result.reward_after}
     if result.checkpoint is not None:
-        click.echo(f"curve: {result.folder / 'curve.png'}\nserve it: lightning-rl serve {result.checkpoint}", err=True)
+        click.echo(f"curve: {result.folder / 'curve.png'}\nserve it: lightning-rl serve {result.folder}", err=True)
     before, after = result.scores()
     for name, told in (("before", before), ("after", after)):
         if told["mean"] is None:
@@ -79,11 +79,13 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
             )
     agents_before, agents_after = result.by_agent()
     found = result.differences()
+    if (sentence := result.sentence()) is not None:
+        click.echo(sentence, err=True)
     for name, (rise, tasks) in found.items():
-        if rise.mean is not None and rise.low is not None and rise.high is not None:
+        if name and rise.mean is not None and rise.low is not None and rise.high is not None:
             ends = f"{decimal(rise.low)} to {decimal(rise.high)}, 95 %"
             click.echo(
-                f"difference{f' of {name}' if name else ''}: {rise.mean:+.3f} ({ends}), paired over {tasks} tasks",
+                f"difference of {name}: {rise.mean:+.3f} ({ends}), paired over {tasks} tasks",
                 err=True,
             )
     rise, tasks = found.pop("", (Estimate(None), 0))
@@ -107,6 +109,7 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
             "alarms": [{"name": alarm.name, "after_steps": alarm.step, "text": alarm.text} for alarm in result.alarms],
             "folder": str(result.folder),
             "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+            "checkpoint_best": str(result.best) if result.best else None,
             "seconds": round(result.seconds, 1),
         }
     )

@@ -27,7 +27,7 @@ from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
 from lightning_trainer.rl.rollouts import Failed, Outcome, plan
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.rl.scores import Score, reward_of_failures, score
+from lightning_trainer.rl.scores import BY_TASK, Score, reward_of_failures, score
 from lightning_trainer.run.data import Task
 from lightning_trainer.run.local import Local
 from lightning_trainer.sft.batches import make_rows
@@ -136,7 +136,7 @@ class RoundLoop:
         name = f"{self.name}.{number}:v"  # seeds follow from what stands after the colon
         outcomes = self._sample(self.val, name, self.config.val_samples, "held-out tasks", "val")
         found = score(outcomes, self.config.failed, self.config.agents)
-        self.log.add("val", self.steps, found.metrics(), found.by_task)
+        self.log.add("val", self.steps, found.metrics(), {BY_TASK: found.by_task if self.judge is None else {}})
         self.progress.note(f"held out after {number} rounds: {_told(found)}")
         return found.reward
 

@@ -58,7 +58,11 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPage:
-    """A run: its options, the numbers of its steps, its alarms, and what its store holds."""
+    """A run: its options, the numbers of its steps, its alarms, and what its store holds.
+
+    `result` says in a sentence what came of the held-out reward; None before there are two validations. `most_frequent`
+    has, by agent, the most frequent short answer of the newest step or validation, and its share.
+    """
 
     name: str
     options: dict[str, Any]
@@ -67,3 +71,5 @@ class RunPage:
     alarms: list[dict[str, Any]]
     steps: list[StepRow]
     loose: bool
+    result: str | None
+    most_frequent: dict[str, tuple[str, float]]
