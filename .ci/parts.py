@@ -35,6 +35,7 @@ PARTS = {
     "wheels": ["wheels", "--", "--only", "build"],
     "clients": ["clients"],
     "trackers": ["trackers"],
+    "bench": ["bench", "--", "--quick"],
     "types": ["types"],
     "docs": ["docs"],
     "lint": ["lint"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from figures import Figure, interleaved
+from figures import Figure, interleaved, sized
 from records import agent_span, call_of, chat_span
 
 from lightning_spans.adapter.adapt import adapt
@@ -13,7 +13,7 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import Span
 
-SIZES = (10, 100, 1_000, 10_000)
+SIZES = sized((10, 100, 1_000, 10_000), (10, 100))
 OTHERS = {  # agent-lightning 0.3, µs a call
     "nested": {10: "142", 100: "215", 1_000: "1,659"},
     "flat": {10: "161", 100: "404", 1_000: "5,023"},

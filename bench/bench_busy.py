@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from bench_update import timed
-from figures import Figure
+from figures import Figure, sized
+from model import model_folder
 
 LOOP = "import time\nend = time.monotonic() + 900\nwhile time.monotonic() < end: pass"  # should it outlive us
 
@@ -25,16 +26,15 @@ def measure() -> list[Figure]:
     from training_rows import make
     from transformers import AutoTokenizer
 
-    from lightning_trainer import models
     from lightning_trainer.backends.torch.learner import TorchLearner
     from lightning_trainer.backends.torch.threads import available_cores
 
-    model, cores = models.resolve(os.environ.get("BENCH_MODEL", "smollm2-135m")), available_cores()
-    rows = make(AutoTokenizer.from_pretrained(model))[: int(os.environ.get("BENCH_ROWS", "64"))]
+    model, cores = model_folder(), available_cores()
+    rows = make(AutoTokenizer.from_pretrained(model))[: int(os.environ.get("BENCH_ROWS", sized("64", "4")))]
     backend = TorchLearner(model, dtype=os.environ.get("BENCH_DTYPE", "auto"), learning_rate=1e-5)
     steps: dict[tuple[int, int | str], list[dict[str, float]]] = defaultdict(list)
     backend.update(rows)  # makes the optimiser's state
-    for _ in range(int(os.environ.get("BENCH_ROUNDS", "3"))):
+    for _ in range(int(os.environ.get("BENCH_ROUNDS", sized("3", "1")))):
         for loops in (0, cores):
             for threads in (cores, "auto"):
                 backend.options = replace(backend.options, threads=threads)

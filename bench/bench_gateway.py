@@ -30,15 +30,15 @@ from typing import Any
 import tests_path  # noqa: F401 - for fakes.py
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from figures import Figure
+from figures import Figure, sized
 
 LITELLM = os.environ.get("BENCH_LITELLM_PYTHON", "")
 PROXY = "litellm's proxy of PyPI in its own environment, which records nothing"
-REQUESTS = 300
-ROUNDS = 3
-AT_ONCE = int(os.environ.get("BENCH_AT_ONCE", "64"))
-THINKS_S = 0.1  # the model, before it answers
-TOKEN_S = 0.02  # and between two tokens of a stream
+REQUESTS = sized(300, 16)
+ROUNDS = sized(3, 1)
+AT_ONCE = int(os.environ.get("BENCH_AT_ONCE", sized("64", "8")))
+THINKS_S = sized(0.1, 0.0)  # the model, before it answers
+TOKEN_S = sized(0.02, 0.0)  # and between two tokens of a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class Case:
 
 
 CASES = [Case("10 KB", 67, 0.5), Case("51 KB", 390, 1.0), Case("10 KB", 28, 0.5, True), Case("51 KB", 146, 1.0, True)]
+CASES = sized(CASES, [CASES[0], CASES[2]])
 OTHERS = {
     "10 KB": "2.1-3.6 ms (agent-lightning 1.0); 3.0-4.3 ms (rLLM)",
     "51 KB": "4.7-5.3 ms (agent-lightning 1.0); 4.0-7.9 ms (rLLM)",

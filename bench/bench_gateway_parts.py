@@ -18,10 +18,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import bench_gateway as gateway
-from figures import Figure, interleaved
+from figures import Figure, interleaved, sized
 
-CASE = gateway.CASES[1]
-ROUNDS = 5
+CASE = gateway.CASES[sized(1, 0)]
+ROUNDS = sized(5, 1)
 RELAYS = {  # server, event loop, client
     "uvicorn, httptools, uvloop, aiohttp": ("httptools", "uvloop", "aiohttp"),
     "the same with asyncio's loop": ("httptools", "asyncio", "aiohttp"),
@@ -63,7 +63,7 @@ def _parsers() -> list[Figure]:
         "orjson, write": lambda: orjson.dumps(data),
         "json, write": lambda: json.dumps(data),
     }
-    times = interleaved(cases, rounds=200)
+    times = interleaved(cases, rounds=sized(200, 2))
     return [
         Figure(what=name, value=1000 * seconds, unit="ms", note="a reply of 51 KB") for name, seconds in times.items()
     ]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 
-from figures import Figure
+from figures import Figure, sized
+from model import model_folder
 
-CHATS, TOKENS = 32, 96
+CHATS, TOKENS = sized((32, 96), (8, 8))
 OTHERS = "714 tokens/s (a plain StaticCache loop)"
 
 
@@ -24,12 +25,11 @@ def prompts(tokenizer) -> list[list[int]]:
 
 
 def measure() -> list[Figure]:
-    from lightning_trainer import models
     from lightning_trainer.backends.torch.learner import TorchLearner
     from lightning_trainer.backends.torch.threads import available_cores
     from lightning_trainer.gateway.engine import Sampling
 
-    backend = TorchLearner(models.resolve("smollm2-135m"), dtype="bfloat16", max_model_len=1024)
+    backend = TorchLearner(model_folder(), dtype="bfloat16", max_model_len=1024)
     engine = backend.engine
 
     async def chat(prompt: list[int], tokens: int) -> int:

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from agl import others
-from figures import Figure
+from figures import Figure, sized
 from records import chat_span
 from served import DATABASES, Served, server
 
-SPANS = 20_000
-BATCH = 1_000
+SPANS = sized(20_000, 2_000)
+BATCH = sized(1_000, 200)
 SENDERS = 4
 ELSEWHERE = "86-165 spans/s (agent-lightning 0.3, its exporter); OTel collector about 12,000/s/core"
 

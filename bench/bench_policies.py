@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from figures import Figure, interleaved
+from figures import Figure, interleaved, sized
+from model import model_folder
 from training_rows import TOOLS, conversation, tool_call
 
-ROLLOUTS, GROUP = 64, 8
+ROLLOUTS, GROUP = sized((64, 8), (8, 4))
 ANSWER_LIMIT = {"caller": 44, "answerer": 24}
-ROUNDS = 3
+ROUNDS = sized(3, 1)
 
 
 def prompts(tokenizer: Any) -> list[tuple[str, list[int], list[int]]]:
@@ -103,9 +104,7 @@ def case(model: Any, adapters: tuple[str, ...], trained: tuple[str, ...]) -> tup
 
 
 def measure() -> list[Figure]:
-    from lightning_trainer import models
-
-    model = models.resolve("smollm2-135m")
+    model = model_folder()
     both = ("caller", "answerer")
     cases = {
         "one agent": case(model, ("caller",), ("caller",)),

@@ -6,14 +6,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from agl import others
-from figures import Figure
+from figures import Figure, sized
 from served import DATABASES, Served, server
 
 from lightning_spans.schema.attempts import End, Rollout
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store.http import HttpStore
 
-ROLLOUTS = 2_000
+ROLLOUTS = sized(2_000, 200)
 WORKERS = 16
 CLAIMED = 64
 ELSEWHERE = "57 (agent-lightning, MongoDB, 32 cores)"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from figures import Figure, interleaved
+from figures import Figure, interleaved, sized
 
 from lightning_spans.schema.transitions import Tokens, Transition
 from lightning_trainer.rl.rows import make_rows
 
-ATTEMPTS, AGENTS, TURNS = 64, 3, 10
+ATTEMPTS, AGENTS, TURNS = sized(64, 4), 3, 10
 SYSTEM, REPLY, OBSERVATION = 300, 60, 40  # tokens
 
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from figures import Figure
+from figures import Figure, sized
+from model import model_folder
 
 from lightning_trainer.rl.rows import Row
 
-STEPS = 2
+STEPS = sized(2, 1)
 TRL = "bfloat16 8"
 OTHERS = "42 s (TRL, two cores)"
 
@@ -78,10 +79,8 @@ def measure() -> list[Figure]:
     from training_rows import make
     from transformers import AutoTokenizer
 
-    from lightning_trainer import models
-
-    model = models.resolve(os.environ.get("BENCH_MODEL", "smollm2-135m"))
-    rows = make(AutoTokenizer.from_pretrained(model))
+    model = Path(model_folder())
+    rows = make(AutoTokenizer.from_pretrained(model))[: sized(64, 4)]
     python = os.environ.get("BENCH_TRL_PYTHON")
     with tempfile.TemporaryDirectory() as folder:
         if not python:

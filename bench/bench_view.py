@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from figures import Figure, sized
 from starlette.testclient import TestClient
 
 from lightning_spans.schema.attempts import End, Rollout
@@ -61,6 +62,49 @@ def fill(store: Store, spans: int) -> None:
         done += len(numbers)
 
 
+def measure() -> list[Figure]:
+    """Open a new store: seconds until each page is answered."""
+    spans = sized(200_000, 4_000)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lightning.db"
+        write(path, spans)
+        seconds, memory = opened(path)
+    note = f"a store of {spans:,} spans, wall"
+    return [
+        *(Figure(what=f"the page's {name}", value=1e3 * took, unit="ms", note=note) for name, took in seconds.items()),
+        Figure(what="memory, grown by all of them", value=memory, unit="MiB", note=note),
+    ]
+
+
+def write(path: Path, spans: int) -> None:
+    store = open_store(str(path))
+    fill(store, spans)
+    store.close()
+
+
+def opened(path: Path) -> tuple[dict[str, float], float]:
+    """Ask for what each page shows, as a browser does: seconds by name, and by how many MiB the process grew."""
+    keys = Keys.fresh()
+    client = TestClient(create_view(Views(Runs(store=str(path))), keys))
+    client.headers["Authorization"] = f"Bearer {keys.issue('viewer')}"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    group = "bench-0:t0-4"
+    rollouts = [f"{group}-{member}" for member in range(GROUP)]
+    pages: list[tuple[str, dict[str, object]]] = [
+        ("run", {}), ("step", {"step": 0}), ("facts", {"rollout": rollouts}), ("group", {"group": group}),
+        ("rollout", {"rollout": rollouts[0]}), ("tools", {"step": 0}), ("rewards", {"step": 0}), ("fleet", {}),
+        ("loose", {}), ("search", {"text": "nowhere in it"}),
+    ]  # fmt: skip
+    seconds: dict[str, float] = {}
+    for name, params in pages:
+        began = time.perf_counter()
+        answer = client.get(f"/api/view/{name}", params={"run": "store", **params})
+        seconds[name] = time.perf_counter() - began
+        if answer.status_code != 200:
+            raise RuntimeError(f"{name}: {answer.text}")
+    return seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--spans", type=int, default=1_000_000)
@@ -70,31 +114,10 @@ def main() -> None:
         path = args.store or Path(folder) / "lightning.db"
         if not path.exists():
             began = time.perf_counter()
-            store = open_store(str(path))
-            fill(store, args.spans)
-            store.close()
+            write(path, args.spans)
             print(f"written in {time.perf_counter() - began:.0f} s, {path.stat().st_size / 1e9:.2f} GB")
-        keys = Keys.fresh()
-        client = TestClient(create_view(Views(Runs(store=str(path))), keys))
-        client.headers["Authorization"] = f"Bearer {keys.issue('viewer')}"
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        group = "bench-0:t3-4"
-        rollouts = [f"{group}-{member}" for member in range(GROUP)]
-        seconds: dict[str, float] = {}
-        pages: list[tuple[str, dict[str, object]]] = [
-            ("run", {}), ("step", {"step": 3}), ("facts", {"rollout": rollouts}), ("group", {"group": group}),
-            ("rollout", {"rollout": rollouts[0]}), ("tools", {"step": 3}), ("rewards", {"step": 3}), ("fleet", {}),
-            ("loose", {}), ("search", {"text": "nowhere in it"}),
-        ]  # fmt: skip
-        for name, params in pages:
-            began = time.perf_counter()
-            answer = client.get(f"/api/view/{name}", params={"run": "store", **params})
-            seconds[name] = round(time.perf_counter() - began, 3)
-            assert answer.status_code == 200, answer.text
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-        print(
-            json.dumps({"spans": args.spans, "opens_s": seconds["run"], "seconds": seconds, "memory_mib": round(grown)})
-        )
+        seconds, memory = opened(path)
+        print(json.dumps({"spans": args.spans, "seconds": seconds, "memory_mib": round(memory)}))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Run every benchmark, print one table, write one file.
 
-    python bench/run.py [NAME ...] [--json bench.json]
+    python bench/run.py [NAME ...] [--quick] [--json bench.json]
 
 NAME is that of a module without ``bench_``, as in ``python bench/run.py capture``. Each has a `measure()`,
 which gives a list of `figures.Figure`, and runs in a process of its own, so that none leaves anything behind for the
-next. One that fails is shown with its error and makes the exit status 1; the others go on.
+next. One that fails is shown with its error and makes the exit status 1; the others go on. `--quick` runs each at a
+small size, with a tiny random model and nothing of other projects: it shows that they run, and its figures say nothing.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"any of: {', '.join(names())}; all by default")
     parser.add_argument("--json", default="bench.json", help="file to write; bench.json by default")
+    parser.add_argument("--quick", action="store_true", help="only see that each runs; its figures say nothing")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args()
     unknown = set(given.names) - set(names())
@@ -115,6 +117,10 @@ def main() -> int:
     if given.child:
         measure_here(given.names[0], Path(given.child))
         return 0
+    if given.quick:
+        os.environ["BENCH_QUICK"] = "1"
+        for name in [name for name in os.environ if name.startswith("BENCH_") and name.endswith("_PYTHON")]:
+            del os.environ[name]
     console = Console(width=None if sys.stdout.isatty() else 180)
     results = []
     for name in given.names or names():
