@@ -19,7 +19,7 @@ import torch
 from lightning_trainer.backends.torch.generate.mixed import MixedLinears
 from lightning_trainer.backends.torch.generate.request import Request
 from lightning_trainer.backends.torch.generate.sampling import Drawn, draw
-from lightning_trainer.backends.torch.model.cache import LONGEST_TAIL, SlotCache
+from lightning_trainer.backends.torch.model.cache import SlotCache
 from lightning_trainer.backends.torch.model.load import LoadedModel
 from lightning_trainer.backends.torch.model.step import SHORT, Chunk, StepPlan
 from lightning_trainer.gateway.engine import Sampled
@@ -220,13 +220,6 @@ class Batcher:
             elif left >= min(missing, SHORT):
                 chunks.append(Chunk(slot, min(missing, left)))
                 left -= chunks[-1].length
-        for slot in self._running:
-            if cache.tail(slot) >= LONGEST_TAIL:
-                cache.seal(slot, int(cache.computed[slot]))
-        growing = {chunk.slot: chunk.length for chunk in chunks if chunk.length <= SHORT}
-        longest = max(cache.tail(slot) + growing.get(slot, 0) for slot in self._running)
-        cache.give_back_room(longest, [slot for slot in range(cache.slots) if slot not in self._running])
-        cache.make_room(longest)
         return chunks
 
     def _take(self, requests: list[Request], drawn: Drawn) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _BLOCK = 256
+_PIECE = 2**19  # weights that a CPU computes at once: what stays in its cache, and is allocated without new pages
 _LEAST_TEMPERATURE = 1e-30  # below it logits / temperature leave float32; there the likeliest token has all weight
 
 
@@ -63,12 +65,21 @@ def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
     Raises:
         FloatingPointError: logits are not finite.
     """
+    piece = len(draws_B) if logits_BV.is_cuda else max(1, _PIECE // logits_BV.shape[1])
+    drawn = [
+        _draw(logits_BV[first : first + piece], draws_B[first : first + piece])
+        for first in range(0, len(draws_B), piece)
+    ]
+    return Drawn(*(list(chain.from_iterable(parts)) for parts in zip(*drawn, strict=True)))
+
+
+def _draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
     device = logits_BV.device
     scaled_BV = logits_BV.float()
     temperatures = [max(draw.temperature, _LEAST_TEMPERATURE) if draw.temperature else 1.0 for draw in draws_B]
     if any(temperature != 1.0 for temperature in temperatures):
         scaled_BV = scaled_BV / torch.tensor(temperatures, device=device)[:, None]
-    highest_B1, greedy_B1 = scaled_BV.max(-1, keepdim=True)
+    highest_B1 = scaled_BV.amax(-1, keepdim=True)
     weights_BV = _exp_in_blocks(scaled_BV, highest_B1)
     uniform_B = torch.tensor([draw.uniform for draw in draws_B], dtype=torch.float64, device=device)
     drawn_B, totals_B = _invert(weights_BV, uniform_B)
@@ -80,7 +91,7 @@ def draw(logits_BV: Tensor, draws_B: Sequence[Draw]) -> Drawn:
     steered_B = [False] * len(draws_B)
     for row, how in enumerate(draws_B):
         if how.temperature == 0:
-            drawn_B[row] = greedy_B1[row, 0] if how.adjust is None else how.adjust(logits_BV[row]).argmax()
+            drawn_B[row] = (logits_BV[row] if how.adjust is None else how.adjust(logits_BV[row])).argmax()
         elif how.adjust is not None or how.truncates:
             weights_V = weights_BV[row] if how.adjust is None else _weights(how.adjust(logits_BV[row]), how)
             drawn_B[row], share_W = _draw_truncated(weights_V, how)

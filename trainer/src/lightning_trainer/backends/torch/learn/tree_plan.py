@@ -199,7 +199,7 @@ class _Bucket:
         out = attend(
             layer,
             to_key_heads(query.view(rows, queries, heads, width), key_heads),
-            list(self._prefixes(layer, keys[: self._trunk], values[: self._trunk], heads // key_heads)),
+            self._prefix(layer, keys[: self._trunk], values[: self._trunk], heads // key_heads),
             own_keys,
             own_values,
             for_heads(self._own_bias(layer.window), key_heads, heads),
@@ -213,13 +213,14 @@ class _Bucket:
             self._hidden[window] = bias(hidden, self._like.dtype, self._like.device)
         return self._hidden[window]
 
-    def _prefixes(self, layer: AttentionLayer, key_PKD: Tensor, value_PKD: Tensor, shares: int) -> Iterator[SeenPrefix]:
+    def _prefix(self, layer: AttentionLayer, key_PKD: Tensor, value_PKD: Tensor, shares: int) -> SeenPrefix | None:
         """Return what is seen of the trunk."""
         length = self._trunk
         first, hidden = hidden_before(length + self._visible - 1, length, layer.window)
-        if first < length:
-            keys, values = (part[first:].transpose(0, 1).contiguous() for part in (key_PKD, value_PKD))
-            yield SeenPrefix(None, keys, values, prefix_bias(hidden, shares, self._like))
+        if first == length:
+            return None
+        keys, values = (part[first:].transpose(0, 1).contiguous() for part in (key_PKD, value_PKD))
+        return SeenPrefix(keys, values, prefix_bias(hidden, shares, self._like))
 
     def _causal(self, layer: AttentionLayer, query_QHD: Tensor, key_QKD: Tensor, value_QKD: Tensor) -> Tensor:
         """Attend as one sequence by itself does: without holding the weights, which for a long one would be many."""

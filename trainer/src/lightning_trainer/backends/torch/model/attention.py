@@ -112,39 +112,37 @@ def _attention(  # noqa: PLR0917  transformers passes them by position
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenPrefix:
-    """Tokens that several rows see.
+    """Tokens that all rows see.
 
     Attributes:
-        rows: which rows; None for all.
         keys_KPD: their keys.
         values_KPD: their values.
-        bias_M1QP: 0 where one of the rows' queries sees a token, else very negative; None: all see all.
+        bias_R1QP: 0 where a query sees a token, else very negative; None: all see all.
     """
 
-    rows: Tensor | None
     keys_KPD: Tensor
     values_KPD: Tensor
-    bias_M1QP: Tensor | None = None
+    bias_R1QP: Tensor | None = None
 
 
 def attend(  # noqa: PLR0917  a formula's letters
     layer: AttentionLayer,
     query_RKQD: Tensor,
-    prefixes: Sequence[SeenPrefix],
+    prefix: SeenPrefix | None,
     keys_BLD: Tensor,
     values_BLD: Tensor,
     bias_BQL: Tensor,
 ) -> Tensor:
-    """Softmax attention to prefixes and own tokens together. B = R * K.
+    """Softmax attention to a prefix and own tokens together. B = R * K.
 
     Products of plain matrices: for few queries they take half the time of torch's fused attention on a CPU, as long as
     keys and values lie without gaps.
 
     Args:
         layer: how it attends.
-        query_RKQD: (R, K, Q, D) queries of each slot and key head.
-        prefixes: what is seen before a slot's own tokens.
-        keys_BLD: keys of the slots' own tokens.
+        query_RKQD: (R, K, Q, D) queries of each row and key head.
+        prefix: what all rows see before their own tokens.
+        keys_BLD: keys of the rows' own tokens.
         values_BLD: their values.
         bias_BQL: 0 where an own token is seen, else very negative.
 
@@ -158,37 +156,24 @@ def attend(  # noqa: PLR0917  a formula's letters
     else:
         own = layer.scores(torch.bmm(query_BQD, keys_BLD.transpose(1, 2))) + bias_BQL
     own = own.view(rows, key_heads, queries, -1)
-    parts = [_prefix_scores(layer, query_RKQD, prefix) for prefix in prefixes]
-    weights = layer.weights(torch.cat([*parts, own], -1) if parts else own)
-    first = weights.shape[-1] - own.shape[-1]
-    out = torch.bmm(weights[..., first:].reshape(rows * key_heads, queries, -1), values_BLD)
+    before = 0 if prefix is None else prefix.keys_KPD.shape[1]
+    weights = layer.weights(own if prefix is None else torch.cat([_prefix_scores(layer, query_RKQD, prefix), own], -1))
+    out = torch.bmm(weights[..., before:].reshape(rows * key_heads, queries, -1), values_BLD)
     out = out.view(rows, key_heads, queries, width)
-    end = 0
-    for prefix in prefixes:
-        which, values_KPD = prefix.rows, prefix.values_KPD
-        start, end = end, end + values_KPD.shape[1]
-        seen = weights[..., start:end] if which is None else weights[..., start:end][which]
-        seen_KMP = seen.transpose(0, 1).reshape(key_heads, -1, end - start)
-        more = torch.bmm(seen_KMP, values_KPD).view(key_heads, -1, queries, width).transpose(0, 1)
-        out = out + more if which is None else out.index_add(0, which, more)
-    return out
+    if prefix is None:
+        return out
+    seen_KMP = weights[..., :before].transpose(0, 1).reshape(key_heads, -1, before)
+    more = torch.bmm(seen_KMP, prefix.values_KPD).view(key_heads, rows, queries, width)
+    return out + more.transpose(0, 1)
 
 
 def _prefix_scores(layer: AttentionLayer, query_RKQD: Tensor, prefix: SeenPrefix) -> Tensor:
-    """(R, K, Q, P) scores of one prefix: one product for all rows that have it, hidden from the others."""
+    """(R, K, Q, P) scores of a prefix: one product for all rows."""
     rows, key_heads, queries, width = query_RKQD.shape
-    which = prefix.rows
-    query = query_RKQD if which is None else query_RKQD[which]
-    query_KMD = query.transpose(0, 1).reshape(key_heads, -1, width)
+    query_KMD = query_RKQD.transpose(0, 1).reshape(key_heads, -1, width)
     scores = layer.scores(torch.bmm(query_KMD, prefix.keys_KPD.transpose(1, 2)))
-    scores = scores.view(key_heads, -1, queries, scores.shape[-1]).transpose(0, 1)
-    if prefix.bias_M1QP is not None:
-        scores = scores + prefix.bias_M1QP
-    if which is None:
-        return scores
-    hidden = scores.new_full((rows, *scores.shape[1:]), torch.finfo(scores.dtype).min / 2)
-    hidden[which] = scores
-    return hidden
+    scores = scores.view(key_heads, rows, queries, -1).transpose(0, 1)
+    return scores if prefix.bias_R1QP is None else scores + prefix.bias_R1QP
 
 
 def to_key_heads(query_RQHD: Tensor, key_heads: int) -> Tensor:

@@ -1,29 +1,25 @@
-"""The key-value cache of the engine: slots with the last tokens of each sequence, after a prefix that many may share.
+"""The key-value cache of the engine: sequences of blocks, which sequences with the same beginning share.
 
-A sequence is a `Prefix`, kept once for all slots that begin with it, and a tail in its own slot. Attention to a shared
-prefix is one product for all of them instead of one for each, and reads its keys once. Slots keep their content after
-their request has ended, so that a later prompt can go on from it.
+Each slot holds the tokens of one sequence and the numbers of its blocks. A block that several slots hold is never
+written again, so a prompt that continues another sequence shares its full blocks and copies at most one. Slots keep
+their content after their request has ended, so that a later prompt can continue it.
 
-Axes: Y layers, S slots, K key heads, D head width, P tokens of a prefix, C tokens that a tail has room for.
+Axes: Y layers, S slots, K key heads, D head width, B tokens of a block, Z blocks of a slot, U blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from lightning_trainer.backends.torch.model.memories import SlotMemories
 
 IDS = NDArray[np.int32]
 
-BLOCK = 64  # tails grow by it: few matrix shapes, so that oneDNN seldom has to make a new kernel
-LONGEST_TAIL = 4 * BLOCK  # a longer one becomes a prefix, so that one long sequence does not slow down the others
-SHORTEST_PREFIX = BLOCK  # a shorter one is copied: attending to it apart would cost more than it saves
+BLOCK = 64  # tokens; shorter blocks waste less memory, and longer ones make larger matrix products
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +43,6 @@ class CacheShape:
     recurrent: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """Keys and values of the first tokens of one or more sequences; each layer's lie without gaps.
-
-    Attributes:
-        keys: (Y, K, P, D).
-        values: (Y, K, P, D).
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    def __len__(self) -> int:
-        return int(self.keys.shape[2])
-
-
 class SlotCache:
     """Keys and values of S sequences. Used by one thread; others may only ask what is `shared`."""
 
@@ -72,16 +52,25 @@ class SlotCache:
         self.planned: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens that a slot has or is about to compute
         self.computed: NDArray[np.int64] = np.zeros(slots, np.int64)  # tokens whose keys and values are there
         self.owners: NDArray[np.int64] = np.full(slots, -1)  # number of the adapter that computed what a slot holds
-        self.prefixes: list[Prefix | None] = [None] * slots
+        self.blocks: NDArray[np.int64] = np.zeros((slots, -(-max_tokens // BLOCK)), np.int64)  # (S, Z)
         self.memories = SlotMemories(slots) if shape.recurrent else None
-        self.room = 0
-        self.keys = self.values = torch.empty(0)  # (Y, S, K, C, D) tails
-        self.make_room(BLOCK)
+        self._held: NDArray[np.int64] = np.zeros(slots, np.int64)  # number of blocks of each slot
+        self._users: NDArray[np.int64] = np.zeros(0, np.int64)  # (U,) number of slots that hold each block
+        self._most = 0  # blocks that were in use at once since the last `clear`
+        self.keys = self.values = torch.empty(0)
+        self._resize(0)
+
+    @property
+    def blocks_in_use(self) -> int:
+        """Number of blocks that a slot holds."""
+        return int((self._users > 0).sum())
 
     def clear(self) -> None:
-        """Forget everything: the weights have changed."""
-        self.planned[:] = self.computed[:] = 0
-        self.prefixes = [None] * self.slots
+        """Forget everything: the weights have changed. Memory that was not needed since the last time is freed."""
+        self.planned[:] = self.computed[:] = self._held[:] = self._users[:] = 0
+        if 2 * self._most < len(self._users):
+            self._resize(self._most)
+        self._most = 0
         if self.memories is not None:
             self.memories.clear()
 
@@ -98,7 +87,7 @@ class SlotCache:
         return np.where(self.owners == owner, np.minimum(first, self.planned), 0)
 
     def there(self, shared_S: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(S,) how many of the tokens that each slot shares with a prompt it can go on from now."""
+        """(S,) how many of the tokens that each slot shares with a prompt it can continue from now."""
         computed = np.minimum(shared_S, self.computed)
         return computed if self.memories is None else self.memories.there(computed)
 
@@ -106,42 +95,20 @@ class SlotCache:
         """(S,) the same, when what is planned has been computed."""
         return shared_S if self.memories is None else self.memories.coming(shared_S)
 
-    def tail(self, slot: int) -> int:
-        """Number of computed tokens after the slot's prefix."""
-        return int(self.computed[slot]) - self.start(slot)
-
-    def start(self, slot: int) -> int:
-        """Number of tokens in the slot's prefix."""
-        prefix = self.prefixes[slot]
-        return 0 if prefix is None else len(prefix)
-
-    # A sequence's way through a slot.
+    # The life of a sequence in a slot.
 
     def begin(self, slot: int, prompt: IDS, source: int, shared: int, owner: int = -1) -> None:
-        """Return a slot to a prompt, of an adapter, of which `source` holds the first `shared` tokens."""
+        """Assign a slot to a prompt, of an adapter, of which `source` holds the first `shared` tokens."""
         if self.memories is not None:
             self.memories.begin(slot, source, shared, len(prompt))
-        if self.start(source) < shared - SHORTEST_PREFIX:
-            self.seal(source, shared)
-        elif SHORTEST_PREFIX <= shared < self.start(source) <= shared + BLOCK:
-            self._split(source, shared)
-        start, whole = self.start(source), self.prefixes[source]
-        if whole is not None and SHORTEST_PREFIX <= shared < start:  # much is cut off: the others keep theirs
-            self.prefixes[slot] = Prefix(whole.keys[:, :, :shared].clone(), whole.values[:, :, :shared].clone())
-        elif shared >= start:
-            own = shared - start
-            self.make_room(own)
-            if slot != source:
-                self.keys[:, slot, :, :own] = self.keys[:, source, :, :own]
-                self.values[:, slot, :, :own] = self.values[:, source, :, :own]
-            self.prefixes[slot] = self.prefixes[source]
-        else:
-            prefix = self.prefixes[source]
-            self.prefixes[slot] = None
-            self.make_room(shared)
-            if prefix is not None:
-                self.keys[:, slot, :, :shared] = prefix.keys[:, :, :shared]
-                self.values[:, slot, :, :shared] = prefix.values[:, :, :shared]
+        full, rest = divmod(shared, BLOCK)
+        taken = self.blocks[source, : full + bool(rest)].copy()
+        self._users[taken] += 1  # first, so that what the slot releases is kept if it is also its source
+        self._release(slot, 0)
+        self.blocks[slot, : len(taken)], self._held[slot] = taken, len(taken)
+        if rest and self._users[taken[-1]] > 1:
+            self._copy_last(slot)
+        self._hold(slot, len(prompt))
         self.tokens[slot, : len(prompt)] = prompt
         self.planned[slot], self.computed[slot], self.owners[slot] = len(prompt), shared, owner
 
@@ -149,91 +116,59 @@ class SlotCache:
         """Add a sampled token to a slot's sequence; its keys and values come with the next step."""
         self.tokens[slot, self.planned[slot]] = token
         self.planned[slot] += 1
+        self._hold(slot, int(self.planned[slot]))
 
     def end(self, slot: int) -> None:
         """Forget what was planned and will not be computed: the slot's request has ended."""
         self.planned[slot] = self.computed[slot]
+        self._release(slot, -(-int(self.computed[slot]) // BLOCK))
         if self.memories is not None:
             self.memories.end(slot)
 
-    def extend_prefix(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Put newly computed tokens after the prefix of a slot that has no tail: (Y, K, n, D) each."""
-        prefix = self.prefixes[slot]
-        if prefix is not None:
-            keys, values = torch.cat([prefix.keys, keys], 2), torch.cat([prefix.values, values], 2)
-        self.prefixes[slot] = Prefix(keys, values)
-        self.computed[slot] = len(self.prefixes[slot])  # type: ignore[arg-type]
-
-    def seal(self, slot: int, upto: int) -> None:
-        """Make the first `upto` tokens of a slot's sequence its prefix."""
-        start, computed = self.start(slot), int(self.computed[slot])
-        moved, kept = slice(0, upto - start), slice(upto - start, computed - start)
-        rest = computed - upto
-        keys, values = self.keys[:, slot], self.values[:, slot]
-        kept_keys, kept_values = keys[:, :, kept].clone(), values[:, :, kept].clone()
-        self.extend_prefix(slot, keys[:, :, moved].clone(), values[:, :, moved].clone())
-        keys[:, :, :rest], values[:, :, :rest] = kept_keys, kept_values
-        self.computed[slot] = computed
-
-    def _split(self, source: int, shared: int) -> None:
-        """Cut a prefix so that it ends where a new prompt leaves it.
-
-        All that have the prefix take the shorter one, with the rest in their tails: so the prefix settles at what all
-        prompts share. Only for a little that is cut off: every slot gets room for the longest tail.
-        """
-        old = self.prefixes[source]
-        if old is None:
-            return
-        cut = len(old) - shared
-        new = Prefix(old.keys[:, :, :shared].clone(), old.values[:, :, :shared].clone())
-        users = [slot for slot in range(self.slots) if self.prefixes[slot] is old]
-        self.make_room(max(self.tail(slot) for slot in users) + cut)
-        for slot in users:
-            for tails, whole in ((self.keys[:, slot], old.keys), (self.values[:, slot], old.values)):
-                length = self.tail(slot)
-                tails[:, :, cut : cut + length] = tails[:, :, :length].clone()
-                tails[:, :, :cut] = whole[:, :, shared:]
-            self.prefixes[slot] = new
-
-    # Room.
-
-    def make_room(self, tail: int) -> None:
-        """Make room for tails of this length."""
-        if tail > self.room:
-            self._lay_out(_rounded(tail))
-
-    def give_back_room(self, tail: int, idle: Sequence[int]) -> None:
-        """Keep no more than twice the room that tails need now; idle slots may lose their last tokens."""
-        if 2 * _rounded(tail) <= self.room:
-            self._lay_out(_rounded(tail))
-            for slot in idle:
-                self.end(slot)  # else a request would wait for ever for tokens that nobody computes
-
-    def _lay_out(self, room: int) -> None:
-        shape = self.shape
-        size = (shape.layers, self.slots, shape.key_heads, room, shape.head_width)
-        kept = min(room, self.room)
-        # Zeros, not empty: what a mask hides must still be finite.
-        for name in ("keys", "values"):
-            tails = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-            if kept:
-                tails[..., :kept, :] = getattr(self, name)[..., :kept, :]
-            setattr(self, name, tails)
-        self.room = room
-        for slot in range(self.slots):
-            self.computed[slot] = min(int(self.computed[slot]), self.start(slot) + room)
-
     def swap(self, a: int, b: int) -> None:
         """Exchange the content of two slots."""
-        length = max(self.tail(a), self.tail(b))
-        for tails in (self.keys[..., :length, :], self.values[..., :length, :]):
-            tails[:, [a, b]] = tails[:, [b, a]]
-        for kept in (self.tokens, self.planned, self.computed, self.owners):
+        for kept in (self.tokens, self.planned, self.computed, self.owners, self.blocks, self._held):
             kept[[a, b]] = kept[[b, a]]
-        self.prefixes[a], self.prefixes[b] = self.prefixes[b], self.prefixes[a]
         if self.memories is not None:
             self.memories.swap(a, b)
 
+    # Blocks.
 
-def _rounded(length: int) -> int:
-    return -(-length // BLOCK) * BLOCK
+    def _hold(self, slot: int, tokens: int) -> None:
+        """Take free blocks, the first ones, until a slot has enough for so many tokens."""
+        held, wanted = int(self._held[slot]), -(-tokens // BLOCK)
+        if held >= wanted:
+            return
+        free = np.flatnonzero(self._users == 0)
+        if len(free) < wanted - held:
+            least = self.blocks_in_use + wanted - held
+            self._resize(max(least, len(self._users) * 3 // 2))
+            free = np.flatnonzero(self._users == 0)
+        taken = free[: wanted - held]
+        self.blocks[slot, held:wanted], self._users[taken], self._held[slot] = taken, 1, wanted
+        self._most = max(self._most, self.blocks_in_use)
+
+    def _release(self, slot: int, kept: int) -> None:
+        """Give up a slot's blocks after the first `kept`."""
+        self._users[self.blocks[slot, kept : self._held[slot]]] -= 1
+        self._held[slot] = min(kept, int(self._held[slot]))
+
+    def _copy_last(self, slot: int) -> None:
+        """Exchange the last block of a slot, which others hold too, for a copy that it may write to."""
+        last = int(self._held[slot]) - 1
+        shared = int(self.blocks[slot, last])
+        self._release(slot, last)
+        self._hold(slot, (last + 1) * BLOCK)
+        for part in (self.keys, self.values):
+            part[:, self.blocks[slot, last]] = part[:, shared]
+
+    def _resize(self, blocks: int) -> None:
+        """Keep the first blocks, with the content of those that stay."""
+        shape, kept = self.shape, min(blocks, len(self._users))
+        for name, size in (("keys", (BLOCK, shape.head_width)), ("values", (shape.head_width, BLOCK))):
+            # Zeros, not empty: what a mask hides must still be finite.
+            part = torch.zeros((shape.layers, blocks, shape.key_heads, *size), dtype=shape.dtype, device=shape.device)
+            if kept:
+                part[:, :kept] = getattr(self, name)[:, :kept]
+            setattr(self, name, part)  # (Y, U, K, B, D) keys and (Y, U, K, D, B) values, as products read them
+        self._users = np.concatenate([self._users[:kept], np.zeros(blocks - kept, np.int64)])
