@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -413,6 +414,10 @@ def experiments(session: nox.Session) -> None:
     session.run("python", "examples/experiment.py", *session.posargs)
 
 
+# The environments of other projects that `bench` measures as well; `-- --quick` needs none.
+OTHERS = [] if "--quick" in sys.argv else ["trl", "litellm", "agentlightning", "frameworks"]
+
+
 @nox.session
 def trl(session: nox.Session) -> None:
     """Make the environment of the other trainer that `bench` runs beside ours."""
@@ -437,12 +442,12 @@ def frameworks(session: nox.Session) -> None:
     install_together(session, *OPENINFERENCE, "rich")
 
 
-@nox.session(requires=["trl", "litellm", "agentlightning", "frameworks"])
+@nox.session(requires=OTHERS)
 def bench(session: nox.Session) -> None:
     """Measure what we promise beside what others do, print a table and write bench.json. `-- capture` runs one."""
     install(session, "pytest", "granian", *POSTGRES, trainer=True)
     pythons = {
         f"BENCH_{name.upper()}_PYTHON": str(Path(session.virtualenv.location).with_name(name) / "bin" / "python")
-        for name in ("trl", "litellm", "agentlightning", "frameworks")
+        for name in OTHERS
     }
     session.run("python", "bench/run.py", *session.posargs, env=pythons)

@@ -41,6 +41,7 @@ PARTS = {
     "lint": ["lint"],
 }
 PYTEST = {"tests", "verl", "together", "interop", "matrix", "ray", "clients", "trackers"}  # whose tests can run again
+PROCESSES = {"chaos", "bench"}  # programs that start others, without pytest: they run again as a whole
 # Of what a session chooses by itself, `tests` and `verl` forget the choice where arguments are passed.
 AGAIN = ["--last-failed", "--last-failed-no-failures", "none", "-n", "0", "-m", "not full"]
 
@@ -131,13 +132,14 @@ def show(title: str, output: Path) -> None:
 
 
 def run_again(part: Part) -> None:
-    """Run a part's failed tests once more, alone; those that pass now are flaky."""
-    failed = part.failed_tests()
-    if part.name not in PYTEST or not failed:
+    """Run a part's failed tests, or a part of processes as a whole, once more, alone; what passes now is flaky."""
+    failed = part.failed_tests() if part.name in PYTEST else [part.name]
+    if part.name not in PYTEST | PROCESSES or not failed:
         return
     output = part.cache.with_suffix(".again")
-    status = run_nox(part, "-R", "-s", part.arguments[0], "--", *AGAIN, output=output)
-    show(f"{part.arguments[0]}: {len(failed)} failed tests once more, alone", output)
+    arguments = part.arguments if part.name in PROCESSES else [part.arguments[0], "--", *AGAIN]
+    status = run_nox(part, "-R", "-s", *arguments, output=output)
+    show(f"{part.arguments[0]}: {len(failed)} failed, once more, alone", output)
     if status == 0:
         part.status, part.flaky = 0, failed
 
