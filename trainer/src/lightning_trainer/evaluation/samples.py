@@ -190,9 +190,10 @@ def _heard(store: Store, attempt_ids: Sequence[str], agents: Sequence[str] | Non
                 yield trace.attempt_id, _Heard(usage_of(trace, agents), labels, _short_answers(trace, agents))
 
 
-def _short_answers(trace: Trace, agents: Sequence[str] | None) -> dict[str, Counter[str]]:
+def _short_answers(trace: Trace, agents: Sequence[str] | None) -> dict[str, dict[str, int]]:
+    # Plain dictionaries: Python 3.11's `asdict` makes a Counter of a Counter's items.
     found = answers_in(trace, agents).items()
-    return {agent: Counter(each.text for each in its if len(each.text) <= SHORT) for agent, its in found}
+    return {agent: dict(Counter(each.text for each in its if len(each.text) <= SHORT)) for agent, its in found}
 
 
 def usage_of(trace: Trace, agents: Sequence[str] | None = None) -> dict[str, Usage]:
