@@ -19,7 +19,7 @@ import re
 
 
 def number(task, result):
-    """1 where the last number of the answer is the right one, to a millionth."""
+    """1 if the last number of the answer is right, to a millionth."""
     found = re.findall(r"-?\d[\d,]*\.?\d*", str(result))
     if not found:
         return 0.0
@@ -45,7 +45,7 @@ CHOICES = {"refund", "delivery", "account"}
 
 
 def choice(task, result):
-    """1 for the right word alone, 0.3 for a wrong one of the list, 0 for anything else."""
+    """1 for only the right word, 0.3 for a wrong word of the list, 0 for anything else."""
     said = str(result).strip().rstrip(".").lower()
     return 1.0 if said == task["kind"] else 0.3 if said in CHOICES else 0.0
 
@@ -56,7 +56,7 @@ import json
 
 
 def fields(task, result):
-    """The share of the wanted fields that the JSON answer has right; 0 for what is no JSON object."""
+    """The share of the wanted fields that the JSON answer has right; 0 if it is not a JSON object."""
     try:
         said = json.loads(result)
     except (TypeError, ValueError):
@@ -96,7 +96,7 @@ import sqlite3
 
 
 def same_rows(task, result):
-    """1 where a query finds what the right one finds, in any order; 0.1 where it runs at all."""
+    """1 if a query finds the same rows as the right one, in any order; 0.1 if it only runs."""
     database = sqlite3.connect(f"file:{task['database']}?mode=ro", uri=True)  # it can't write
     steps = iter(range(1000))
     database.set_progress_handler(lambda: next(steps, None) is None, 10_000)  # nor run for ever
@@ -112,20 +112,20 @@ def same_rows(task, result):
 # --8<-- [end:same-rows]
 # --8<-- [start:brief]
 def brief(task, result):
-    """The right answer, times a factor that falls from 1 at 50 words to 0 at 100: being short alone earns nothing."""
+    """The right answer, times a factor that falls from 1 at 50 words to 0 at 100: a short wrong answer earns nothing."""
     words = len(str(result).split())
     return exact_within(task, result) * min(1.0, max(0.0, (100 - words) / 50))
 
 
 def exact_within(task, result):
-    """1 where the answer stands somewhere in the text, as words of their own."""
+    """1 if the text contains the answer as whole words."""
     return float(re.search(rf"\b{re.escape(str(task['answer']))}\b", str(result)) is not None)
 
 
 # --8<-- [end:brief]
 # --8<-- [start:grounded]
 def grounded(task, result):
-    """The share of the quotations that stand in the source word for word; 0 without any."""
+    """The share of the quotations that are in the source word for word; 0 without any."""
     quotes = re.findall(r'"([^"]+)"', str(result))
     return sum(quote in task["source"] for quote in quotes) / len(quotes) if quotes else 0.0
 
@@ -136,11 +136,11 @@ import os
 
 from openai import OpenAI
 
-RUBRIC = "Rate the answer from 0 to 10 for being right and polite. Write the number alone."
+RUBRIC = "Rate the answer from 0 to 10 for being right and polite. Write only the number."
 
 
 def judged(task, result):
-    """What a model at an endpoint of its own says, from 0 to 1. No good verdict is an error, and never a 0."""
+    """The score of a model at its own endpoint, from 0 to 1. An unusable verdict is an error, never a 0."""
     judge = OpenAI(base_url=os.environ["JUDGE_URL"], api_key=os.environ["JUDGE_KEY"], max_retries=3)
     asked = f"Question: {task['question']}\nAnswer: {result}"
     verdict = judge.chat.completions.create(
