@@ -112,7 +112,7 @@ def same_rows(task, result):
 # --8<-- [end:same-rows]
 # --8<-- [start:brief]
 def brief(task, result):
-    """The right answer, times a factor that falls from 1 at 50 words to 0 at 100: a short wrong answer earns nothing."""
+    """The right answer, times a factor from 1 at 50 words down to 0 at 100: a short wrong answer earns nothing."""
     words = len(str(result).split())
     return exact_within(task, result) * min(1.0, max(0.0, (100 - words) / 50))
 
