@@ -353,7 +353,7 @@ def test_each_replica_is_told_in_its_own_form(tmp_path):
 def test_what_goes_on_from_a_call_that_was_sent_as_messages_says_so(tmp_path):
     behind = TokenUpstream(FakeEngine())
     with gateway(tmp_path, behind) as front:
-        said = ask(front, [USER], priority=1)
+        said = ask(front, [USER], logprobs=True, top_logprobs=1)
         ask(front, [USER, said, OTHER])
         assert how(front) == [reasons.BEGINS, reasons.AFTER_MESSAGES]
 

@@ -41,6 +41,7 @@ def start(tree, *command):
     source = str(tree / "plugins" / "far-away" / "src")
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("PYTEST_ADDOPTS", None)  # options of the run around it, for its own cache and plugins
     command = [sys.executable, "-m", *command]
     return subprocess.run(command, check=False, capture_output=True, text=True, cwd=tree, env=environment)
 

@@ -62,7 +62,7 @@ def _check_config(path: Path) -> None:
     except (ValueError, RecursionError, AttributeError) as error:
         raise ConfigError(f"{path} is not a JSON object: {error}. Copy or fetch it again.") from None
     for name, value in (item for part in parts for item in part.items()):
-        if "layer" in name and isinstance(value, int) and value > _MOST_LAYERS:
+        if name.endswith(("layer", "layers")) and isinstance(value, int) and value > _MOST_LAYERS:
             raise ConfigError(f"{path} says {name} = {value}, more than any model has. Do not load this folder.")
 
 

@@ -130,7 +130,11 @@ class Gateway:
         try:
             await (call.sample() if decider is None else decider.answer(call))
         except ClientGoneError:
-            await kept.cut(pending, CLIENT_GONE)
+            try:
+                await kept.cut(pending, CLIENT_GONE)
+            except asyncio.CancelledError:
+                if task not in self._cut:  # otherwise the attempt has ended as well; the record is written all the same
+                    raise
         except asyncio.CancelledError:
             if task not in self._cut or task.uncancel():  # more than once: the server stops too
                 kept.cancelled(pending)

@@ -62,7 +62,7 @@ class ResponseTools:
         return self._own.get(chat_name) or OwnTool("function", chat_name)
 
     def _add(self, tool: Any, namespace: str | None) -> None:
-        kind = tool.get("type") if isinstance(tool, dict) else tool
+        kind = str(tool.get("type")) if isinstance(tool, dict) else tool
         if kind == "namespace" and namespace is None:
             for each in listed("tools", tool.get("tools")):
                 self._add(each, str(tool.get("name")))
@@ -82,7 +82,7 @@ class ResponseTools:
     def _choice(self, choice: Any) -> Any:
         if isinstance(choice, str):
             return choice
-        if isinstance(choice, dict) and choice.get("type") in {"function", "custom"}:
+        if isinstance(choice, dict) and str(choice.get("type")) in {"function", "custom"}:
             own = OwnTool(choice["type"], str(choice.get("name")), choice.get("namespace"))
             return {"type": "function", "function": {"name": own.chat_name}}
         raise wrong("tool_choice", choice, 'auto, none, required or {"type": "function", "name": ...}')

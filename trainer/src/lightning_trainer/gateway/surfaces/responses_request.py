@@ -162,9 +162,9 @@ class Items:
     def _say(self, kind: Any, item: Mapping[str, Any], where: str) -> None:
         if kind == "message":
             self.messages.append(_message(item, where))
-        elif kind in {"function_call", "custom_tool_call"}:
+        elif str(kind) in {"function_call", "custom_tool_call"}:
             _add_call(self.messages, item, self._thought)
-        elif kind in {"function_call_output", "custom_tool_call_output"}:
+        elif str(kind) in {"function_call_output", "custom_tool_call_output"}:
             content = _content(item.get("output"), where)
             self.messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         else:

@@ -51,9 +51,10 @@ def adapters_in(checkpoint: Path) -> list[SavedAdapter]:
     Raises:
         ConfigError: it holds no adapters, or one of them is missing.
     """
-    folder = checkpoint / "checkpoint" if (checkpoint / "checkpoint").exists() else checkpoint
-    path = folder / ADAPTERS_NAME
+    path = checkpoint
     try:
+        folder = checkpoint / "checkpoint" if (checkpoint / "checkpoint").exists() else checkpoint
+        path = folder / ADAPTERS_NAME
         names = [str(name) for name in json.loads(path.read_text(encoding="utf-8"))["adapters"]]
     except FileNotFoundError:
         raise ConfigError(
@@ -65,11 +66,12 @@ def adapters_in(checkpoint: Path) -> list[SavedAdapter]:
 
 
 def _saved(checkpoint: Path, name: str) -> SavedAdapter:
-    folder = (checkpoint / name).resolve()
-    if not (folder / _PEFT).is_file():
-        raise ConfigError(f"{checkpoint} names the adapter {name}, but {folder / _PEFT} is not there.")
+    folder = checkpoint / name
     digest = hashlib.sha256()
     try:
+        folder = folder.resolve()
+        if not (folder / _PEFT).is_file():
+            raise ConfigError(f"{checkpoint} names the adapter {name}, but {folder / _PEFT} is not there.")
         for path in (folder / _PEFT, *sorted(folder.glob(_WEIGHTS))):
             digest.update(path.read_bytes())
         rank = json.loads((folder / _PEFT).read_text(encoding="utf-8")).get("r")
