@@ -33,37 +33,37 @@ class Listed(NamedTuple):
 
 
 COMMANDS: Final = {
-    "init": Listed("setup", "Make a small project that trains at once, in the framework you choose."),
+    "init": Listed("setup", "Create a small project that is ready to train, in the framework you choose."),
     "agents": Listed(
         "training", "List the agents of a program: calls, tokens, tool errors, rewards, and what would be trained."
     ),
     "train": Listed("training", "Train the agents you name."),
-    "sft": Listed("training", "Learn from conversations: of files, of stores, of a bigger model."),
+    "sft": Listed("training", "Supervised fine-tuning on conversations from files, stores or a larger model."),
     "eval": Listed(
-        "training", "Measure a model, a run or an endpoint on tasks: mean reward with its interval, pass@k, by agent."
+        "training", "Evaluate a model, a run or an endpoint: mean reward with its interval, and pass@k, by agent."
     ),
-    "prompts": Listed("training", "Look for better system prompts for the agents you name."),
+    "prompts": Listed("training", "Optimise the system prompts of the agents you name."),
     "compare": Listed(
-        "training", "Compare training, rejection sampling and prompts: one budget each, the same held-out tasks."
+        "training", "Compare training, rejection sampling and prompts with the same budget on the same held-out tasks."
     ),
-    "tasks": Listed("training", "Say how hard each task is, and keep those that teach something."),
+    "tasks": Listed("training", "Measure how hard each task is, and keep the tasks that have a signal."),
     "runs": Listed("records", "List runs and compare them: rewards, cost, and how their options differ."),
     "serve": Listed("servers", "Serve a trained checkpoint behind an OpenAI-compatible endpoint."),
     "server": Listed("servers", "Run store, gateway and trace receiver for several machines."),
     "runner": Listed("servers", "Claim rollouts from a server and run the agent on them."),
-    "view": Listed("records", "Look at a run in a web page: groups, rollouts, calls, tokens, credit."),
-    "traces": Listed("records", "Show what happened, as a tree or as JSON lines."),
-    "fork": Listed("records", "Say what would have happened, had one call of a recorded attempt gone otherwise."),
+    "view": Listed("records", "Show a run in a web page: groups, rollouts, calls, tokens, credit."),
+    "traces": Listed("records", "Show traces, as trees or as JSON lines."),
+    "fork": Listed("records", "Replay a recorded rollout with one model call changed."),
     "replay": Listed(
-        "records", "Run recorded attempts against new code or another model: which still succeed, and where they part."
+        "records", "Replay recorded rollouts against new code or another model, and report which still succeed."
     ),
     "export": Listed(
         "records", "Write traces as data for other trainers and viewers: conversations, pairs, tokens, spans."
     ),
     "prune": Listed("records", "Delete old traces, by age, origin or id."),
-    "key": Listed("servers", "Make, list and revoke keys of a server."),
-    "blame": Listed("records", "Say who earned the reward in a run: credit by agent and turn."),
-    "doctor": Listed("setup", "Say what works here, and what to do about what does not."),
+    "key": Listed("servers", "Create, list and revoke the keys of a server."),
+    "blame": Listed("records", "Show which agents earned the reward in a run: credit by agent and turn."),
+    "doctor": Listed("setup", "Check this installation and say how to fix what does not work."),
 }
 
 

@@ -34,10 +34,10 @@ store_option = click.option(
     default=DEFAULT_STORE,
     show_default=True,
     metavar="URL",
-    help="A path, sqlite:///, postgresql:// or http://.",
+    help="Store: a path, sqlite:///, postgresql:// or http://.",
 )
 key_file_option = click.option(
-    "--key-file", type=click.Path(path_type=Path), help="File with the server's key; else LIGHTNING_KEY."
+    "--key-file", type=click.Path(path_type=Path), help="File with the key of the server. Default: LIGHTNING_KEY."
 )
 
 rewards_option = click.option(
@@ -45,31 +45,39 @@ rewards_option = click.option(
     "automatic",
     multiple=True,
     metavar="NAME=WEIGHT",
-    help="Show what this automatic rule would give, too, as in training. May be repeated.",
+    help="Also show the reward of this automatic rule, as in training. May be repeated.",
 )
 
 
 trust_option = click.option(
     "--trust",
     is_flag=True,
-    help="The folder is yours: import the reward rules that its config.json names, and open the store that it names.",
+    help="Trust the folder: import the reward rules and open the store that its config.json names.",
 )
 
 name_by_option = click.option(
     "--name-by",
     multiple=True,
     metavar="RULE",
-    help="Name the agents of calls which no header names: [NAME=]WHERE[:REGEX], WHERE being system, model or"
-    " header:FIELD. The first that matches counts. May be repeated.",
+    help="Name the agents of calls without an agent header: [NAME=]WHERE[:REGEX]. WHERE is system,"
+    " model or header:FIELD. The first match counts. May be repeated.",
 )
 _WORK: Final = (
-    click.option("--workdir", metavar="PATH[@REVISION]", help="Each attempt works in a clone or copy of this folder."),
-    click.option("--workdir-size", metavar="SIZE", help="Most that such a copy may take. [default: 2GiB]"),
-    click.option("--restore", metavar="GLOB,...", help="Files put back as they were before --reward-command."),
-    click.option("--reward-command", help="Command that gives the reward, run where the agent worked."),
-    click.option("--reward-from", metavar="fd|PATH", help="Where a command writes its reward; else its last line."),
-    click.option("--reward-range", metavar="LOW,HIGH", help="Rewards that a command may give. [default: 0,1]"),
-    click.option("--reward-timeout-s", type=click.FloatRange(0, min_open=True), help="Its time limit. [default: 120]"),
+    click.option(
+        "--workdir",
+        metavar="PATH[@REVISION]",
+        help="Folder that is copied (or cloned, if it is a git repository) for each attempt.",
+    ),
+    click.option("--workdir-size", metavar="SIZE", help="Maximum size of this copy. [default: 2GiB]"),
+    click.option("--restore", metavar="GLOB,...", help="Files that are restored before --reward-command runs."),
+    click.option("--reward-command", help="Command that gives the reward, run in the attempt's work folder."),
+    click.option("--reward-from", metavar="fd|PATH", help="Where a command writes its reward. Default: its last line."),
+    click.option("--reward-range", metavar="LOW,HIGH", help="Minimum and maximum reward of a command. [default: 0,1]"),
+    click.option(
+        "--reward-timeout-s",
+        type=click.FloatRange(0, min_open=True),
+        help="Time limit of --reward-command, in seconds. [default: 120]",
+    ),
 )
 
 

@@ -30,73 +30,76 @@ class SftConfig(BaseModel):
 
     # What is learned from.
     data: tuple[str, ...] = ()
-    """Files of conversations (.jsonl, .json, .parquet; of `export`, or any data set with messages), and stores."""
+    """Files of conversations (.jsonl, .json, .parquet; from `export`, or any data set with messages), and stores."""
     val: Path | None = None
     """Held-out file, instead of a share of the data."""
     held_out: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the tasks that is held out to tell when to stop; 0 holds out none."""
+    """Share of the tasks held out for early stopping; 0 holds out none."""
     max_tokens: int | None = Field(default=None, ge=2)
-    """Longest conversation in tokens; a longer one is left out and counted. The model's own limit by default."""
+    """Maximum tokens of a conversation; longer ones are left out and counted. Default: the model's own limit."""
     min_reward: float | None = None
-    """Least reward of a line, where lines have rewards."""
+    """Minimum reward of a line, for lines that have rewards."""
     best: int | None = Field(default=None, ge=1)
-    """Of each group and agent, the attempts that earned most (stores)."""
+    """Use only the N attempts with the highest reward of each group and agent (stores)."""
     origin: str | None = None
-    """Only what was recorded for this: training, live, or a label (stores)."""
+    """Use only traces of this origin: training, live, or your own label (stores)."""
 
     # What is trained.
     agents: tuple[str, ...] | None = None
-    """Names or globs of the agents to train. With data that names no agent: the one whose words these are."""
+    """Names or globs of the agents to train. If the data names no agent: the agent to which its rows belong."""
     policies: dict[str, str] = Field(default_factory=dict)
-    """Adapters of agents over one frozen model, as in train: AGENT=lora, AGENT=lora:NAME, with commas between."""
+    """Adapters of agents over one frozen model, as in train: AGENT=lora, AGENT=lora:NAME, separated by commas."""
     model: str
     """The model to start from: a folder, a run or checkpoint, a hub id, or smollm2-135m."""
     backend: str = "torch"
-    """What learns: `torch`."""
+    """Backend that learns: `torch`."""
     backend_options: dict[str, Any] = Field(default_factory=dict)
-    """Further options of the backend by name, such as micro_batch_tokens of torch."""
+    """Further options of the backend, such as micro_batch_tokens of torch."""
     chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template, or `hermes` for ours, which knows tools."""
+    """Jinja file that replaces the tokenizer's chat template, or `hermes` for the built-in template, which supports
+    tools."""
     lora_rank: int = Field(default=0, ge=0)
-    """Rank of LoRA adapters; 0 trains all weights. 16 with policies."""
+    """Rank of LoRA adapters; 0 trains all weights. With policies, the default is 16."""
     lora_alpha: float | None = Field(default=None, gt=0)
-    """Scale of the adapters; twice the rank by default."""
+    """LoRA scale. Default: twice the rank."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the weights that go forward; auto takes the model's own."""
+    """Data type of the weights in the forward pass; auto uses the model's own."""
     device: str = "auto"
-    """Where it learns: auto, cpu, cuda, cuda:1, ..."""
+    """Device: auto, cpu, cuda, cuda:1, ..."""
 
     # How it learns.
     loss: Literal["likelihood", "dpo"] = "likelihood"
-    """`likelihood` of what was said, or `dpo`: of two answers to one prompt, the better more than the worse."""
+    """`likelihood` (supervised fine-tuning), or `dpo` (direct preference optimisation on pairs of answers to one
+    prompt)."""
     beta: float | None = Field(default=None, gt=0)
-    """Weight of the divergence from the starting model in dpo; 0.1 by default."""
+    """KL coefficient of dpo. Default: 0.1."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the data. 2 when no steps are given either."""
+    """Passes over the data. Default: 2 if neither epochs nor steps is given."""
     steps: int | None = Field(default=None, ge=1)
-    """Optimiser steps, instead of epochs."""
+    """Number of optimiser steps, instead of epochs."""
     batch_size: int = Field(default=16, ge=1)
-    """Conversations in a step."""
+    """Conversations per step."""
     group_by_prefix: int = Field(default=1, ge=1)
-    """Conversations that are drawn for a step together, chosen for what they have in common at their start, which goes
-    forward once: 4 to 8 where many share a long prompt, such as a database's schema. 1 draws each on its own."""
+    """Number of conversations with a common beginning that are sampled together, so that the beginning is computed
+    once: 4 to 8 if many share a long prompt, such as a database schema. 1 samples each independently."""
     learning_rate: float = Field(default=5e-5, gt=0)
-    """Highest step size of AdamW: 5e-5 by default, 2e-4 with LoRA; a tenth of it with dpo. It rises over the first
-    tenth of the steps, at most 20, and falls to a tenth at the end."""
+    """Maximum learning rate of AdamW. With LoRA, the default is 2e-4; with dpo, a tenth of these. Warmup takes the
+    first tenth of the steps, at most 20; then the rate decays to a tenth."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decay of the weights."""
+    """Weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm."""
+    """Maximum gradient norm; larger gradients are scaled down to it."""
     eval_every: int | None = Field(default=None, ge=1)
-    """Steps between two looks at the held-out loss; by default four in an epoch, and at least every 50."""
+    """Steps between measurements of the held-out loss. Default: four per epoch, and at least every 50 steps."""
     patience: int = Field(default=3, ge=1)
-    """Looks without a lower held-out loss after which it stops. The weights of the lowest are kept."""
+    """Early stopping: measurements without a lower held-out loss after which training stops. The weights with the
+    lowest loss are kept."""
     seed: int = Field(default=0, ge=0)
-    """Order of the data and initialisation follow from it. What is held out follows from the data alone."""
+    """Seed of data order and initialisation. What is held out depends only on the data."""
 
     # What is kept.
     out: Path | None = None
-    """The run's folder; runs/DATE by default."""
+    """Folder of the run. Default: runs/DATE."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -158,8 +161,8 @@ class RoundsConfig(SftConfig):
     """
 
     rounds: int = Field(ge=1)
-    """Rejection sampling: so many times TARGET runs on the tasks of --data with the current weights, and what earned
-    most of each group is learned. val then names held-out tasks."""
+    """Rejection sampling: number of rounds. In each, TARGET runs on the tasks of --data with the current weights, and
+    the best rollouts of each group are learned. val then names held-out tasks."""
     target: str | None = None
     """The agent: `module:function`."""
     command: str | None = None
@@ -169,45 +172,46 @@ class RoundsConfig(SftConfig):
     reward: str | None = None
     """Reward function `module:function`, called as score(task, result), or `judge` (rounds)."""
     judge: dict[str, Any] = Field(default_factory=dict)
-    """The judge by option: endpoint, model, rubric, and others (rounds)."""
+    """Options of the judge: endpoint, model, rubric and others (rounds)."""
     samples: int = Field(default=8, ge=2)
-    """Executions of each task in a round (rounds)."""
+    """Rollouts per task and round (rounds)."""
     val_samples: int = Field(default=1, ge=1)
-    """Executions of each held-out task, before and after each round (rounds)."""
+    """Rollouts per held-out task, before and after each round (rounds)."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature forced on the agents' calls (rounds)."""
+    """Sampling temperature, set on all calls of the agents (rounds)."""
     answer_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens of an answer whose request names no limit (rounds)."""
+    """Maximum tokens of an answer if the request sets no limit (rounds)."""
     workers: int | None = Field(default=None, ge=1)
-    """Worker processes; one a core by default (rounds)."""
+    """Worker processes. Default: one per core (rounds)."""
     concurrency: int = Field(default=16, ge=1)
-    """Executions at once in each worker (rounds)."""
+    """Concurrent rollouts per worker (rounds)."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Time limit of one attempt, in seconds (rounds)."""
     max_attempts: int = Field(default=2, ge=1)
-    """Tries before an execution counts as failed (rounds)."""
+    """Attempts before a rollout counts as failed (rounds)."""
     failed: Literal["exclude", "lowest"] | float = "lowest"
-    """Reward of an execution whose program failed after a model had answered, as in train: 0, or the lowest of the
-    round where that is less (lowest), this reward, or nothing (exclude) (rounds)."""
+    """Reward of a rollout whose program failed after a model had answered, as in train: 0 or the lowest reward of the
+    round, whichever is less (lowest); this number; or no reward (exclude) (rounds)."""
     timeouts: Timeouts = "count"
-    """How executions count that were too slow after a model had answered, as in train: as failures (count), or not at
-    all (exclude) (rounds)."""
+    """How to count rollouts that timed out after a model had answered, as in train: as failures (count), or not at all
+    (exclude) (rounds)."""
     name_by: tuple[str, ...] = ()
-    """Rule that names the agents of calls which no header names, as in train: [NAME=]WHERE[:REGEX] (rounds)."""
+    """Rule that names the agents of calls without an agent header, as in train: [NAME=]WHERE[:REGEX] (rounds)."""
     workdir: str | None = None
-    """Folder of which each attempt of a command works in a copy of its own, as in train (rounds)."""
+    """Folder that is copied for each attempt of a command, as in train (rounds)."""
     workdir_size: str = "2GiB"
-    """Most that an attempt's copy of workdir may take (rounds)."""
+    """Maximum size of an attempt's copy of workdir (rounds)."""
     restore: tuple[str, ...] = ()
-    """Globs of files in workdir that are put back as they were before reward_command (rounds)."""
+    """Globs of files in workdir that are restored before reward_command runs (rounds)."""
     reward_command: str | None = None
-    """Command that gives the reward, run where the agent worked once it has ended, as in train (rounds)."""
+    """Command that gives the reward, run in the attempt's work folder after the agent has ended, as in train
+    (rounds)."""
     reward_timeout_s: float = Field(default=120.0, gt=0)
-    """Time limit of reward_command, in seconds; beyond it the reward is 0 (rounds)."""
+    """Time limit of reward_command, in seconds. When it is exceeded, the reward is 0 (rounds)."""
     reward_from: str | None = None
-    """Where a command writes its reward instead of its last line, `fd` or a file, as in train (rounds)."""
+    """Where a command writes its reward instead of its last line: `fd` or a file, as in train (rounds)."""
     reward_range: str = "0,1"
-    """Least and greatest reward that a command may give, as LOW,HIGH, as in train (rounds)."""
+    """Minimum and maximum reward of a command, as LOW,HIGH, as in train (rounds)."""
 
     @model_validator(mode="after")
     def _whole(self) -> RoundsConfig:

@@ -29,20 +29,20 @@ class SelfOptions(BaseModel):
     told: Annotated[tuple[Literal["errors", "later", "best"], ...], BeforeValidator(_names)] = Field(
         ("errors", "later"), min_length=1
     )
-    """What the teacher is told of a call: `errors` of the tools that it asked for; where none of them failed, the error
-    of the first tool that failed `later` in the attempt; the `best` answer of the group in its place, where that
-    rollout earned more."""
+    """What the teacher reads about a call: `errors` of the tools that it called; if none of them failed, the error of
+    the first tool that failed `later` in the attempt; the `best` answer of the group for the same call, if that rollout
+    had a higher reward."""
     top_k: int = Field(100, ge=0)
-    """Tokens at each place whose probabilities are compared, the policy's likeliest, and all others together as one
-    more; 0 looks at the tokens that were sampled alone."""
+    """Number of most probable tokens of the policy whose probabilities are compared at each position; all other tokens
+    count as one more. 0 compares only the sampled tokens."""
     divergence: Divergence = "reverse"
-    """Which one of the policy from its teacher is made small."""
+    """Divergence of the policy from its teacher that is minimised."""
     weight: float = Field(1.0, gt=0)
-    """What it weighs beside the loss of the algorithm."""
+    """Weight of the teacher relative to the loss of the algorithm."""
     hint: str = HINT
-    """The message that is added to the prompt; {told} stands for what is told."""
+    """Message added to the prompt; {told} is replaced by what the teacher reads."""
     max_chars: int = Field(2000, ge=20)
-    """Characters that are told of each thing; of longer ones the middle is left out."""
+    """Maximum characters of each item; the middle of longer ones is left out."""
 
 
 def read_self(config: TrainConfig) -> SelfOptions:

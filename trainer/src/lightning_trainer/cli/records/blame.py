@@ -33,14 +33,16 @@ _OF_FORKS: Final = ("forks", "alternatives", "orders", "fork_at", "fork_tools")
 
 @click.command(name="blame")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--credit", help="Share rewards out in this way instead of the run's.")
-@click.option("--gamma", type=float, help="Discount of that credit.")
+@click.option("--credit", help="Use this credit assignment instead of the run's.")
+@click.option("--gamma", type=float, help="Discount factor of that credit assignment.")
 @click.option("--step", "steps", multiple=True, type=int, help="Only rollouts of this step. May be repeated.")
-@click.option("--val", "held_out", is_flag=True, help="Rollouts of held-out tasks instead of training ones.")
-@click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Show the calls of this one. May be repeated.")
-@click.option("--json", "as_json", is_flag=True, help="Print a line for each turn or call, and the account, as JSON.")
+@click.option("--val", "held_out", is_flag=True, help="Show rollouts of held-out tasks instead of training tasks.")
+@click.option(
+    "--rollout", "rollouts", multiple=True, metavar="ID", help="Show the calls of this rollout. May be repeated."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: one line per turn or call, then the account.")
 @rewards_option
-@click.option("--store", metavar="URL", help="Where the run's traces are, if not in its folder.")
+@click.option("--store", metavar="URL", help="Store with the run's traces, if they are not in its folder.")
 @trust_option
 @key_file_option
 def command(
@@ -57,10 +59,10 @@ def command(
     trust: bool,
     key_file: Path | None,
 ) -> None:
-    """Say who earned the reward in the folder RUN of a training run: credit by agent and turn, and the account behind.
+    """Show which agents earned the reward in the training run in folder RUN: credit by agent and turn, and the account.
 
-    Credit is what a call got of the rewards of its attempt. Its advantage says how much better that was than what it is
-    compared with. With several agents, all that have a name are compared, trained or not.
+    A call's credit is its share of the rewards of its attempt. Its advantage is the difference from its baseline. In a
+    run with several agents all that have a name are compared, trained or not.
     """
     from lightning_trainer.report.credit_report import credit_report, turns_of
     from lightning_trainer.report.recomputed import judged

@@ -17,37 +17,42 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
 
 @click.command(name="export")
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--format", type=click.Choice(FORMATS), required=True, help="What a line is; see above.")
+@click.option("--format", type=click.Choice(FORMATS), required=True, help="Content of a line, see above.")
 @click.option("--agents", callback=_names, metavar="NAME,...", help="Only calls of these agents; names or globs.")
-@click.option("--min-reward", type=float, metavar="X", help="Only where the agent earned at least this.")
-@click.option("--best", type=int, metavar="N", help="Of each group and agent, the N attempts that earned most.")
-@click.option("--sources", callback=_names, metavar="NAME,...", help="Only rewards that these gave count.")
-@click.option("--origin", metavar="NAME", help="Only of this origin: training, live, or a label of your own.")
 @click.option(
-    "--validation", is_flag=True, help="Take rollouts of validations, too. Their tasks are no longer held out then."
+    "--min-reward", type=float, metavar="X", help="Only rollouts in which the agent earned at least this reward."
+)
+@click.option(
+    "--best", type=int, metavar="N", help="Only the N attempts with the highest reward of each group and agent."
+)
+@click.option("--sources", callback=_names, metavar="NAME,...", help="Count only rewards from these sources.")
+@click.option("--origin", metavar="NAME", help="Only traces of this origin: training, live, or your own label.")
+@click.option(
+    "--validation", is_flag=True, help="Include validation rollouts. Their tasks are then no longer held out."
 )
 @click.option(
     "--split", "held_out", type=float, default=0.0, metavar="X",
-    help="Hold out this share of the tasks, and all that were validated, in OUT's name with .held-out.jsonl.",
+    help="Hold out this share of the tasks, and all validated tasks, in a file named after OUT"
+" with .held-out.jsonl.",
 )  # fmt: skip
+@click.option("--split-by", "task_fields", callback=_names, metavar="FIELD,...", help="Fields that identify a task.")
 @click.option(
-    "--split-by", "task_fields", callback=_names, metavar="FIELD,...", help="Fields of a task that tell it from others."
+    "--all-pairs",
+    is_flag=True,
+    help="dpo: pair each better answer with each worse one, instead of only the best with the worst.",
 )
-@click.option(
-    "--all-pairs", is_flag=True, help="dpo: each better answer with each worse one, not only the best with the worst."
-)
-@click.option("--margin", type=float, default=0.0, metavar="X", help="dpo: least difference in reward of a pair.")
-@click.option("--ids/--no-ids", default=True, help="sft, dpo: with the recorded tokens, or as messages alone.")
+@click.option("--margin", type=float, default=0.0, metavar="X", help="dpo: minimum difference in reward within a pair.")
+@click.option("--ids/--no-ids", default=True, help="sft, dpo: include the recorded tokens, or only messages.")
 @store_option
 @key_file_option
 def command(*, out: Path, store: str, key_file: Path | None, **options: Any) -> None:
     """Write the traces of a store to OUT, a .jsonl file, for other trainers and viewers.
 
-    A file OUT that is there is replaced, once the new one is whole.
+    If OUT exists, it is replaced once the new file is complete.
 
-    sft: conversations (messages, tools), with input_ids and labels where tokens were recorded. dpo: pairs of answers to
-    one prompt within a group (prompt, chosen, rejected). tokens: input_ids and labels alone, for every row as training
-    would make it. openinference: spans. Each line says where it is from: rollout, attempt, spans, reward, weights.
+    sft: conversations (messages, tools), with input_ids and labels if tokens were recorded. dpo: pairs of answers to
+    one prompt within a group (prompt, chosen, rejected). tokens: only input_ids and labels, one line per training row.
+    openinference: spans. Each line names its source: rollout, attempt, spans, reward, weights.
 
     The last line on stdout is JSON: lines, and left_out with the number of model calls by reason.
     """

@@ -25,44 +25,66 @@ _SHORT = 80  # characters of an answer that a line shows
 
 @click.command(name="fork")
 @click.argument("target", required=False)
-@click.option("--rollout", metavar="ID", help="What is forked: the rollout's successful attempt, else its last.")
-@click.option("--attempt", metavar="ID", help="Or the attempt itself.")
-@click.option("--call", type=int, metavar="N", help="The call that is made anew, from 0, as `traces` lists them.")
-@click.option("--times", default=1, show_default=True, type=click.IntRange(1), help="Number of continuations.")
-@click.option("--with", "instead", metavar="MODEL", help="Another model answers that call: as --model, URL, MODEL=URL.")
 @click.option(
-    "--with-key", type=click.Path(path_type=Path), help="File with its key, where it is another server than --endpoint."
+    "--rollout", metavar="ID", help="Rollout to fork: its successful attempt, or its last one if none succeeded."
 )
-@click.option("--say", metavar="TEXT", help="This text stands in the place of its answer.")
-@click.option("--model", help="What answers after it: a run, checkpoint, model folder or name. [default: the run's]")
-@click.option("--endpoint", metavar="URL", help="Or an OpenAI-compatible server; --model then names what it is asked.")
-@click.option("--agents", metavar="NAME,...", help="Whose calls it answers. [default: those a policy answered]")
+@click.option("--attempt", metavar="ID", help="Attempt to fork, instead of --rollout.")
+@click.option("--call", type=int, metavar="N", help="Call to change, counted from 0, as in `traces`.")
+@click.option("--times", default=1, show_default=True, type=click.IntRange(1), help="Number of continuations.")
+@click.option(
+    "--with",
+    "instead",
+    metavar="MODEL",
+    help="Sample that call from another model: a model as in --model, URL or MODEL=URL.",
+)
+@click.option(
+    "--with-key",
+    type=click.Path(path_type=Path),
+    help="File with the key of the server in --with, if it is not the server in --endpoint.",
+)
+@click.option("--say", metavar="TEXT", help="Replace the answer of that call by this text.")
+@click.option(
+    "--model",
+    help="Model for the calls after it: a run, a checkpoint, a model folder or a model name. [default: the run's]",
+)
+@click.option(
+    "--endpoint",
+    metavar="URL",
+    help="OpenAI-compatible server for the calls after it; --model is then the model name in the requests.",
+)
+@click.option(
+    "--agents", metavar="NAME,...", help="Agents that the model answers. [default: those that a policy answered]"
+)
 @name_by_option
-@click.option("--uncoupled", is_flag=True, help="Draw every later call anew, also where its request is as recorded.")
+@click.option(
+    "--uncoupled", is_flag=True, help="Sample every later call again, also if its request equals a recorded one."
+)
 @click.option(
     "--tools",
     default="replay",
     show_default=True,
     type=click.Choice(["replay", "run", "refuse"]),
-    help="Give recorded results; run every tool; never run one.",
+    help="Tool calls: return recorded results (replay), call every tool (run), or call none (refuse).",
 )
-@click.option("--run-tools", default="", metavar="NAME,...", help="Tools that are always run, by name or glob.")
-@click.option("--refuse-tools", default="", metavar="NAME,...", help="Tools that are never run, by name or glob.")
-@click.option("--dry-run", is_flag=True, help="Replay the whole record: does the program go as it did, and where not?")
+@click.option("--run-tools", default="", metavar="NAME,...", help="Tools that are always called, by name or glob.")
+@click.option("--refuse-tools", default="", metavar="NAME,...", help="Tools that are never called, by name or glob.")
+@click.option("--dry-run", is_flag=True, help="Replay the whole record, and report where the program deviates from it.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
-@click.option("--data", type=click.Path(path_type=Path), help="Refuse unless the recorded task is in this file.")
-@click.option("--temperature", type=click.FloatRange(0), help="Forced on the calls that are drawn.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer whose request names no limit.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the draws.")
-@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt.")
-@click.option("--workers", type=click.IntRange(1), help="Worker processes; one a core by default.")
-@click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
-@click.option("--device", help="auto, cpu, cuda, ...")
+@click.option("--data", type=click.Path(path_type=Path), help="Fail unless the recorded task is in this file.")
+@click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature, set on all sampled calls.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of an answer if the request sets no limit.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Sampling seed.")
+@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds.")
+@click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
+@click.option(
+    "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
+)
+@click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
 @click.option(
     "--max-model-len",
     type=click.IntRange(2),
-    help="Most tokens of prompt and answer together; by default as its run, else its model.",
+    help="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
 )
 @store_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -79,13 +101,13 @@ def command(
     refuse_tools: str,
     **flags: Any,
 ) -> None:
-    """Run the program TARGET (module:function) again up to one call of a recorded attempt, and on from there.
+    """Replay a recorded rollout of the program TARGET (module:function) with one model call changed.
 
-    Every call before it gets its recorded answer, and no tool that ran is run again. The call is drawn anew, --times
-    over, by --model, by another model (--with), or answered with a text (--say); later requests that are as recorded
-    get the recorded answer, so that continuations differ only by what the call changed. Rewards stand beside the
-    recorded one. In a run's folder, the program, its agents and its newest checkpoint are known. A program that does
-    not go as recorded up to the call ends with the first difference.
+    Every call before it gets its recorded answer, and no tool that ran is run again. The call is sampled --times times
+    from --model or from another model (--with), or its answer is replaced by a text (--say). Later requests that equal
+    a recorded one get the recorded answer, so that continuations differ only by what the call changed. Their rewards
+    are shown next to the recorded one. In a run's folder, the program, its agents and its newest checkpoint are known.
+    If the program deviates from the record before the call, the replay ends with the first difference.
     """
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.replaying import ForkConfig, Program, fork

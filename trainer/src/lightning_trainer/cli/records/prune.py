@@ -33,15 +33,19 @@ def _age_s(context: click.Context, option: click.Parameter, value: str | None) -
 
 @click.command(name="prune", epilog=_EXAMPLE)
 @click.option(
-    "--older-than", "age_s", callback=_age_s, metavar="AGE", help="What ended that long ago, such as 12h or 30d."
+    "--older-than", "age_s", callback=_age_s, metavar="AGE", help="Delete what ended this long ago, such as 12h or 30d."
 )
-@click.option("--origin", metavar="NAME", help="Only of this origin: training, live, or a label of your own.")
+@click.option("--origin", metavar="NAME", help="Only traces of this origin: training, live, or your own label.")
 @click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
-@click.option("--trace", "traces", multiple=True, metavar="ID", help="Only this trace, without a rollout. Repeatable.")
 @click.option(
-    "--compact", is_flag=True, help="Then write the tables anew, so that their files hold nothing deleted; others wait."
+    "--trace", "traces", multiple=True, metavar="ID", help="Only this trace, which has no rollout. May be repeated."
 )
-@click.option("--yes", is_flag=True, help="Don't ask.")
+@click.option(
+    "--compact",
+    is_flag=True,
+    help="Rewrite the tables afterwards, so that their files contain nothing deleted. Other processes wait meanwhile.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @store_option
 @key_file_option
 def command(
@@ -55,10 +59,10 @@ def command(
     store: str,
     key_file: Path | None,
 ) -> None:
-    """Delete old traces: rollouts that ended, with all that belongs to them, and traces that belong to none.
+    """Delete old traces: rollouts that ended, with all their records, and traces without a rollout.
 
-    What waits or runs stays, and which groups were trained on is still known afterwards. The store may be in use: what
-    is deleted goes in small steps.
+    Waiting and running rollouts are kept, and so is the record of which groups were trained on. The store may be in
+    use: rows are deleted in small steps.
     """
     if age_s is None and origin is None and not rollouts and not traces:
         raise ConfigError("prune: say what to delete: --older-than, --origin, --rollout or --trace.")

@@ -18,23 +18,43 @@ if TYPE_CHECKING:
 
 @click.command(name="replay")
 @click.argument("target", required=False)
-@click.option("--rollouts", "file", type=click.Path(path_type=Path), metavar="FILE", help="An id or JSON a line.")
-@click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Rollout, attempt or trace. Repeatable.")
-@click.option("--model", help="Another model answers the agents: a run, checkpoint, model folder or name.")
-@click.option("--endpoint", metavar="URL", help="Or an OpenAI-compatible server; --model then names what it is asked.")
-@click.option("--agents", metavar="NAME,...", help="Whose calls it answers. [default: those a policy answered, or all]")
+@click.option(
+    "--rollouts",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with one id or JSON object per line.",
+)
+@click.option(
+    "--rollout", "rollouts", multiple=True, metavar="ID", help="Rollout, attempt or trace to replay. May be repeated."
+)
+@click.option(
+    "--model", help="Model that answers the agents instead: a run, a checkpoint, a model folder or a model name."
+)
+@click.option(
+    "--endpoint",
+    metavar="URL",
+    help="OpenAI-compatible server that answers them; --model is then the model name in the requests.",
+)
+@click.option(
+    "--agents",
+    metavar="NAME,...",
+    help="Agents that the model answers. [default: those that a policy answered, otherwise all]",
+)
 @name_by_option
-@click.option("--run-tools", default="", metavar="NAME,...", help="Tools that are run; others get recorded results.")
-@click.option("--stop", is_flag=True, help="End a replay at its first difference, in place of going on.")
-@click.option("--success", type=float, help="Least reward that is a success. [default: the recorded one]")
-@click.option("--fail-under", type=click.FloatRange(0, 1), help="End with status 1 where a smaller share succeeds.")
+@click.option(
+    "--run-tools", default="", metavar="NAME,...", help="Tools that are called; the others return recorded results."
+)
+@click.option("--stop", is_flag=True, help="End a replay at its first difference.")
+@click.option("--success", type=float, help="Minimum reward of a success. [default: the recorded reward]")
+@click.option("--fail-under", type=click.FloatRange(0, 1), help="Exit with status 1 if a smaller share succeeds.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
-@click.option("--temperature", type=click.FloatRange(0), help="Forced on the calls that are drawn.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer whose request names no limit.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the draws.")
-@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt.")
-@click.option("--workers", type=click.IntRange(1), help="Worker processes; one a core by default.")
+@click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature, set on all sampled calls.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of an answer if the request sets no limit.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Sampling seed.")
+@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds.")
+@click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
 @store_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -56,12 +76,12 @@ def command(
     store: str,
     **sampling: Any,
 ) -> None:
-    """Run recorded attempts against the program TARGET as it is now, or against another model.
+    """Replay recorded rollouts against the current program TARGET, or against another model.
 
-    Model calls get their recorded answers wherever the program asks for the same, and the rest goes to the program's
-    own endpoints; with --model that model answers all calls of its agents. Tools get their recorded results and are not
-    run. Says which records still succeed, and where each parts from what was recorded. Without ids, all rollouts of the
-    store that succeeded are replayed.
+    A model call gets its recorded answer if its request equals a recorded one; other calls go to the program's own
+    endpoints. With --model, that model answers all calls of its agents. Tools return their recorded results and are not
+    called. The report lists which rollouts still succeed, and where each one first differs from the record. Without
+    ids, all successful rollouts of the store are replayed.
     """
     from lightning_trainer.gateway.http.masking import remember
     from lightning_trainer.replaying import Program, ReplayConfig, replay_all

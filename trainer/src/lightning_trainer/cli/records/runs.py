@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @click.command(name="runs")
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a run, and one with what differs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per run, and one with the differences.")
 def command(*, folders: Sequence[Path], as_json: bool) -> None:
-    """List runs and compare them: rewards, curves, cost, and the options in which they differ.
+    """List runs and compare them: rewards, curves, cost, and the options that differ.
 
-    FOLDERS are runs, or folders that hold runs; runs/ by default.
+    FOLDERS are runs, or folders that contain runs. Default: runs/.
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer.report.runs import differences, find, row_of

@@ -40,21 +40,26 @@ GIVEN = ("run", "score", "emit_reward")  # sources of rewards that the user's ow
 
 @click.command(name="traces")
 @click.option("--rollout", "rollouts", multiple=True, metavar="ID", help="Only this rollout. May be repeated.")
-@click.option("--origin", metavar="LABEL", help="Only what was recorded under this label: live, training, ...")
+@click.option("--origin", metavar="LABEL", help="Only traces of this origin: training, live, or your own label.")
 @click.option(
-    "--to-tasks", type=click.Path(path_type=Path), metavar="FILE", help="Write each trace as a task, one JSON a line."
+    "--to-tasks",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write each trace as a task to this file, one JSON object per line.",
 )
-@click.option("--task-field", default="question", show_default=True, help="Field of a task that gets what was asked.")
-@click.option("--json", "as_json", is_flag=True, help="Print one span a line, as JSON.")
-@click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Newest traces shown as trees.")
+@click.option(
+    "--task-field", default="question", show_default=True, help="Field of the task that gets the user's text."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one span per line as JSON.")
+@click.option("--limit", default=10, show_default=True, type=click.IntRange(1), help="Number of newest traces to show.")
 @click.option(
     "--agent", "agents", multiple=True, metavar="NAME", help="Only traces in which this agent called a model."
 )
-@click.option("--min-reward", type=float, help="Only traces that earned at least this.")
-@click.option("--max-reward", type=float, help="Only traces that earned at most this.")
-@click.option("--errors", is_flag=True, help="Only traces in which something failed.")
-@click.option("--text", metavar="TEXT", help="Only traces in which this was asked or answered.")
-@click.option("--full", is_flag=True, help="Show all of what was asked and answered, not the beginning.")
+@click.option("--min-reward", type=float, help="Only traces with at least this reward.")
+@click.option("--max-reward", type=float, help="Only traces with at most this reward.")
+@click.option("--errors", is_flag=True, help="Only traces with an error.")
+@click.option("--text", metavar="TEXT", help="Only traces with this text in a prompt or an answer.")
+@click.option("--full", is_flag=True, help="Show prompts and answers in full.")
 @rewards_option
 @store_option
 @key_file_option
@@ -76,12 +81,12 @@ def command(
     store: str,
     key_file: Path | None,
 ) -> None:
-    """Show what happened: agents, model calls with their tokens, tools, rewards.
+    """Show traces: agents, model calls with their tokens, tools, rewards.
 
     With --json each line is a span with operation, agent, trace_id, span_id, parent_id, rollout_id, attempt_id,
     start_ns, end_ns, status, attributes, and for model calls response_id, prompt_token_ids, response_token_ids,
-    logprobs, policy_version. Where rewards are tied to a span its line has them, and the first line of a trace has
-    those of the whole attempt: rewards, with source, agent, value of each.
+    logprobs, policy_version. The line of a span includes the rewards of that span. The first line of a trace also has
+    the rewards of the whole attempt. Each reward has source, agent and value.
     """
     from lightning_spans.store.traces import each_trace
     from lightning_trainer.rl.rewards.judge import read_rules

@@ -21,9 +21,9 @@ _KEY_S: Final = 10 * 86_400.0  # that the key of a page is good
 
 @click.command(name="view")
 @click.argument("run", required=False, type=click.Path(path_type=Path))
-@click.option("--store", metavar="URL", help="A store instead of a run: a path, sqlite:/// or postgresql://.")
+@click.option("--store", metavar="URL", help="Store to show instead of a run: a path, sqlite:/// or postgresql://.")
 @trust_option
-@click.option("--server", metavar="URL", help="A server of `lightning-rl server`, which shows its own store.")
+@click.option("--server", metavar="URL", help="URL of a `lightning-rl server`, which shows its own store.")
 @key_file_option
 @click.option(
     "--tokenizer",
@@ -31,12 +31,22 @@ _KEY_S: Final = 10 * 86_400.0  # that the key of a page is good
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Folder with the model's tokenizer.json, where the run's own is not found. May be repeated.",
+    help="Folder with the model's tokenizer.json, if the run's own is not found. May be repeated.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--plain-http", is_flag=True, help="Serve other machines without encryption: the key can be read.")
-@click.option("--open/--no-open", "opened", default=True, help="Open a browser.")
+@click.option(
+    "--port",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 picks a free port.",
+)
+@click.option(
+    "--plain-http",
+    is_flag=True,
+    help="Serve other machines without encryption. The key can then be read on the network.",
+)
+@click.option("--open/--no-open", "opened", default=True, help="Open the page in a browser.")
 def command(
     *,
     run: Path | None,
@@ -50,10 +60,10 @@ def command(
     plain_http: bool,
     opened: bool,
 ) -> None:
-    """Look at a run in a web page: groups, rollouts, calls, tokens, credit.
+    """Show a run in a web page: groups, rollouts, calls, tokens, credit.
 
-    RUN is the folder of a run, or one that holds several; by default runs/. Nothing is written, so a run may be looked
-    at while it trains. One line of JSON on stdout has the page's address, its key in it.
+    RUN is the folder of a run, or a folder that contains several. Default: runs/. The viewer only reads, so it can show
+    a run that is training. One line of JSON on stdout has the address of the page, which contains its key.
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer.report.terminal import printable

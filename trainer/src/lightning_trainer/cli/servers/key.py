@@ -19,23 +19,27 @@ _FILE = click.option(
     default="lightning.key",
     show_default=True,
     type=click.Path(path_type=Path),
-    help="The server's admin key; its secret and the register of its keys lie beside it.",
+    help="Admin key of the server. Its secret and the list of issued keys are in files next to it.",
 )
 _DAYS = click.option(
-    "--days", default=30.0, show_default=True, type=click.FloatRange(0, min_open=True), help="How long it is good."
+    "--days",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="Days until the key expires.",
 )
 
 
 @click.group(name="key")
 def command() -> None:
-    """Make, list and revoke the keys of a server."""
+    """Create, list and revoke the keys of a server."""
 
 
 def _new(scope: str, text: str) -> None:
     @command.command(name=scope, help=text)
     @_FILE
     @_DAYS
-    @click.option("--name", help="Whose key it is: it can be revoked by that name. By default one of its own.")
+    @click.option("--name", help="Holder of the key, by which it can be revoked. Default: a new name.")
     def new(*, key_file: Path, days: float, name: str | None) -> None:
         from lightning_spans.errors import ConfigError
         from lightning_trainer.gateway.auth.keys import Keys, Scope
@@ -47,17 +51,17 @@ def _new(scope: str, text: str) -> None:
         click.echo(Keys.from_file(_secret(key_file)).issue(kinds[scope], expires_s=days * 86400.0, holder=holder))
 
 
-_new("live", "Print a new key for a program in production, which may send spans and no more.")
-_new("runner", "Print a new key for a runner, which may end and reward the attempts that were claimed with it.")
-_new("evaluator", "Print a new key for whoever gives rewards.")
-_new("viewer", "Print a new key for whoever looks at the viewer's pages, and changes nothing.")
+_new("live", "Print a new key for a program in production. It can only send spans.")
+_new("runner", "Print a new key for a runner. It can end and reward the attempts that were claimed with it.")
+_new("evaluator", "Print a new key for a program that gives rewards.")
+_new("viewer", "Print a new key for the viewer. It can only read.")
 
 
 @command.command(name="list")
 @_FILE
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def listed(*, key_file: Path, as_json: bool) -> None:
-    """List the keys that were issued, those that are revoked or too old among them."""
+    """List all issued keys, including revoked and expired ones."""
     keys = _register(key_file).listed()
     if as_json:
         for key in keys:
@@ -78,7 +82,7 @@ def listed(*, key_file: Path, as_json: bool) -> None:
 def revoke(*, name: str, key_file: Path) -> None:
     """Revoke the key with the id NAME, or all keys of the holder NAME. The server notices within a second.
 
-    Keys in the server's own files are replaced by new ones.
+    Keys in the server's own key files are replaced by new ones.
     """
     from lightning_spans.errors import ConfigError
 

@@ -24,58 +24,65 @@ if TYPE_CHECKING:
 
 @click.command(name="runner")
 @click.argument("target", required=False)
-@click.option("--server", "url", required=True, metavar="URL", help="The server's URL, without /v1.")
-@click.option("--key-file", type=click.Path(path_type=Path), help="File with the runners' key; else LIGHTNING_KEY.")
+@click.option("--server", "url", required=True, metavar="URL", help="URL of the server, without /v1.")
+@click.option("--key-file", type=click.Path(path_type=Path), help="File with the runner key. Default: LIGHTNING_KEY.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
 @work_options
-@click.option("--workers", type=click.IntRange(1), help="Worker processes; as many as there are cores by default.")
-@click.option("--concurrency", default=16, show_default=True, type=click.IntRange(1), help="Rollouts at once in each.")
+@click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
+@click.option(
+    "--concurrency", default=16, show_default=True, type=click.IntRange(1), help="Concurrent rollouts per worker."
+)
 @click.option(
     "--drain-s",
     default=30.0,
     show_default=True,
     type=click.FloatRange(0),
-    help="Seconds that rollouts get to end when it is stopped; a second signal ends them at once.",
+    help="Seconds to wait for running rollouts after the first signal; a second signal ends them at once.",
 )
 @click.option(
     "--lease-s",
     default=60.0,
     show_default=True,
     type=click.FloatRange(1, 86_400),
-    help="A runner that dies is noticed after so many seconds, and its rollouts run again.",
+    help="Seconds without a heartbeat after which a runner counts as dead and its rollouts run again.",
 )
 @click.option(
     "--pass-env",
     "passed",
     multiple=True,
     metavar="NAME,...",
-    help="Variables of this environment that the agent gets besides the usual ones (PATH, HOME, ...), or globs such as"
-    " MYAPP_*. May be repeated.",
+    help="Environment variables to pass to the agent in addition to the usual ones (PATH, HOME,"
+    " ...); globs such as MYAPP_* work. May be repeated.",
 )
 @click.option(
     "--isolate",
     is_flag=True,
-    help="A process for each attempt, ended with all that it started.",
+    help="Run each attempt in its own process, which is ended together with every process that it started.",
 )
 @click.option(
     "--isolate-users",
     "users",
     metavar="FIRST-LAST",
-    help="A user id of its own for each attempt's process, out of these, which nobody has (Linux, as root).",
+    help="Run the process of each attempt under its own user id from this range, which no other"
+    " user may have (Linux, as root).",
 )
-@click.option("--ray", "on_ray", is_flag=True, help="Workers are actors of a Ray cluster; one a core by default.")
-@click.option("--ray-address", metavar="ADDRESS", help="Of the cluster, else RAY_ADDRESS; local starts one here.")
-@click.option("--ray-cpus", default=1.0, show_default=True, type=click.FloatRange(0), help="Cores of each actor.")
-@click.option("--ray-env", metavar="JSON", help='Ray\'s runtime_env of the actors, such as {"working_dir": "."}.')
-@click.option("--worker-memory", metavar="SIZE", help="Most memory of each worker process, such as 2GiB (Linux).")
-@click.option("--worker-cores", type=click.IntRange(1), help="Processor cores that each worker may use (Linux).")
+@click.option(
+    "--ray", "on_ray", is_flag=True, help="Run the workers as actors of a Ray cluster. Default: one per core."
+)
+@click.option(
+    "--ray-address", metavar="ADDRESS", help="Address of the cluster; local starts one here. Default: RAY_ADDRESS."
+)
+@click.option("--ray-cpus", default=1.0, show_default=True, type=click.FloatRange(0), help="Cores per actor.")
+@click.option("--ray-env", metavar="JSON", help='Ray runtime_env of the actors, such as {"working_dir": "."}.')
+@click.option("--worker-memory", metavar="SIZE", help="Memory limit of each worker process, such as 2GiB (Linux).")
+@click.option("--worker-cores", type=click.IntRange(1), help="CPU cores per worker (Linux).")
 @click.option(
     "--logs",
     default="lightning-logs",
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Folder for what the agents print.",
+    help="Folder for the output of the agents.",
 )
 def command(
     *,
@@ -102,9 +109,9 @@ def command(
 ) -> None:
     """Claim rollouts from a server and run the program TARGET (module:function) on them, until Ctrl-C or SIGTERM.
 
-    When it is ready, it says so in one line of JSON on stdout. Run it on as many machines as you like. Once stopped it
-    claims no more, and lets what runs go on for a while; what has not ended then goes back to the queue, without
-    using up a try.
+    When it is ready, it prints one line of JSON on stdout. Start one on each machine. After the first signal it claims
+    no more rollouts and waits --drain-s seconds for those that are running. Unfinished rollouts then return to the
+    queue, without using up an attempt.
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer.cli.processes import handed_over

@@ -15,21 +15,33 @@ from lightning_trainer.cli.servers.serving import tls_options
 @click.command(name="serve")
 @click.argument("checkpoint", metavar="MODEL")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--name", help="Name of the model; policy by default. Adapters of agents have their own names.")
-@click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
-@click.option("--tool-format", help="How the model writes tool calls; as its run or its chat template does by default.")
-@click.option("--device", help="auto, cpu, cuda, ...")
-@click.option("--dtype", help="auto, float32 or bfloat16.")
+@click.option(
+    "--port",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 picks a free port.",
+)
+@click.option("--name", help="Model name. Default: policy. Adapters of agents are served under their own names.")
+@click.option(
+    "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
+)
+@click.option(
+    "--tool-format", help="Format of the model's tool calls. Default: that of its run, otherwise of its chat template."
+)
+@click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
+@click.option("--dtype", help="Data type of the weights: auto, float32 or bfloat16. [default: auto]")
 @click.option(
     "--max-model-len",
     type=click.IntRange(2),
-    help="Most tokens of prompt and answer together; by default as its run, else its model.",
+    help="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
 )
 @click.option(
-    "--key-file", type=click.Path(path_type=Path), help="Where to keep the key; else it goes with the server."
+    "--key-file",
+    type=click.Path(path_type=Path),
+    help="File that keeps the key. Default: a temporary file, deleted when the server ends.",
 )
-@click.option("--store", metavar="URL", help="Keep every call there; by default none is kept.")
+@click.option("--store", metavar="URL", help="Store that records every call. Default: calls are not recorded.")
 @tls_options
 def command(
     *,
@@ -46,13 +58,14 @@ def command(
 ) -> None:
     """Serve MODEL behind an OpenAI-compatible endpoint.
 
-    MODEL is what a run came to (its folder, or a checkpoint), a model folder, a hub id (owner/model or
-    owner/model@revision), or smollm2-135m.
+    MODEL is a run's folder or checkpoint, a model folder, a hub id (owner/model or owner/model@revision), or
+    smollm2-135m.
 
-    Of a run in which agents have adapters of their own, each is served under its name, and the starting model as base.
+    If the agents of a run have their own adapters, each adapter is served under its name, and the starting model as
+    base.
 
-    When it is ready, one line of JSON on stdout names the URL and the file with the key: give clients URL/v1 as base
-    URL and the key as API key.
+    When it is ready, it prints one line of JSON on stdout with the URL and the key file. Give clients URL/v1 as the
+    base URL, and the key as the API key.
     """
     from lightning_spans.store.null import NullStore
     from lightning_trainer import models

@@ -20,85 +20,101 @@ if TYPE_CHECKING:
 
 @click.command(name="server")
 @click.option(
-    "--store", default=DEFAULT_STORE, show_default=True, metavar="URL", help="A path, sqlite:/// or postgresql://."
+    "--store",
+    default=DEFAULT_STORE,
+    show_default=True,
+    metavar="URL",
+    help="Store: a path, sqlite:/// or postgresql://.",
 )
 @click.option(
     "--upstream",
     "upstreams",
     multiple=True,
     metavar="MODEL=URL[,URL...]",
-    help="OpenAI-compatible servers that answer for MODEL. May be repeated.",
+    help="OpenAI-compatible servers for MODEL. May be repeated.",
 )
 @click.option(
     "--adapters",
     type=click.Path(path_type=Path),
-    help="Checkpoint of a run with --policy: vLLM at the one --upstream loads its adapters, each under its name.",
+    help="Checkpoint of a run with --policy. The vLLM server in --upstream (exactly one) loads its"
+    " adapters, each under its own name.",
 )
 @click.option(
     "--tokenizer",
     "tokenizers",
     multiple=True,
     metavar="MODEL=FOLDER",
-    help="The upstream model's folder: conversations go to it as token ids, each continued exactly. May be repeated.",
+    help="Folder of the upstream model. Its conversations are sent as token ids, so that each turn"
+    " continues the previous one exactly. May be repeated.",
 )
 @click.option(
     "--tool-format",
     "tool_formats",
     multiple=True,
     metavar="MODEL=NAME",
-    help="How MODEL writes tool calls, where --tokenizer's chat template does not show it. May be repeated.",
+    help="Format of MODEL's tool calls, if the chat template in --tokenizer does not show it. May be repeated.",
 )
 @click.option(
     "--upstream-key",
     "upstream_keys",
     multiple=True,
     metavar="MODEL=FILE",
-    help="File with the key that MODEL's servers want; else LIGHTNING_UPSTREAM_KEY_MODEL. May be repeated.",
+    help="File with the key for the servers of MODEL. Default: LIGHTNING_UPSTREAM_KEY_MODEL. May be repeated.",
 )
 @click.option(
-    "--upstream-timeout", type=click.FloatRange(0, min_open=True), help="Most seconds of an answer; none by default."
+    "--upstream-timeout",
+    type=click.FloatRange(0, min_open=True),
+    help="Time limit of an answer, in seconds. Default: none.",
 )
 @click.option(
     "--provider",
     metavar="URL",
-    help="Where named agents' calls go that are none of --agents; by default to --model too.",
+    help="Endpoint for calls of named agents that are not in --agents. Default: these calls also go to --model.",
 )
-@click.option("--unrecorded", is_flag=True, help="Keep no record of the calls that go to --provider.")
+@click.option("--unrecorded", is_flag=True, help="Do not record the calls that go to --provider.")
 @click.option(
-    "--agents", "names", metavar="NAME,...", help="Agents whose calls runners send to the gateway; none by default."
+    "--agents", "names", metavar="NAME,...", help="Agents whose calls runners send to the gateway. Default: none."
 )
 @name_by_option
-@click.option("--model", help="The upstream model that these calls go to; the first one by default.")
+@click.option("--model", help="Upstream model for these calls. Default: the first one.")
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for other machines."
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 accepts other machines."
 )
-@click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
 @click.option(
-    "--live-sample", default="1", show_default=True, metavar="SHARE", help="Share of production's traces that is kept."
+    "--port",
+    default=0,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="Port to listen on; 0 picks a free port.",
+)
+@click.option(
+    "--live-sample", default="1", show_default=True, metavar="SHARE", help="Share of production traces to keep."
 )
 @click.option(
     "--redact",
     "rules",
     multiple=True,
     metavar="RULE",
-    help="Field name, glob or /pattern/ that is masked in production's spans. Repeatable; see docs/how-to/live.md.",
+    help="Field name, glob or /pattern/ to mask in production spans. May be repeated. See docs/how-to/live.md.",
 )
-@click.option("--endpoint", help="Base URL given to agents, where it is not the one that runners use.")
+@click.option("--endpoint", help="Base URL for agents, if it differs from the one that runners use.")
 @click.option(
     "--key-file",
     default="lightning.key",
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Where the admin key is written; those of runners, evaluators and live agents lie beside it.",
+    help="File for the admin key. The keys of runners, evaluators and live agents are in files next to it.",
 )
 @click.option(
     "--limit",
     "limits",
     multiple=True,
     metavar="NAME=NUMBER",
-    help="Another bound than the server's own, such as attempt_calls=50000; a wrong NAME lists them all.",
+    help="Change a limit of the server, such as attempt_calls=50000. A wrong NAME lists all of them. May be repeated.",
 )
-@click.option("--rotate-keys", is_flag=True, help="Sign with a new secret; keys of the one before it stay good.")
+@click.option(
+    "--rotate-keys", is_flag=True, help="Sign with a new secret. Keys signed with the previous one stay valid."
+)
 @tls_options
 def command(
     *,
@@ -126,12 +142,12 @@ def command(
     tls_key: Path | None,
     plain_http: bool,
 ) -> None:
-    """Run the store, a gateway to the upstreams named, and a receiver of traces (OTLP), for several machines.
+    """Run the store, a gateway to the upstream servers, and a trace receiver (OTLP), for several machines.
 
-    When it is ready, one line of JSON on stdout names the URL and the files with the keys: key_file for everything,
-    runner_key_file for runners, evaluator_key_file for those who give rewards, live_key_file for agents in production.
-    LIGHTNING_UPSTREAM_KEY_MODEL is sent to the servers of MODEL (letters in upper case, others as _), or, where there
-    is but one upstream, LIGHTNING_UPSTREAM_KEY; LIGHTNING_PROVIDER_KEY to the provider.
+    When it is ready, it prints one line of JSON on stdout with the URL and the key files: key_file for everything,
+    runner_key_file for runners, evaluator_key_file for programs that give rewards, live_key_file for agents in
+    production. The servers of MODEL get LIGHTNING_UPSTREAM_KEY_MODEL (letters in upper case, other characters as _).
+    With a single upstream, LIGHTNING_UPSTREAM_KEY also works. The provider gets LIGHTNING_PROVIDER_KEY.
     """
     from lightning_spans.errors import ConfigError
     from lightning_spans.record.production import Live, parse_rate

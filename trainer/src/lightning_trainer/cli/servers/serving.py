@@ -88,10 +88,14 @@ def tls_options(command: F) -> F:
     """Add the options of encryption to a command."""
     for option in reversed(
         (
-            click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate with its chain, as PEM."),
-            click.option("--tls-key", type=click.Path(path_type=Path), help="Key of the certificate, as PEM."),
+            click.option("--tls-cert", type=click.Path(path_type=Path), help="TLS certificate with its chain (PEM)."),
             click.option(
-                "--plain-http", is_flag=True, help="Serve other machines without encryption: keys can be read."
+                "--tls-key", type=click.Path(path_type=Path), help="Private key of the TLS certificate (PEM)."
+            ),
+            click.option(
+                "--plain-http",
+                is_flag=True,
+                help="Serve other machines without encryption. Keys can then be read on the network.",
             ),
         )
     ):

@@ -10,13 +10,17 @@ from lightning_trainer.cli.options import print_json, read_key, screen
 
 
 @click.command(name="doctor")
-@click.option("--model", help="A model to look at, too: its parts, and what its chat template does.")
-@click.option("--chat-template", help="Look at this Jinja file in place of the model's template, or hermes for ours.")
-@click.option("--tool-format", help="How the model writes tool calls, where its chat template does not show it.")
-@click.option("--store", metavar="URL", help="A store to look at, too.")
-@click.option("--server", metavar="URL", help="A server to ask, too.")
-@click.option("--key-file", type=click.Path(path_type=Path), help="File with the server's key; else LIGHTNING_KEY.")
-@click.option("--json", "as_json", is_flag=True, help="Print one finding a line, as JSON.")
+@click.option("--model", help="Also check this model: its files, and what its chat template does.")
+@click.option(
+    "--chat-template", help="Check this Jinja file instead of the model's template, or hermes for the built-in one."
+)
+@click.option("--tool-format", help="Format of the model's tool calls, if its chat template does not show it.")
+@click.option("--store", metavar="URL", help="Also check this store.")
+@click.option("--server", metavar="URL", help="Also check this server.")
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), help="File with the key of the server. Default: LIGHTNING_KEY."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one finding per line, as JSON.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -29,7 +33,7 @@ def command(
     key_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Say what works here, and what to do about what does not. The exit status is 1 when something does not."""
+    """Check this installation and say how to fix what does not work. Exit status 1 if something does not work."""
     from rich.text import Text
 
     from lightning_trainer.cli.setup.checks import examine

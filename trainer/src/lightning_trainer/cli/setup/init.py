@@ -15,10 +15,10 @@ from lightning_trainer.run.starter import FRAMEWORKS
 @click.option(
     "--framework",
     type=click.Choice(list(FRAMEWORKS)),
-    help="What the program is written in: langgraph by default; openai is plain code with the openai client.",
+    help="Framework of the program; openai is plain code with the openai client. [default: langgraph]",
 )
 def command(*, folder: Path, framework: str | None) -> None:
-    """Make a small project in FOLDER that trains at once: program, tasks, reward, configuration, README."""
+    """Create a small project in FOLDER that is ready to train: program, tasks, reward, configuration, README."""
     from lightning_trainer.run.starter import install_line, missing, write_project
 
     if framework is None and folder.name in FRAMEWORKS:

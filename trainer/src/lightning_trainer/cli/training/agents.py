@@ -34,35 +34,40 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a pattern of such, or a data set's folder.",
+    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
 )
 @environment_options(tasks=False)
-@click.option("--tasks", "count", default=4, show_default=True, type=click.IntRange(1), help="Run the first N of them.")
+@click.option("--tasks", "count", default=4, show_default=True, type=click.IntRange(1), help="Run the first N tasks.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
 @work_options
 @name_by_option
-@click.option("--agents", "names", metavar="NAME,...", help="The agents that you mean to train.")
+@click.option("--agents", "names", metavar="NAME,...", help="Agents that you intend to train.")
 @click.option(
     "--model",
-    help="What answers those agents (all that have a name, without --agents): a model folder, hub id, run or"
-    " checkpoint, as eval takes it. Without it every call stays at its own endpoint.",
+    help="Model that answers those agents (without --agents: all agents that have a name): a model"
+    " folder, hub id, run or checkpoint. Default: the program's own endpoints.",
 )
 @click.option(
     "--endpoint",
     metavar="URL",
-    help="OpenAI-compatible server that answers them; --model then names what it is asked for. Its key:"
-    " LIGHTNING_UPSTREAM_KEY, or OPENAI_API_KEY where it is OPENAI_BASE_URL.",
+    help="OpenAI-compatible server that answers those agents; --model is then the model name in"
+    " the requests. Its key: LIGHTNING_UPSTREAM_KEY, or OPENAI_API_KEY if the URL equals"
+    " OPENAI_BASE_URL.",
 )
 @click.option(
-    "--max-tokens", type=click.IntRange(1), help="With --model: most tokens of an answer, where none is asked."
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="With --model: maximum tokens of an answer if the request sets no limit.",
 )
-@click.option("--temperature", type=click.FloatRange(0, min_open=True), help="With --model: as of train.")
+@click.option(
+    "--temperature", type=click.FloatRange(0, min_open=True), help="With --model: sampling temperature, as in train."
+)
 @click.option(
     "--sampling",
     type=click.Choice(["plain", "asked"]),
-    help="With --model: as of train. plain leaves out the top_p, top_k, min_p and penalties that agents ask for."
-    " [default: plain]",
+    help="With --model: plain ignores top_p, top_k, min_p and penalties in requests, as in train;"
+    " asked applies them. [default: plain]",
 )
 @click.option(
     "--timeout-s",
@@ -71,7 +76,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Time limit of a task, in seconds.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object an agent.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per agent.")
 @rewards_option
 @store_option
 @key_file_option
@@ -98,12 +103,13 @@ def command(
     env_options: tuple[str, ...],
     **flags: Any,
 ) -> None:
-    """List the agents of the program TARGET (module:function) on a few tasks, or those in a store.
+    """List the agents of the program TARGET (module:function), run on a few tasks, or the agents in a store.
 
-    Model calls go where they always go, or to --model or --endpoint by a gateway here, which sees those of a --command
-    too. --model samples as training does. The traces are kept in the store, so `lightning-rl traces` shows them.
+    By default, model calls go to the program's own endpoints. With --model or --endpoint they go through a local
+    gateway, which also records the calls of a --command. --model samples as in training. Traces are saved in the store;
+    `lightning-rl traces` shows them.
 
-    Exit status: 0 done, 2 an option or a file is wrong, 3 the agent failed, 4 no task got a reward.
+    Exit status: 0 done, 2 wrong option or file, 3 the agent failed, 4 no task got a reward.
     """
     from lightning_trainer.evaluation.subjects import name_rules
     from lightning_trainer.naming import parse_rules

@@ -38,30 +38,35 @@ LEFT_OUT = frozenset(
 
 @click.command(name="compare", cls=GroupedCommand)
 @click.argument("target", required=False)
-@click.option("--budget", type=click.IntRange(1), help="Rollouts on training tasks that each method may spend.")
+@click.option("--budget", type=click.IntRange(1), help="Maximum rollouts on training tasks, per method.")
 @click.option(
     "--methods",
     metavar="NAME,...",
-    help="rl (training), sft (rejection sampling), prompts (needs --reflect). [default: rl,sft; with --reflect all]",
+    help="Methods: rl (training), sft (rejection sampling), prompts (needs --reflect). [default:"
+    " rl,sft; with --reflect also prompts]",
 )
-@click.option("--samples", type=click.IntRange(1), help="Executions of each held-out task. [default: 4]")
-@click.option("--rounds", type=click.IntRange(1), help="Of rejection sampling. [default: 2]")
+@click.option("--samples", type=click.IntRange(1), help="Rollouts per held-out task. [default: 4]")
+@click.option("--rounds", type=click.IntRange(1), help="Rounds of rejection sampling. [default: 2]")
 @click.option(
-    "--sft", multiple=True, metavar="NAME=VALUE", help="Option of sft --rounds, such as learning_rate. Repeat."
+    "--sft", multiple=True, metavar="NAME=VALUE", help="Option of sft --rounds, such as learning_rate. May be repeated."
 )
 @click.option("--reflect", metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.")
-@click.option("--reflect-key", type=click.Path(path_type=Path), help="File with its key; else LIGHTNING_REFLECT_KEY.")
+@click.option(
+    "--reflect-key",
+    type=click.Path(path_type=Path),
+    help="File with the key of --reflect. Default: LIGHTNING_REFLECT_KEY.",
+)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with options of train as keys.")
-@click.option("--out", type=click.Path(path_type=Path), help="The comparison's folder; comparisons/DATE by default.")
-@click.option("--resume", type=click.Path(path_type=Path), help="Go on with the comparison in this folder.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the comparison. Default: comparisons/DATE.")
+@click.option("--resume", type=click.Path(path_type=Path), help="Resume the comparison in this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options(leave_out=LEFT_OUT)
 def command(*, resume: Path | None, out: Path | None, reflect_key: Path | None, as_json: bool, **flags: Any) -> None:
-    """Compare ways to better agents of the program TARGET (module:function), which stays as it is.
+    """Compare methods of improving the agents of the program TARGET (module:function). The program is not changed.
 
-    Each method spends the same budget of rollouts on --data, and what it made runs the held-out tasks of --val, which
-    none of them has seen. One table says what each came to, how sure that is, and what it took. Methods that are done
-    are kept, and --resume goes on with the others.
+    Each method uses the same budget of rollouts on --data, then its result is evaluated on the held-out tasks of --val.
+    One table shows the reward of each method with its confidence interval, and the cost. Finished methods are saved,
+    and --resume runs the others.
     """
     from lightning_trainer.comparison.compare import compare
     from lightning_trainer.report.progress import Shown

@@ -16,8 +16,9 @@ _OPTIONS: Final = {
     "env": click.option(
         "--env",
         metavar="NAME",
-        help="Instead of TARGET and --data: an environment of verifiers by its module's name, or an OpenEnv server by"
-        " its URL. It gives the tasks, the loop and the reward. Needs --model or --endpoint.",
+        help="Environment to use instead of TARGET and --data: the module name of a verifiers"
+        " environment, or the URL of an OpenEnv server. It provides the tasks, the loop and the"
+        " reward. Needs --model or --endpoint.",
     ),
     "env_options": click.option(
         "--env-options",
@@ -30,7 +31,7 @@ _OPTIONS: Final = {
         "--env-tasks",
         type=click.IntRange(1),
         metavar="N",
-        help="Take at most so many of its tasks. [default: 200]",
+        help="Maximum number of tasks to take from the environment. [default: 200]",
     ),
 }
 

@@ -27,66 +27,105 @@ if TYPE_CHECKING:
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a pattern of such, or a data set's folder.",
+    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
 )
 @environment_options()
-@click.option("--tasks", type=click.IntRange(1), help="Only the first N of them.")
-@click.option("--samples", type=click.IntRange(1), help="Executions of each task. [default: 1]")
-@click.option("--model", help="What answers: a run, checkpoint or model folder, or a model's name. Or see --endpoint.")
+@click.option("--tasks", type=click.IntRange(1), help="Use only the first N tasks.")
+@click.option("--samples", type=click.IntRange(1), help="Rollouts per task. [default: 1]")
 @click.option(
-    "--endpoint", metavar="URL", help="An OpenAI-compatible server answers; --model then names what it is asked for."
+    "--model",
+    help="Model to evaluate: a run, a checkpoint, a model folder or a model name. Default: the"
+    " program's own endpoints.",
 )
-@click.option("--endpoint-key", type=click.Path(path_type=Path), help="File with its key; else LIGHTNING_UPSTREAM_KEY.")
+@click.option(
+    "--endpoint",
+    metavar="URL",
+    help="OpenAI-compatible server to evaluate; --model is then the model name in the requests.",
+)
+@click.option(
+    "--endpoint-key",
+    type=click.Path(path_type=Path),
+    help="File with the key of --endpoint. Default: LIGHTNING_UPSTREAM_KEY.",
+)
 @click.option(
     "--against",
     metavar="OTHER",
-    help="Compare, task by task, with an evaluation's folder, a run, a model, a URL or MODEL=URL.",
+    help="Baseline to compare with, task by task: an evaluation folder, a run, a model, a URL or MODEL=URL.",
 )
-@click.option("--against-key", type=click.Path(path_type=Path), help="File with the key of --against URL.")
+@click.option(
+    "--against-key", type=click.Path(path_type=Path), help="File with the key of the server that --against names."
+)
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path),
-    help="File of lightning-rl prompts: its system prompts stand in the place of the agents' own. Not for --against.",
+    help="File written by lightning-rl prompts; its system prompts replace those of the agents, except for --against.",
 )
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result), or judge.")
 @work_options
-@click.option("--judge", multiple=True, metavar="NAME=VALUE", help="Option of the judge: endpoint, model, ... Repeat.")
-@click.option("--agents", metavar="NAME,...", help="Agents that are answered; those of the run, else all with a name.")
-@name_by_option
-@click.option("--success", type=float, help="Least reward that is a success, for pass@k and pass^k. [default: 1]")
 @click.option(
-    "--failed", help="Reward of a failure after a model's answer: a number, lowest or exclude. [default: lowest]"
+    "--judge", multiple=True, metavar="NAME=VALUE", help="Option of the judge: endpoint, model, ... May be repeated."
+)
+@click.option(
+    "--agents",
+    metavar="NAME,...",
+    help="Agents that the model answers. Default: the agents of the run, otherwise all that have a name.",
+)
+@name_by_option
+@click.option("--success", type=float, help="Minimum reward of a success, for pass@k and pass^k. [default: 1]")
+@click.option(
+    "--failed",
+    help="Reward of a rollout that failed after a model had answered: a number, lowest or exclude. [default: lowest]",
 )
 @click.option(
     "--timeouts",
     type=click.Choice(["count", "exclude"]),
-    help="Whether samples that were too slow after a model's answer count as failed. [default: count]",
+    help="Count rollouts that timed out after a model had answered as failures, or exclude them. [default: count]",
 )
-@click.option("--temperature", type=click.FloatRange(0), help="Forced on the calls; as asked by default.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer whose request names no limit.")
 @click.option(
-    "--sampling", type=click.Choice(["plain", "asked"]), help="plain leaves top_p and the like out, as training does."
+    "--temperature",
+    type=click.FloatRange(0),
+    help="Sampling temperature, set on all calls. Default: the temperature in the request.",
 )
-@click.option("--seed", type=click.IntRange(0), help="Of the draws; 0 for weights loaded here, none for endpoints.")
-@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt. [default: 300]")
-@click.option("--max-attempts", type=click.IntRange(1), help="Tries of what failed by no fault of the model's.")
-@click.option("--workers", type=click.IntRange(1), help="Worker processes; one a core by default.")
-@click.option("--concurrency", type=click.IntRange(1), help="Samples at once in each. [default: 16]")
-@click.option("--chat-template", help="Jinja file instead of the tokenizer's chat template, or hermes for ours.")
-@click.option("--tool-format", help="How the model writes tool calls; as its run or its chat template does by default.")
-@click.option("--device", help="auto, cpu, cuda, ...")
-@click.option("--dtype", help="auto, float32 or bfloat16.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of an answer if the request sets no limit.")
+@click.option(
+    "--sampling",
+    type=click.Choice(["plain", "asked"]),
+    help="plain ignores top_p, top_k, min_p and penalties in requests, as in training; asked applies them.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), help="Sampling seed. Default: 0 for weights loaded here, none for endpoints."
+)
+@click.option(
+    "--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds. [default: 300]"
+)
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(1),
+    help="Attempts per rollout if it fails for a reason other than the model. [default: 2]",
+)
+@click.option("--workers", type=click.IntRange(1), help="Worker processes. Default: one per core.")
+@click.option("--concurrency", type=click.IntRange(1), help="Concurrent rollouts per worker. [default: 16]")
+@click.option(
+    "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
+)
+@click.option(
+    "--tool-format", help="Format of the model's tool calls. Default: that of its run, otherwise of its chat template."
+)
+@click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
+@click.option("--dtype", help="Data type of the weights: auto, float32 or bfloat16. [default: auto]")
 @click.option(
     "--max-model-len",
     type=click.IntRange(2),
-    help="Most tokens of prompt and answer together; by default as its run, else its model.",
+    help="Maximum tokens of prompt and answer together. Default: the limit of the run, otherwise of the model.",
 )
-@click.option("--out", type=click.Path(path_type=Path), help="The evaluation's folder; evals/DATE by default.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the evaluation. Default: evals/DATE.")
 @click.option(
-    "--store", metavar="URL", help="Where traces are kept; SQLite in the folder by default. May be given again."
+    "--store",
+    metavar="URL",
+    help="Store for the traces. Default: SQLite in the folder. May be given again with --resume.",
 )
-@click.option("--resume", type=click.Path(path_type=Path), help="Go on with the evaluation in this folder.")
+@click.option("--resume", type=click.Path(path_type=Path), help="Resume the evaluation in this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     *,
@@ -96,13 +135,13 @@ def command(
     against_key: Path | None,
     **flags: Any,
 ) -> None:
-    """Measure the program TARGET (module:function) on tasks: mean reward with its interval, pass@k, by agent.
+    """Evaluate the program TARGET (module:function) on tasks: mean reward with its interval, and pass@k, by agent.
 
-    A model that is named answers its agents' calls; without one the program is measured as it is, at its own
-    endpoints. Samples are kept in the folder as they end, and --resume draws what is missing. Intervals are 95 %
+    With --model or --endpoint, that model answers the agents' calls. Without them, the program calls its own endpoints.
+    Rollouts are saved in the folder as they end, and --resume runs the missing ones. Intervals are 95 % confidence
     intervals of the mean over tasks.
 
-    Exit status: 0 done, 2 an option or a file is wrong, 3 every sample failed, 130 stopped.
+    Exit status: 0 done, 2 wrong option or file, 3 every rollout failed, 130 stopped.
     """
     from lightning_trainer.evaluation.config import BearerKeys
     from lightning_trainer.evaluation.evaluate import evaluate

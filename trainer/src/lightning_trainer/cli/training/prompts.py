@@ -20,31 +20,48 @@ from lightning_trainer.report.terminal import decimal, printable
     "--data",
     required=True,
     type=click.Path(path_type=Path),
-    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a pattern of such, or a data set's folder.",
+    help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
 )
 @click.option(
-    "--val", type=click.Path(path_type=Path), help="Tasks to choose by; every other one of --data by default."
+    "--val",
+    type=click.Path(path_type=Path),
+    help="Tasks used to choose between prompts. Default: every other task of --data.",
 )
-@click.option("--agents", required=True, metavar="NAME,...", help="Agents whose system prompts are proposed anew.")
+@click.option("--agents", required=True, metavar="NAME,...", help="Agents whose system prompts to optimise.")
 @click.option("--reflect", required=True, metavar="[MODEL=]URL", help="OpenAI-compatible server that proposes prompts.")
-@click.option("--reflect-key", type=click.Path(path_type=Path), help="File with its key; else LIGHTNING_REFLECT_KEY.")
-@click.option("--budget", required=True, type=click.IntRange(1), help="Rollouts to spend.")
-@click.option("--tokens", type=click.IntRange(1), help="Most tokens of rollouts and proposals together.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="File for the prompts that are found.")
+@click.option(
+    "--reflect-key",
+    type=click.Path(path_type=Path),
+    help="File with the key of --reflect. Default: LIGHTNING_REFLECT_KEY.",
+)
+@click.option("--budget", required=True, type=click.IntRange(1), help="Maximum number of rollouts.")
+@click.option("--tokens", type=click.IntRange(1), help="Maximum number of tokens, rollouts and proposals together.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="File for the best prompts.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
 @click.option("--reward", help="Reward function module:function, called as score(task, result).")
 @click.option(
-    "--model", help="What answers: a run, checkpoint or model folder, a model's name; its own endpoints else."
+    "--model",
+    help="Model to call: a run, a checkpoint, a model folder or a model name. Default: the program's own endpoints.",
 )
-@click.option("--endpoint", metavar="URL", help="An OpenAI-compatible server answers; --model is then its model.")
-@click.option("--endpoint-key", type=click.Path(path_type=Path), help="File with its key; else LIGHTNING_UPSTREAM_KEY.")
-@click.option("--minibatch", type=click.IntRange(1), help="Tasks that a proposal is made from. [default: 3]")
-@click.option("--seed", type=click.IntRange(0), help="Of the search.")
-@click.option("--concurrency", type=click.IntRange(1), help="Rollouts at once in each worker. [default: 16]")
-@click.option("--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt. [default: 300]")
+@click.option(
+    "--endpoint",
+    metavar="URL",
+    help="OpenAI-compatible server to call; --model is then the model name in the requests.",
+)
+@click.option(
+    "--endpoint-key",
+    type=click.Path(path_type=Path),
+    help="File with the key of --endpoint. Default: LIGHTNING_UPSTREAM_KEY.",
+)
+@click.option("--minibatch", type=click.IntRange(1), help="Tasks per proposal. [default: 3]")
+@click.option("--seed", type=click.IntRange(0), help="Seed of the search.")
+@click.option("--concurrency", type=click.IntRange(1), help="Concurrent rollouts per worker. [default: 16]")
+@click.option(
+    "--timeout-s", type=click.FloatRange(0, min_open=True), help="Time limit of an attempt, in seconds. [default: 300]"
+)
 @name_by_option
 @work_options
-@click.option("--resume", is_flag=True, help="Go on with the search beside --out; give the same options.")
+@click.option("--resume", is_flag=True, help="Resume the search that writes to --out; give the same options.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     *,
@@ -60,10 +77,11 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Look for better system prompts for agents of the program TARGET (module:function), which stays as it is.
+    """Optimise the system prompts of agents in the program TARGET (module:function). The program is not changed.
 
-    The prompts are read from what the agents ask. A model proposes others from rewards and tool errors (GEPA), each is
-    tried on the wire, and the best is written to --out, with a diff beside it. attach(prompts="FILE") applies it.
+    The current prompts are read from the agents' requests. A model proposes new ones from rewards and tool errors
+    (GEPA). Each proposal is tried by replacing the prompt in the requests. The best prompts are written to --out, with
+    a diff in a file next to it. attach(prompts="FILE") applies them.
     """
     from lightning_trainer.evaluation.subjects import AsItIs, chosen_agents, name_rules, read_subject
     from lightning_trainer.evaluation.subjects import endpoint as server

@@ -18,15 +18,16 @@ from lightning_trainer.sft.config import RoundsConfig, SftConfig
 @click.option(
     "--resume",
     type=click.Path(path_type=Path),
-    help="Go on with what was cut off in this folder: after the last round that was done, or where steps were kept.",
+    help="Resume the interrupted run in this folder, after its last complete round or from its saved state.",
 )
 @config_options(RoundsConfig, leave_out=frozenset({"data", "target", "tasks"}))
 def command(*, data: tuple[str, ...], tasks: Path | None, resume: Path | None, **flags: Any) -> None:
-    """Learn from conversations: files (.jsonl, .json, .parquet) that `export` wrote or a public data set, and stores.
+    """Fine-tune on conversations from files (.jsonl, .json, .parquet; from `export`, or a public data set) and stores.
 
-    Only what the agents said is learned, with the tokens that were recorded where they are this model's. With --rounds
-    the program TARGET runs on the tasks of --data, the best of each group is learned, and again. The last line on
-    stdout is JSON with the loss before and after and the checkpoint, which train --model goes on from.
+    Only the agents' own text is learned. Recorded tokens are used if they belong to this model. With --rounds, the
+    program TARGET runs on the tasks of --data and the best rollouts of each group are learned, once per round. The last
+    line on stdout is JSON with the loss before and after, and the checkpoint; pass that to `train --model` to continue
+    with RL.
     """
     flags = given(flags)
     if resume is not None:

@@ -46,12 +46,10 @@ LEFT_OUT = frozenset(
 @click.command(name="tasks", cls=GroupedCommand)
 @click.argument("target", required=False)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with these options as keys.")
-@click.option("--samples", default=4, show_default=True, type=click.IntRange(2), help="Rollouts of each task.")
+@click.option("--samples", default=4, show_default=True, type=click.IntRange(2), help="Rollouts per task.")
 @click.option("--first", type=click.IntRange(1), help="Try only the first N tasks.")
-@click.option(
-    "--keep", type=click.Path(path_type=Path), help="Write the tasks that teach something to this .jsonl file."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a task.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Write the tasks that have a signal to this .jsonl file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per task.")
 @config_options(leave_out=LEFT_OUT)
 def command(
     *,
@@ -63,11 +61,11 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Say how hard each task is for the model, and which of them teach something, from a few samples of each.
+    """Measure how hard each task is for the model, and which tasks have a signal, from a few rollouts of each.
 
-    A task of which all samples earn the same teaches nothing: it is too hard, or solved already. --keep writes the
-    others to a file for `train --data`. Samples are few: a task that is dropped here may have been unlucky, so take
-    more --samples for hard ones.
+    If all rollouts of a task have the same reward, there is nothing to learn from it: the task is too hard, or already
+    solved. --keep writes the other tasks to a file for `train --data`. With few rollouts a hard task may be dropped by
+    chance: use more --samples for hard tasks.
     """
     from lightning_spans.errors import ConfigError
     from lightning_trainer import registry

@@ -25,24 +25,27 @@ EXAMPLE = (
     "--config",
     "file",
     type=click.Path(path_type=Path),
-    help="TOML file with these options as keys, _ for -. Flags go first.",
+    help="TOML file with these options as keys, with _ instead of -. Options on the command line take precedence.",
 )
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Run one step's rollouts and an update that nobody keeps, and say what a run would take and could learn: time,"
-    " memory, disk, a forecast for GPUs. With verl: its configuration and needs, and nothing is started.",
+    help="Run the rollouts of one step and an update that is discarded. Prints the expected time,"
+    " memory and disk space of a run, whether there is something to learn, and a forecast for"
+    " GPUs. With verl: prints its configuration and requirements, and starts nothing.",
 )
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object as the last line.")
-@click.option("--view", "viewed", is_flag=True, help="Show the run in a web page while it trains: lightning-rl view.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON object as the last line.")
+@click.option(
+    "--view", "viewed", is_flag=True, help="Show the run in a web page while it trains, as lightning-rl view does."
+)
 @config_options(leave_out=frozenset({"target"}))
 def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bool, viewed: bool, **flags: Any) -> None:
     """Train the agents that you name in the program TARGET (module:function), which is called as run(task).
 
-    It returns the reward: a number, or numbers by agent name. The last line on stdout is JSON with the rewards before
-    and after, of what they are and how sure, the run's folder and its checkpoint.
+    The program returns the reward: a number, or numbers by agent name. The last line on stdout is JSON with the rewards
+    before and after training, their confidence intervals, the run's folder and its checkpoint.
 
-    Exit status: 0 done, 2 an option or a file is wrong, 3 the agent failed, 4 there was nothing to learn, 130 stopped.
+    Exit status: 0 done, 2 wrong option or file, 3 the agent failed, 4 nothing to learn, 130 stopped.
     """
     from lightning_trainer.cli.training.viewed import Viewed, with_folder
     from lightning_trainer.intervals import Estimate
