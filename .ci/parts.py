@@ -22,6 +22,10 @@ from pathlib import Path
 
 NOX = Path(sys.executable).with_name("nox")
 AT_ONCE = 2
+ENVIRONMENT = os.environ | {
+    "NOX_SCRIPT_MODE": "none",  # otherwise two at once create noxfile.py's own environment in the same folder
+    "DRAWS": "fixed",  # Hypothesis: a change must not wait for an unlucky draw in another's test
+}
 
 # Longest first, so that the two rows end at about the same time. Each name is a nox session with its arguments.
 PARTS = {
@@ -81,8 +85,9 @@ def expand(names: list[str], folder: Path) -> list[Part]:
 
 
 def list_sessions() -> list[str]:
-    """Return the names of all sessions of the noxfile, each environment of a session by itself."""
-    done = subprocess.run([NOX, "--list", "--json"], capture_output=True, text=True, check=True)
+    """Return the names of the sessions with several environments, each environment by itself."""
+    command = [NOX, "--list", "--json", "--session", "matrix", "clients"]  # without names nox lists its defaults only
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     return [session["session"] for session in json.loads(done.stdout)]
 
 
@@ -92,11 +97,7 @@ RUNNING: set[subprocess.Popen[bytes]] = set()
 def run_nox(part: Part, *arguments: str, output: Path) -> int:
     """Run a part's session into a file, in a process group of its own, and return its exit status."""
     options = f"{os.environ.get('PYTEST_ADDOPTS', '')} -o cache_dir={part.cache}"
-    environment = os.environ | {
-        "NOX_SCRIPT_MODE": "none",  # otherwise two at once create noxfile.py's own environment in the same folder
-        "DRAWS": "fixed",  # Hypothesis: a change must not wait for an unlucky draw in another's test
-        "PYTEST_ADDOPTS": options,
-    }
+    environment = ENVIRONMENT | {"PYTEST_ADDOPTS": options}
     command = [NOX, "--no-error-on-missing-interpreters", *arguments]
     with output.open("wb") as file:
         process = subprocess.Popen(
