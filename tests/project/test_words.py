@@ -1,0 +1,151 @@
+"""Plain English: phrases that nobody who knows the field would write stay out of docs, help, errors and the viewer."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from lightning_trainer.cli import COMMANDS, cli
+
+ROOT = Path(__file__).parents[2]
+# Each with what to write instead.
+PHRASES = {
+    r"for from": "because, or two sentences",
+    r"(?:go|goes|going|went|gone) on from": "continue, resume",
+    r"go(?:es)? on(?! (?:and|with)\b)": "continue",
+    r"all alike": "identical; no signal",
+    r"(?:what|who) answers": "the model, the policy, the endpoint",
+    r"(?:is|are|was|were|be|been) drawn": "sampled",
+    r"draws": "samples",
+    r"(?:is|are|was|were|be|been) told": "reports, logs, prints; gets",
+    r"tells? of": "describe, report",
+    r"(?:its|their|the) longest": "truncated at `max_tokens`",
+    r"gone otherwise": "changed",
+    r"(?:is|are) (?:not )?done here": "is (not) supported",
+    r"of whom": "name the noun",
+    r"the own": "its own, the agent's own",
+    r"no folder of": "is not a ... folder",
+    r"[,;] else[.;,]": "otherwise; by default",
+    r"(?:is|are) waited for": "wait for",
+    r"what (?:came|becomes|became|comes) of": "result",
+    r"stands? (?:there|here|beside|behind|above|under|in|at|on|below)": "is, is listed",
+    r"shared out": "assigned",
+    r"kept as (?:it is|they are)": "unchanged, frozen",
+    r"what (?:was|is) asked for": "requested",
+    r"in turns?": "alternating",
+    r"beside": "next to, compared with",
+    r"lessons?": "training examples",
+    r"(?:the|this|a) (?:house|room|furniture)": "package, module, layer",
+    r"(?:the|trainer's|core's) floors?": "layers",
+    r"by the clock": "wall time",
+    r"in vain": "without effect",
+    r"likelier": "more likely",
+    r"(?<!there )is no (?!longer|more|need|way|better|worse|less|faster|slower|different|reason)[a-z]": "is not a",
+    r"of today": "current",
+    r"what \w+ said": "name the thing",
+    r"nobody (?:told|said|asked)": "name who",
+    r"wherever it": "where it",
+    r"begins? with(?! [\"'`(])": "starts with",
+    r"for want of": "because there is no",
+}
+DIALECT = {
+    re.compile(rf"\b{phrase}" + (r"\b" if phrase[-1].isalpha() else ""), re.IGNORECASE): better
+    for phrase, better in PHRASES.items()
+}
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(ROOT.glob("examples/*/README.md")),
+    *sorted(ROOT.glob("plugins/*/README.md")),
+    ROOT / "core/README.md",
+    ROOT / "trainer/README.md",
+]
+LATER = {  # pages that still have to be rewritten: take one out when it is done
+    *(f"docs/decisions/{name}.md" for name in (
+        "README", "exact-continuation", "leases-and-fences", "otel", "pluggy", "records", "rows", "size", "store",
+        "torch-beside-verl", "viewer",
+    )),
+    "docs/explanation/architecture.md", "docs/explanation/threat-model.md", "docs/how-to/adding-a-framework.md",
+    "docs/how-to/counterfactual.md", "docs/how-to/verl.md",
+}  # fmt: skip
+PRINTED = 116  # phrases left in texts that the program prints: only ever less
+SOURCES = sorted(path for path in ROOT.glob("*/**/src/**/*.py") if ".nox" not in path.parts)
+
+
+def find(text: str) -> list[str]:
+    """Return each phrase of the list in a text, with its words around it and what to write instead."""
+    text = " ".join(text.split())
+    return [
+        f"…{text[max(0, match.start() - 40) : match.end() + 30]}… ({better})"
+        for phrase, better in DIALECT.items()
+        for match in phrase.finditer(text)
+    ]
+
+
+def prose(page: Path) -> str:
+    """Return a page without its code."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`|\]\([^)]*\)|<!--.*?-->", "x", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_in_plain_english(page: Path) -> None:
+    if str(page.relative_to(ROOT)) in LATER:
+        assert find(prose(page)), "this page is done: take it out of LATER"
+    else:
+        assert find(prose(page)) == []
+
+
+def helps(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the help of a command, of its options and of its subcommands, each with its name."""
+    yield name, command.help or ""
+    for option in command.params:
+        if isinstance(option, click.Option):
+            yield f"{name} {option.opts[0]}", option.help or ""
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for part in command.list_commands(context):
+            yield from helps(command.get_command(context, part), f"{name} {part}")
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_the_help_of_a_command_is_in_plain_english(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert {where: found for where, text in helps(command, name) if (found := find(text))} == {}
+
+
+def shown(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the texts that people may read when a module runs: strings of three words that are not docstrings."""
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in docstrings else None
+        if isinstance(text, str) and len(text.split()) >= 3:
+            yield node.lineno, text
+
+
+def test_what_the_program_prints_is_in_plain_english() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {phrase}"
+        for path in SOURCES
+        for line, text in shown(ast.parse(path.read_text(encoding="utf-8")))
+        for phrase in find(text)
+    ]
+    assert len(found) <= PRINTED, "\n".join(found)
+
+
+def test_a_phrase_of_the_list_is_found() -> None:
+    assert find("nothing is learned, for from a policy that always fails nothing can be learned, else.")
+    assert find("The run continues, and there is no error.") == []
