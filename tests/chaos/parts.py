@@ -19,6 +19,7 @@ HERE = Path(__file__).parent
 PARTS = ("server", "runner", "agent", "trainer")
 # The trainer when it is done; the runner, with a word, when its server or a worker is killed while it starts.
 MAY_END = {"trainer": 0, "runner": 2}
+MOST_RESTARTS = 60  # of one part that ended by itself, between two kills
 
 
 class Run:
@@ -40,6 +41,7 @@ class Run:
         self.admin = self._keys.issue("admin")
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.starts = dict.fromkeys(PARTS, 0)
+        self._restarts = dict.fromkeys(PARTS, 0)
         self.failures: list[str] = []
 
     def start(self, part: str) -> None:
@@ -66,6 +68,7 @@ class Run:
 
     def kill(self, part: str) -> bool:
         """Kill a part with signal 9; an agent is one of the runner's workers. False where there was none to kill."""
+        self._restarts = dict.fromkeys(PARTS, 0)
         if part == "agent":
             workers = children(self._running["runner"].pid)
             if not workers:
@@ -86,9 +89,17 @@ class Run:
         return True
 
     def look(self) -> None:
-        """Start again what has ended by itself: a runner gives up when its server is away while it starts."""
+        """Start again what has ended by itself: a runner gives up when its server is away while it starts.
+
+        Raises:
+            RuntimeError: a part has ended by itself too often, so that the run would never end.
+        """
         for part, process in list(self._running.items()):
             if process.poll() is not None and not (part == "trainer" and process.returncode == 0):
+                self._restarts[part] += 1
+                if self._restarts[part] > MOST_RESTARTS:
+                    log = (self.folder / f"{part}.log").read_text(errors="replace")
+                    raise RuntimeError(f"the {part} ended by itself {MOST_RESTARTS} times. Its log ends: {log[-2000:]}")
                 self.start(part)
 
     def done(self) -> bool:

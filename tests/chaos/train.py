@@ -33,6 +33,9 @@ class Log:
     def series(self, *_: Any) -> list[Any]:
         return []
 
+    def validations(self) -> list[Any]:
+        return []
+
 
 class Learner:
     """Writes a line for each update: the step, a hash of all that a model would learn from, and the rollouts in it."""
