@@ -62,7 +62,7 @@ class ResponseTools:
         return self._own.get(chat_name) or OwnTool("function", chat_name)
 
     def _add(self, tool: Any, namespace: str | None) -> None:
-        kind = str(tool.get("type")) if isinstance(tool, dict) else tool
+        kind: Any = str(tool.get("type")) if isinstance(tool, dict) else tool
         if kind == "namespace" and namespace is None:
             for each in listed("tools", tool.get("tools")):
                 self._add(each, str(tool.get("name")))
