@@ -280,7 +280,7 @@ def view(session: nox.Session) -> None:
     session.install("-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"), *TEST, "httpx2", "playwright")
     if not (os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")):
         session.error("there is no chromium. Install it (apt-get install chromium), or name it in CHROMIUM.")
-    built = ROOT / "trainer/src/lightning_trainer/view/static"
+    built = ROOT / "trainer/src/lightning_trainer/kits/view/static"
     before = {path.name: path.read_bytes() for path in built.iterdir()}
     with session.chdir(ROOT / "trainer/viewer"):
         session.run("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", external=True, silent=True)

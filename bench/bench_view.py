@@ -21,9 +21,9 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store, open_store
 from lightning_trainer.gateway.auth.keys import Keys
-from lightning_trainer.view.pages import create_view
-from lightning_trainer.view.routes import Views
-from lightning_trainer.view.runs import Runs
+from lightning_trainer.kits.view.pages import create_view
+from lightning_trainer.kits.view.routes import Views
+from lightning_trainer.kits.view.runs import Runs
 
 PER_ROLLOUT = 10  # spans, of 1.5 KB each
 GROUP, GROUPS = 8, 25  # a step has 200 rollouts

@@ -23,13 +23,13 @@ from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
-from lightning_trainer.comparison import compare as room
-from lightning_trainer.comparison import methods
-from lightning_trainer.comparison.config import CompareConfig
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.evaluation.subjects import Endpoint
+from lightning_trainer.kits.compare import compare as room
+from lightning_trainer.kits.compare import methods
+from lightning_trainer.kits.compare.config import CompareConfig
+from lightning_trainer.kits.evaluation.subjects import Endpoint
+from lightning_trainer.kits.sft.rounds.loop import RoundLoop
 from lightning_trainer.report.progress import Silent
-from lightning_trainer.sft.rounds.loop import RoundLoop
 from lightning_trainer.work import Work
 
 AGENT = """
@@ -197,8 +197,8 @@ def test_a_command_works_in_its_own_folder_on_every_side_and_its_reward_is_count
 def test_each_option_of_the_program_reaches_all_that_run_it(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lightning_trainer.prompts.optimise as prompts
-    import lightning_trainer.sft.rounds.rejection as rounds
+    import lightning_trainer.kits.prompts.optimise as prompts
+    import lightning_trainer.kits.sft.rounds.rejection as rounds
 
     class Asked(Exception):
         """What was asked for."""
@@ -412,9 +412,9 @@ def test_sides_that_no_judge_sees_together_are_not_measured_by_one(
 
 
 def test_best_is_only_what_is_surely_better() -> None:
-    from lightning_trainer.comparison.methods import Made
-    from lightning_trainer.evaluation.samples import Sample
-    from lightning_trainer.evaluation.summary import Counting, difference, summarise
+    from lightning_trainer.kits.compare.methods import Made
+    from lightning_trainer.kits.evaluation.samples import Sample
+    from lightning_trainer.kits.evaluation.summary import Counting, difference, summarise
 
     def measured(rewards: list[float]) -> Any:
         samples = [

@@ -16,11 +16,11 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer import TrainConfig, registry
 from lightning_trainer.cli import cli
 from lightning_trainer.environments import open_environment
-from lightning_trainer.evaluation.config import EvalConfig
 from lightning_trainer.gateway.formats.reader import Dialect, parse
 from lightning_trainer.gateway.formats.table import by_name
+from lightning_trainer.kits.evaluation.config import EvalConfig
+from lightning_trainer.kits.sft.config import SftConfig
 from lightning_trainer.rl.credit.assigners import credit_by_name
-from lightning_trainer.sft.config import SftConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "extend.md").read_text(encoding="utf-8")
 

@@ -22,8 +22,8 @@ from lightning_spans.store import open_store
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
-from lightning_trainer.evaluation import folder as files
-from lightning_trainer.evaluation.config import EvalConfig
+from lightning_trainer.kits.evaluation import folder as files
+from lightning_trainer.kits.evaluation.config import EvalConfig
 
 AGENT = """
 import os
@@ -77,7 +77,7 @@ NO_TORCH = "import sys; sys.modules['torch'] = None; from lightning_trainer.cli 
 
 @pytest.mark.torch
 def test_of_what_sft_learned_the_run_says_whose_it_is(tmp_path: Path, tiny_model: Path) -> None:
-    from lightning_trainer.evaluation.subjects import chosen_agents, read_subject
+    from lightning_trainer.kits.evaluation.subjects import chosen_agents, read_subject
 
     shutil.copytree(tiny_model, tmp_path / "warm" / "checkpoint")
     (tmp_path / "warm" / "config.json").write_text('{"agents": ["writer"], "policies": {"writer": "lora"}}')
@@ -101,7 +101,7 @@ def run(folder: Path, tiny_model: Path) -> Path:
 def test_a_runs_model_writes_and_reads_as_it_did_in_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from lightning_trainer.backends.torch import backend
-    from lightning_trainer.evaluation.subjects import answering, read_subject
+    from lightning_trainer.kits.evaluation.subjects import answering, read_subject
 
     for more, loaded in (({}, ("pythonic", 96)), ({"tool_format": "hermes", "max_model_len": 64}, ("hermes", 64))):
         with answering(read_subject(str(run)), **more) as found:
@@ -140,7 +140,7 @@ def test_of_a_run_its_agents_are_measured_and_called_as_it_called_them(run: Path
         asked.append((config.agents, config.name_by))
         raise ConfigError("that is enough")
 
-    monkeypatch.setattr("lightning_trainer.evaluation.evaluate._measure", measured)
+    monkeypatch.setattr("lightning_trainer.kits.evaluation.evaluate._measure", measured)
     for more in ([], ["--agents", "checker", "--name-by", "checker=model:gpt"]):
         rl("app:run", "--data", "tasks.jsonl", "--model", str(run), *more)
     assert asked == [(("writer",), ("writer=model:gpt",)), (("checker",), ("checker=model:gpt",))]
@@ -157,7 +157,7 @@ def test_the_store_of_an_evaluation_is_named_again_where_its_password_is_not_kep
     (folder / "e").mkdir()
     config = EvalConfig(data=Path("tasks.jsonl"), target="app:run", store=store)
     files.write_asked(folder / "e", {"config": config.to_json()})
-    monkeypatch.setattr("lightning_trainer.evaluation.evaluate.evaluate", evaluated)
+    monkeypatch.setattr("lightning_trainer.kits.evaluation.evaluate.evaluate", evaluated)
     assert "that is enough" in rl("--resume", "e").output
     assert "that is enough" in rl("--resume", "e", "--store", store).output
     assert asked == ["postgresql://me@host/db", store]

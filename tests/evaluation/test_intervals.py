@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from lightning_trainer.evaluation.samples import Sample
-from lightning_trainer.evaluation.summary import Counting, Summary, difference, summarise
 from lightning_trainer.intervals import estimate_difference, estimate_mean, reward_bounds
+from lightning_trainer.kits.evaluation.samples import Sample
+from lightning_trainer.kits.evaluation.summary import Counting, Summary, difference, summarise
 
 Draw = Callable[[random.Random], list[float]]  # the rewards of one task's samples
 

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_trainer.evaluation.passes import pass_all, pass_at
-from lightning_trainer.evaluation.samples import Sample, Usage
-from lightning_trainer.evaluation.summary import Counting, difference, differences_by_agent, summarise, summarise_each
+from lightning_trainer.kits.evaluation.passes import pass_all, pass_at
+from lightning_trainer.kits.evaluation.samples import Sample, Usage
+from lightning_trainer.kits.evaluation.summary import (
+    Counting,
+    difference,
+    differences_by_agent,
+    summarise,
+    summarise_each,
+)
 
 
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))

@@ -22,11 +22,11 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import ABANDONED, REQUEST, RESPONSE
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.cli import cli
-from lightning_trainer.export import choose, files
-from lightning_trainer.export import episodes as room
-from lightning_trainer.export.candidates import LineCandidate
-from lightning_trainer.export.export import Exported, export
-from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.kits.export import choose, files
+from lightning_trainer.kits.export import episodes as room
+from lightning_trainer.kits.export.candidates import LineCandidate
+from lightning_trainer.kits.export.export import Exported, export
+from lightning_trainer.kits.export.wanted import Wanted
 from lightning_trainer.rl.endings import Ending
 
 

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 
 from stores import ADD, Made, Said, calls_tool, make_store, read, says, user
 
-from lightning_trainer.export.export import export
-from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.kits.export.export import export
+from lightning_trainer.kits.export.wanted import Wanted
 
 pytestmark = pytest.mark.torch
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}

@@ -16,8 +16,8 @@ from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.kits.replay.running import Program, from_run
 from lightning_trainer.naming import parse_rules
-from lightning_trainer.replaying.running import Program, from_run
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.run.local import serving
 from lightning_trainer.runner.runner import Runner

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("gepa")
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.comparison.config import CompareConfig
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.evaluation.subjects import Endpoint
-from lightning_trainer.prompts.optimise import PromptsConfig, optimise
+from lightning_trainer.kits.compare.config import CompareConfig
+from lightning_trainer.kits.evaluation.subjects import Endpoint
+from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
 
 AT = Endpoint("http://127.0.0.1:9/v1", "big")
 

@@ -31,14 +31,14 @@ from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
-from lightning_trainer.evaluation.subjects import Endpoint
-from lightning_trainer.prompts.adapter import SpansAdapter
-from lightning_trainer.prompts.journal import Journal
-from lightning_trainer.prompts.optimise import _Told
-from lightning_trainer.prompts.reading import Prompt, read_prompts
-from lightning_trainer.prompts.reflection import Reflection
-from lightning_trainer.prompts.result import diff, write
-from lightning_trainer.prompts.session import Ran, Session
+from lightning_trainer.kits.evaluation.subjects import Endpoint
+from lightning_trainer.kits.prompts.adapter import SpansAdapter
+from lightning_trainer.kits.prompts.journal import Journal
+from lightning_trainer.kits.prompts.optimise import _Told
+from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
+from lightning_trainer.kits.prompts.reflection import Reflection
+from lightning_trainer.kits.prompts.result import diff, write
+from lightning_trainer.kits.prompts.session import Ran, Session
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.runner.runner import Runner
@@ -130,7 +130,7 @@ def sessions_asked(monkeypatch):
         asked.append(given)
         raise ConfigError("that is enough")
 
-    monkeypatch.setattr("lightning_trainer.prompts.optimise.session", started)
+    monkeypatch.setattr("lightning_trainer.kits.prompts.optimise.session", started)
     return asked
 
 
@@ -217,10 +217,10 @@ def asked(server: ScriptedServer) -> Counter[str]:
 @pytest.mark.parametrize(
     ("where", "nth"),
     [
-        ("lightning_trainer.prompts.optimise:_look", 1),  # before anything was asked
-        ("lightning_trainer.prompts.session:traces_of", 1),  # after the rollouts that prompts are read from
-        ("lightning_trainer.prompts.reflection:Reflection._ask", 2),  # in the middle of a proposal
-        ("lightning_trainer.prompts.journal:Journal.add", 5),  # after a batch, before it was kept
+        ("lightning_trainer.kits.prompts.optimise:_look", 1),  # before anything was asked
+        ("lightning_trainer.kits.prompts.session:traces_of", 1),  # after the rollouts that prompts are read from
+        ("lightning_trainer.kits.prompts.reflection:Reflection._ask", 2),  # in the middle of a proposal
+        ("lightning_trainer.kits.prompts.journal:Journal.add", 5),  # after a batch, before it was kept
     ],
 )
 def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(folder, monkeypatch, where, nth):
@@ -231,7 +231,7 @@ def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(folder, mon
         whole = json.loads(rl(*args, "--out", "whole.json").stdout.splitlines()[-1])
         uncut = asked(server), asked(teacher)
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_trainer.prompts.optimise.shutil.rmtree", lambda *a, **k: None)
+            patch.setattr("lightning_trainer.kits.prompts.optimise.shutil.rmtree", lambda *a, **k: None)
             die_at(patch, where.replace(":", "."), nth)
             with pytest.raises(Killed):
                 rl(*args, "--out", "cut.json")
@@ -258,7 +258,7 @@ def test_rollouts_that_were_cut_are_run_once_more_and_counted(folder, monkeypatc
             raise Killed
 
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_trainer.prompts.optimise.shutil.rmtree", lambda *a, **k: None)
+            patch.setattr("lightning_trainer.kits.prompts.optimise.shutil.rmtree", lambda *a, **k: None)
             patch.setattr(Runner, "start", lambda self: None)
             patch.setattr(Session, "run", die)
             with pytest.raises(Killed):
@@ -320,7 +320,7 @@ def test_a_proposal_with_half_a_character_is_none(tmp_path, monkeypatch):
     def answer(*_: Any, **__: Any) -> httpx.Response:
         return httpx.Response(200, content=json.dumps({"choices": [{"message": {"content": said.pop(0)}}]}))
 
-    monkeypatch.setattr("lightning_trainer.prompts.reflection.post_json", answer)
+    monkeypatch.setattr("lightning_trainer.kits.prompts.reflection.post_json", answer)
     reflection = Reflection(Endpoint("http://big/v1", "big", None), Journal(tmp_path / "j.jsonl"), lambda: None)
     assert reflection("How?") == "Shout."
     assert not said

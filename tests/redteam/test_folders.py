@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.cli import cli
+from lightning_trainer.kits.view.runs import Runs
 from lightning_trainer.runner.worker.workfolder import source_of
-from lightning_trainer.view.runs import Runs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
 
@@ -54,8 +54,8 @@ def view(folder: Path, *, trusted: bool = False) -> None:
     from starlette.testclient import TestClient
 
     from lightning_trainer.gateway.auth.keys import Keys
-    from lightning_trainer.view.pages import create_view
-    from lightning_trainer.view.routes import Views
+    from lightning_trainer.kits.view.pages import create_view
+    from lightning_trainer.kits.view.routes import Views
 
     keys = Keys.fresh()
     client = TestClient(create_view(Views(Runs(folder, trusted=trusted)), keys))

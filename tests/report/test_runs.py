@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from lightning_spans.errors import ConfigError
 from lightning_trainer.cli import cli
 from lightning_trainer.config.origin import options_of
-from lightning_trainer.replaying.running import Program, from_run
-from lightning_trainer.sft.resume import began_with
+from lightning_trainer.kits.replay.running import Program, from_run
+from lightning_trainer.kits.sft.resume import began_with
 
 
 def make(folder: Path, rate: float, rewards: list[float]) -> None:

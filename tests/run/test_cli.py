@@ -593,7 +593,7 @@ def own_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
 
 
 def test_agents_samples_as_training_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_trainer.evaluation import subjects
+    from lightning_trainer.kits.evaluation import subjects
 
     (folder / "asks.py").write_text(AGENT.replace("max_tokens=5,", "max_tokens=5, top_p=0.2, temperature=0.7,"))
     engine = FakeEngine(lambda prompt: "ok")

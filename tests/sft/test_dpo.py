@@ -16,11 +16,11 @@ torch = pytest.importorskip("torch")
 from stores import Said, make_store
 
 from lightning_spans.errors import DataError
-from lightning_trainer.sft import sft as module
-from lightning_trainer.sft.config import SftConfig
-from lightning_trainer.sft.data import preferred
-from lightning_trainer.sft.dpo import Dpo
-from lightning_trainer.sft.sft import sft
+from lightning_trainer.kits.sft import sft as module
+from lightning_trainer.kits.sft.config import SftConfig
+from lightning_trainer.kits.sft.data import preferred
+from lightning_trainer.kits.sft.dpo import Dpo
+from lightning_trainer.kits.sft.sft import sft
 
 pytestmark = pytest.mark.torch
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer
 
-from lightning_trainer.sft.data import Example, conversation
-from lightning_trainer.sft.render import Rendered, Renderer, UnrenderableError
+from lightning_trainer.kits.sft.data import Example, conversation
+from lightning_trainer.kits.sft.render import Rendered, Renderer, UnrenderableError
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
 USER, DONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.cli import cli
+from lightning_trainer.kits.sft import fit
 from lightning_trainer.run.interrupts import Interrupted
-from lightning_trainer.sft import fit
 
 pytestmark = pytest.mark.torch
 

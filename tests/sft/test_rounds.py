@@ -23,11 +23,11 @@ from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.cli import cli
+from lightning_trainer.kits.sft.config import RoundsConfig
+from lightning_trainer.kits.sft.rounds.loop import _is_better
+from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
-from lightning_trainer.sft.config import RoundsConfig
-from lightning_trainer.sft.rounds.loop import _is_better
-from lightning_trainer.sft.rounds.rejection import rejection_sampling
 
 MORE = """
 
@@ -197,7 +197,7 @@ def test_options_of_rounds_need_rounds(folder: Path, tiny_model: Path) -> None:
 def test_rounds_go_on_after_the_last_one_as_if_nothing_had_happened(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_trainer.sft.rounds import loop as room
+    from lightning_trainer.kits.sft.rounds import loop as room
 
     options: dict[str, Any] = {
         "target": "rounds_app:run", "tasks": "tasks.jsonl", "val": "tasks.jsonl", "rounds": 2, "model": str(model),

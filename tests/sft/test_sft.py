@@ -16,12 +16,12 @@ from stores import Said, make_store
 
 from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
 from lightning_trainer.cli import cli
+from lightning_trainer.kits.sft import sft as module
+from lightning_trainer.kits.sft.config import SftConfig
+from lightning_trainer.kits.sft.fit import mean_loss
+from lightning_trainer.kits.sft.sft import sft
 from lightning_trainer.models import resolve
 from lightning_trainer.report.progress import Silent
-from lightning_trainer.sft import sft as module
-from lightning_trainer.sft.config import SftConfig
-from lightning_trainer.sft.fit import mean_loss
-from lightning_trainer.sft.sft import sft
 
 pytestmark = pytest.mark.torch
 

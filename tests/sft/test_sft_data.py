@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from lightning_spans.errors import DataError
-from lightning_trainer.export.wanted import SEEN_IN_TRAINING
-from lightning_trainer.sft.batches import batches, held_out, named
-from lightning_trainer.sft.data import conversation, preferred, read_file, read_pairs
+from lightning_trainer.kits.export.wanted import SEEN_IN_TRAINING
+from lightning_trainer.kits.sft.batches import batches, held_out, named
+from lightning_trainer.kits.sft.data import conversation, preferred, read_file, read_pairs
 
 USER, DONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 

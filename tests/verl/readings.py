@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spans.schema.attempts import Rollout
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading.learning import batch_of
+from lightning_trainer.kits.view.runs import STORE_NAME, Run
 from lightning_trainer.report.learned_tokens import SeenTokens, read
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.group_ids import step_of
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.learning import batch_of
-from lightning_trainer.view.runs import STORE_NAME, Run
 
 Lines = list[dict[str, Any]]
 

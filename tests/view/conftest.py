@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from made import attacks, make_run
 
 from lightning_trainer.gateway.auth.keys import Keys
-from lightning_trainer.view.pages import create_view
-from lightning_trainer.view.routes import Views
-from lightning_trainer.view.runs import Runs
+from lightning_trainer.kits.view.pages import create_view
+from lightning_trainer.kits.view.routes import Views
+from lightning_trainer.kits.view.runs import Runs
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ class Words:
         return tuple(self._ids.setdefault(part, len(self._ids)) for part in parts)
 
     def write(self, folder: Path) -> None:
-        from lightning_trainer.view.reading.pieces import _ALPHABET
+        from lightning_trainer.kits.view.reading.pieces import _ALPHABET
 
         letters = {byte: letter for letter, byte in _ALPHABET.items()}
         words = {

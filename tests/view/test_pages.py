@@ -24,9 +24,9 @@ from lightning_spans.schema.attempts import End, Rollout
 from lightning_spans.store import open_store
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
-from lightning_trainer.view.pages import create_view
-from lightning_trainer.view.routes import Views
-from lightning_trainer.view.runs import Runs
+from lightning_trainer.kits.view.pages import create_view
+from lightning_trainer.kits.view.routes import Views
+from lightning_trainer.kits.view.runs import Runs
 
 pytest.importorskip("playwright.sync_api")
 

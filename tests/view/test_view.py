@@ -35,15 +35,15 @@ from lightning_trainer.cli.training.viewed import Viewed
 from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore
 from lightning_trainer.judging.judge import GroupJudge
 from lightning_trainer.judging.options import JudgeOptions
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading import transcripts
+from lightning_trainer.kits.view.reading.pieces import pieces_of
+from lightning_trainer.kits.view.reading.texts import legible
+from lightning_trainer.kits.view.runs import Runs, runs_in
 from lightning_trainer.report.metrics import read
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import outcomes
 from lightning_trainer.run.folders import held
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading import transcripts
-from lightning_trainer.view.reading.pieces import pieces_of
-from lightning_trainer.view.reading.texts import legible
-from lightning_trainer.view.runs import Runs, runs_in
 
 
 def printed(run: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -648,9 +648,9 @@ def test_pieces_of_letters_are_shown_as_bytes(tmp_path: Path) -> None:
 def test_a_server_shows_the_same_pages(run: Path) -> None:
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.gateway.auth.keys import Keys
-    from lightning_trainer.view.pages import add_view
-    from lightning_trainer.view.routes import Views
-    from lightning_trainer.view.runs import Runs
+    from lightning_trainer.kits.view.pages import add_view
+    from lightning_trainer.kits.view.routes import Views
+    from lightning_trainer.kits.view.runs import Runs
 
     url = str(run / "lightning.db")
     store, keys = open_store(url), Keys.fresh()

@@ -13,8 +13,8 @@ from postgres import server
 from lightning_spans.errors import StoreError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.runs import Runs
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.runs import Runs
 
 
 @pytest.fixture(scope="module")

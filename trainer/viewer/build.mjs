@@ -2,7 +2,7 @@
 import { build } from "esbuild";
 import { copyFileSync } from "node:fs";
 
-const out = new URL("../src/lightning_trainer/view/static/", import.meta.url).pathname;
+const out = new URL("../src/lightning_trainer/kits/view/static/", import.meta.url).pathname;
 await build({
   entryPoints: { app: "src/app.tsx" },
   bundle: true,

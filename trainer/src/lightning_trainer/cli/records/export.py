@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lightning_trainer.cli.options import key_file_option, print_json, reading, store_option
-from lightning_trainer.export.wanted import FORMATS
+from lightning_trainer.kits.export.wanted import FORMATS
 
 
 def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -56,8 +56,8 @@ def command(*, out: Path, store: str, key_file: Path | None, **options: Any) -> 
 
     The last line on stdout is JSON: lines, and left_out with the number of model calls by reason.
     """
-    from lightning_trainer.export.export import export
-    from lightning_trainer.export.wanted import Wanted
+    from lightning_trainer.kits.export.export import export
+    from lightning_trainer.kits.export.wanted import Wanted
 
     wanted = Wanted(**options)
     with reading(store, key_file) as source:

@@ -17,8 +17,8 @@ from lightning_trainer.report.terminal import decimal, printable
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from lightning_trainer.evaluation.subjects import Subject
-    from lightning_trainer.replaying.forking import ForkedAttempt
+    from lightning_trainer.kits.evaluation.subjects import Subject
+    from lightning_trainer.kits.replay.forking import ForkedAttempt
 
 _SHORT = 80  # characters of an answer that a line shows
 
@@ -110,7 +110,7 @@ def command(
     If the program deviates from the record before the call, the replay ends with the first difference.
     """
     from lightning_trainer.gateway.http.masking import remember
-    from lightning_trainer.replaying import ForkConfig, Program, fork
+    from lightning_trainer.kits.replay import ForkConfig, Program, fork
     from lightning_trainer.report.progress import Shown
 
     load = {name: flags.pop(name) for name in ("chat_template", "device", "max_model_len")}
@@ -155,7 +155,7 @@ def names(text: str) -> tuple[str, ...]:
 
 def subject_of(model: str | None, endpoint: str | None, key: str | None) -> Subject | None:
     """Return what answers; None: nothing was named."""
-    from lightning_trainer.evaluation import subjects
+    from lightning_trainer.kits.evaluation import subjects
 
     if endpoint is not None:
         return subjects.endpoint(endpoint, model=model, key=key)
@@ -168,8 +168,8 @@ def _instead(text: str | None, file: Path | None, subject: Subject | None, key: 
     Raises:
         ConfigError: there is no such model, or a key that is no server's.
     """
-    from lightning_trainer.evaluation.subjects import Endpoint, read_subject
     from lightning_trainer.gateway.http.masking import remember
+    from lightning_trainer.kits.evaluation.subjects import Endpoint, read_subject
 
     found = None if text is None else read_subject(text)
     if not isinstance(found, Endpoint):

@@ -13,7 +13,7 @@ from lightning_trainer.cli.records.fork import names, subject_of
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
-    from lightning_trainer.replaying import Regression
+    from lightning_trainer.kits.replay import Regression
 
 
 @click.command(name="replay")
@@ -84,7 +84,7 @@ def command(
     ids, all successful rollouts of the store are replayed.
     """
     from lightning_trainer.gateway.http.masking import remember
-    from lightning_trainer.replaying import Program, ReplayConfig, replay_all
+    from lightning_trainer.kits.replay import Program, ReplayConfig, replay_all
     from lightning_trainer.report.progress import Shown
 
     key = os.environ.get("LIGHTNING_UPSTREAM_KEY")

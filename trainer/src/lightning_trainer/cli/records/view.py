@@ -13,7 +13,7 @@ import click
 from lightning_trainer.cli.options import key_file_option, print_json, read_key, trust_option
 
 if TYPE_CHECKING:
-    from lightning_trainer.view.runs import Runs
+    from lightning_trainer.kits.view.runs import Runs
 
 _RUNS: Final = Path("runs")
 _KEY_S: Final = 10 * 86_400.0  # that the key of a page is good
@@ -66,8 +66,8 @@ def command(
     a run that is training. One line of JSON on stdout has the address of the page, which contains its key.
     """
     from lightning_spans.errors import ConfigError
+    from lightning_trainer.kits.view.runs import Runs
     from lightning_trainer.report.terminal import printable
-    from lightning_trainer.view.runs import Runs
 
     if sum(each is not None for each in (run, store, server)) > 1:
         raise ConfigError("give one of RUN, --store and --server.")
@@ -87,9 +87,9 @@ def command(
 def _serve(runs: Runs, tokenizers: tuple[Path, ...], host: str, port: int, *, plain: bool, opened: bool) -> None:
     from lightning_trainer.gateway.auth.keys import Keys
     from lightning_trainer.gateway.http.serving import ServerThread
-    from lightning_trainer.view.pages import PATH, create_view
-    from lightning_trainer.view.reader import StoreReader
-    from lightning_trainer.view.routes import Views
+    from lightning_trainer.kits.view.pages import PATH, create_view
+    from lightning_trainer.kits.view.reader import StoreReader
+    from lightning_trainer.kits.view.routes import Views
 
     found = runs.all()
     if len(found) == 1 and (found[0].folder is None or found[0].has_store):
@@ -115,7 +115,7 @@ def _page_of(server: str, key: str | None) -> str:
 
     from lightning_spans.errors import ConfigError
     from lightning_trainer.gateway.auth.keys import scope_of
-    from lightning_trainer.view.pages import PATH
+    from lightning_trainer.kits.view.pages import PATH
 
     if key is not None and scope_of(key) != "viewer":
         raise ConfigError(

@@ -71,8 +71,8 @@ def command(
     from lightning_trainer import models
     from lightning_trainer.backends.torch.backend import need_torch, open_torch
     from lightning_trainer.cli.servers.serving import Place, check_place, key_files, serve_until_stopped
-    from lightning_trainer.evaluation.subjects import own_loading, read_subject
     from lightning_trainer.gateway.app import create_app
+    from lightning_trainer.kits.evaluation.subjects import own_loading, read_subject
     from lightning_trainer.run.local import opened
 
     need_torch()

@@ -163,10 +163,10 @@ def command(
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.gateway.http.masking import remember_password
     from lightning_trainer.gateway.settings import parse_limits
+    from lightning_trainer.kits.view.pages import add_view
+    from lightning_trainer.kits.view.routes import Views
+    from lightning_trainer.kits.view.runs import Runs
     from lightning_trainer.naming import parse_rules
-    from lightning_trainer.view.pages import add_view
-    from lightning_trainer.view.routes import Views
-    from lightning_trainer.view.runs import Runs
 
     forwarded = read_upstreams(
         upstreams,

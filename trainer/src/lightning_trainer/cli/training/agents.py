@@ -26,7 +26,7 @@ from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
-    from lightning_trainer.evaluation.subjects import Subject
+    from lightning_trainer.kits.evaluation.subjects import Subject
 
 
 @click.command(name="agents")
@@ -111,7 +111,7 @@ def command(
 
     Exit status: 0 done, 2 wrong option or file, 3 the agent failed, 4 no task got a reward.
     """
-    from lightning_trainer.evaluation.subjects import name_rules
+    from lightning_trainer.kits.evaluation.subjects import name_rules
     from lightning_trainer.naming import parse_rules
     from lightning_trainer.report.agents import overview, unrewarded
     from lightning_trainer.rl.rewards.judge import read_rules
@@ -194,8 +194,8 @@ def _kept(store: str, key_file: Path | None) -> list[Trace]:
 
 def _subject(model: str | None, url: str | None) -> Subject:
     """Say what answers: a server, a model, or, without either, what always does."""
-    from lightning_trainer.evaluation.subjects import AsItIs, endpoint, read_subject
     from lightning_trainer.gateway.http.masking import remember
+    from lightning_trainer.kits.evaluation.subjects import AsItIs, endpoint, read_subject
 
     if url is None:
         return AsItIs() if model is None else read_subject(model)

@@ -14,10 +14,10 @@ from lightning_trainer.config.files import merge
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
-    from lightning_trainer.comparison.compare import Comparison
-    from lightning_trainer.comparison.config import CompareConfig
-    from lightning_trainer.evaluation.summary import Summary
     from lightning_trainer.intervals import Estimate
+    from lightning_trainer.kits.compare.compare import Comparison
+    from lightning_trainer.kits.compare.config import CompareConfig
+    from lightning_trainer.kits.evaluation.summary import Summary
 
 LEFT_OUT = frozenset(
     {
@@ -68,7 +68,7 @@ def command(*, resume: Path | None, out: Path | None, reflect_key: Path | None, 
     One table shows the reward of each method with its confidence interval, and the cost. Finished methods are saved,
     and --resume runs the others.
     """
-    from lightning_trainer.comparison.compare import compare
+    from lightning_trainer.kits.compare.compare import compare
     from lightning_trainer.report.progress import Shown
 
     config = _config(resume, reflect_key, given(flags if resume is None else {**flags, "out": out}))
@@ -81,8 +81,8 @@ def command(*, resume: Path | None, out: Path | None, reflect_key: Path | None, 
 
 
 def _config(resume: Path | None, reflect_key: Path | None, flags: dict[str, Any]) -> CompareConfig:
-    from lightning_trainer.comparison.config import METHODS, CompareConfig, read
-    from lightning_trainer.prompts.reflection import read_reflection
+    from lightning_trainer.kits.compare.config import METHODS, CompareConfig, read
+    from lightning_trainer.kits.prompts.reflection import read_reflection
 
     if resume is not None:
         if flags:

@@ -15,10 +15,10 @@ from lightning_trainer.cli.training.environments import environment_options, wit
 from lightning_trainer.report.terminal import decimal, printable, tokens
 
 if TYPE_CHECKING:
-    from lightning_trainer.evaluation.config import EvalConfig
-    from lightning_trainer.evaluation.evaluate import Evaluation
-    from lightning_trainer.evaluation.summary import Summary
     from lightning_trainer.intervals import Estimate
+    from lightning_trainer.kits.evaluation.config import EvalConfig
+    from lightning_trainer.kits.evaluation.evaluate import Evaluation
+    from lightning_trainer.kits.evaluation.summary import Summary
     from lightning_trainer.rl.rollouts import Failed
 
 
@@ -143,9 +143,9 @@ def command(
 
     Exit status: 0 done, 2 wrong option or file, 3 every rollout failed, 130 stopped.
     """
-    from lightning_trainer.evaluation.config import BearerKeys
-    from lightning_trainer.evaluation.evaluate import evaluate
     from lightning_trainer.gateway.http.masking import remember
+    from lightning_trainer.kits.evaluation.config import BearerKeys
+    from lightning_trainer.kits.evaluation.evaluate import evaluate
     from lightning_trainer.report.progress import Shown
 
     config = _config(resume, given(flags))
@@ -167,9 +167,9 @@ def command(
 
 
 def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
-    from lightning_trainer.evaluation.config import EvalConfig
-    from lightning_trainer.evaluation.evaluate import resumed
-    from lightning_trainer.evaluation.summary import Counting
+    from lightning_trainer.kits.evaluation.config import EvalConfig
+    from lightning_trainer.kits.evaluation.evaluate import resumed
+    from lightning_trainer.kits.evaluation.summary import Counting
     from lightning_trainer.naming import parse_rules
 
     if resume is not None:
@@ -239,7 +239,7 @@ def _show(result: Evaluation) -> None:
         for name, (text, share) in summary.most_frequent.items():
             click.echo(printable(f"  {name or '(no name)'}: {share:.0%} of its answers are {text!r}"))
     if result.against is not None:
-        from lightning_trainer.evaluation.summary import difference, differences_by_agent
+        from lightning_trainer.kits.evaluation.summary import difference, differences_by_agent
 
         by_agent = differences_by_agent(result.summary, result.against)
         for name, (found, tasks) in {"": difference(result.summary, result.against), **by_agent}.items():

@@ -83,11 +83,11 @@ def command(
     (GEPA). Each proposal is tried by replacing the prompt in the requests. The best prompts are written to --out, with
     a diff in a file next to it. attach(prompts="FILE") applies them.
     """
-    from lightning_trainer.evaluation.subjects import AsItIs, chosen_agents, name_rules, read_subject
-    from lightning_trainer.evaluation.subjects import endpoint as server
     from lightning_trainer.gateway.http.masking import remember
-    from lightning_trainer.prompts.optimise import PromptsConfig, optimise
-    from lightning_trainer.prompts.reflection import read_reflection
+    from lightning_trainer.kits.evaluation.subjects import AsItIs, chosen_agents, name_rules, read_subject
+    from lightning_trainer.kits.evaluation.subjects import endpoint as server
+    from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
+    from lightning_trainer.kits.prompts.reflection import read_reflection
     from lightning_trainer.report.progress import Shown
 
     if (target is None) == (program is None):

@@ -9,7 +9,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.cli.options import config_options, given, print_json
-from lightning_trainer.sft.config import RoundsConfig, SftConfig
+from lightning_trainer.kits.sft.config import RoundsConfig, SftConfig
 
 
 @click.command(name="sft")
@@ -53,8 +53,8 @@ def _sample_and_learn(data: tuple[str, ...], tasks: Path | None, flags: dict[str
 
 
 def _go_on(folder: Path, given_too: list[str]) -> None:
-    from lightning_trainer.sft.rounds import rejection, state
-    from lightning_trainer.sft.sft import resumed
+    from lightning_trainer.kits.sft.rounds import rejection, state
+    from lightning_trainer.kits.sft.sft import resumed
 
     if given_too:
         raise ConfigError(
@@ -67,8 +67,8 @@ def _go_on(folder: Path, given_too: list[str]) -> None:
 
 
 def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:
+    from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling
     from lightning_trainer.report.progress import Shown
-    from lightning_trainer.sft.rounds.rejection import rejection_sampling
 
     with Shown(f"sampling and learning: {config.target or config.command} with {config.model}") as progress:
         done = rejection_sampling(config, progress, resume=resume)
@@ -77,8 +77,8 @@ def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:
 
 
 def _sft(config: SftConfig, resume: Path | None = None) -> None:
+    from lightning_trainer.kits.sft.sft import sft
     from lightning_trainer.report.progress import Shown
-    from lightning_trainer.sft.sft import sft
 
     with Shown(f"learning from {', '.join(config.data)} with {config.model}") as progress:
         done = sft(config, progress, resume=resume)

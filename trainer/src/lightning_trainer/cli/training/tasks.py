@@ -14,7 +14,7 @@ from lightning_trainer.cli.options import GroupedCommand, config_options, given,
 from lightning_trainer.config.files import merge
 
 if TYPE_CHECKING:
-    from lightning_trainer.export.files import Draft
+    from lightning_trainer.kits.export.files import Draft
     from lightning_trainer.report.forecast import Tried
     from lightning_trainer.run.data import Task
 
@@ -134,7 +134,7 @@ def _draft(path: Path, data: Path) -> Draft:
         ConfigError: it can't be written, `train --data` would not read it, or it would replace all tasks by a few.
     """
     from lightning_spans.errors import ConfigError
-    from lightning_trainer.export.files import Draft
+    from lightning_trainer.kits.export.files import Draft
 
     if path.suffix != ".jsonl":
         raise ConfigError(f"{path}: the file holds JSON Lines. Give it a name that ends with .jsonl.")

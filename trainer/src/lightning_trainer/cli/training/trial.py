@@ -16,8 +16,8 @@ from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
-    from lightning_trainer.evaluation.subjects import Answering, Subject
     from lightning_trainer.gateway.settings import Routing
+    from lightning_trainer.kits.evaluation.subjects import Answering, Subject
     from lightning_trainer.naming import NameRule
     from lightning_trainer.rl.rollouts import Outcome
     from lightning_trainer.run.data import Task
@@ -50,7 +50,7 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
     from lightning_spans.record.unrecorded import lines
     from lightning_spans.store.traces import traces_of
     from lightning_trainer.config.workers import cores
-    from lightning_trainer.evaluation.subjects import answering
+    from lightning_trainer.kits.evaluation.subjects import answering
     from lightning_trainer.report.agents import no_gateway_saw, nothing_captured
     from lightning_trainer.report.progress import Silent
     from lightning_trainer.rl.rollouts import plan

@@ -15,14 +15,14 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError, LightningError, NothingToLearnError, UnknownAgentError
 from lightning_spans.schema.agents import selects
-from lightning_trainer.comparison.config import ASKED_NAME, CompareConfig
-from lightning_trainer.comparison.methods import Made, learn, spent
-from lightning_trainer.evaluation import folder as files
-from lightning_trainer.evaluation.config import EvalConfig
-from lightning_trainer.evaluation.evaluate import evaluate, resumed
-from lightning_trainer.evaluation.samples import Sample
-from lightning_trainer.evaluation.summary import Counting, Summary, difference, summarise, summarise_each
 from lightning_trainer.intervals import Estimate
+from lightning_trainer.kits.compare.config import ASKED_NAME, CompareConfig
+from lightning_trainer.kits.compare.methods import Made, learn, spent
+from lightning_trainer.kits.evaluation import folder as files
+from lightning_trainer.kits.evaluation.config import EvalConfig
+from lightning_trainer.kits.evaluation.evaluate import evaluate, resumed
+from lightning_trainer.kits.evaluation.samples import Sample
+from lightning_trainer.kits.evaluation.summary import Counting, Summary, difference, summarise, summarise_each
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import digest, load_tasks

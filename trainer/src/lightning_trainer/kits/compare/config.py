@@ -12,8 +12,8 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.evaluation.subjects import Endpoint
 from lightning_trainer.judging import JUDGE
+from lightning_trainer.kits.evaluation.subjects import Endpoint
 
 METHODS: Final = ("rl", "sft", "prompts")
 _LOADING: Final = ("chat_template", "device", "dtype", "max_model_len")

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError, NothingToLearnError, UnknownAgentError
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.comparison.config import CompareConfig
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.kits.compare.config import CompareConfig
 from lightning_trainer.models import NEWEST
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.usage import is_replayed, tokens_of
@@ -93,9 +93,9 @@ def _rl(config: CompareConfig, folder: Path, names: Sequence[str], progress: Pro
 
 
 def _sft(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:  # noqa: ARG001
-    from lightning_trainer.sft.config import RoundsConfig
-    from lightning_trainer.sft.rounds.rejection import rejection_sampling, resumed
-    from lightning_trainer.sft.rounds.state import RESULT_NAME, STATE_NAME
+    from lightning_trainer.kits.sft.config import RoundsConfig
+    from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling, resumed
+    from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME
 
     if (folder / RESULT_NAME).exists():
         return _of_rounds(folder, json.loads((folder / RESULT_NAME).read_text(encoding="utf-8")))
@@ -138,8 +138,8 @@ def _loaded(train: TrainConfig) -> dict[str, Any]:
 
 
 def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:
-    from lightning_trainer.evaluation.subjects import read_subject
-    from lightning_trainer.prompts.optimise import PromptsConfig, optimise
+    from lightning_trainer.kits.evaluation.subjects import read_subject
+    from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
 
     began, train = time.monotonic(), config.train
     folder.mkdir(exist_ok=True)

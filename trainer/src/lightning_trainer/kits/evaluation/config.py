@@ -9,8 +9,8 @@ from typing import Any, Literal
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.prompts import Prompts, read_prompts
 from lightning_trainer import registry
-from lightning_trainer.evaluation.subjects import AsItIs, Subject, read_subject
-from lightning_trainer.evaluation.summary import Counting
+from lightning_trainer.kits.evaluation.subjects import AsItIs, Subject, read_subject
+from lightning_trainer.kits.evaluation.summary import Counting
 from lightning_trainer.rl.rollouts import Failed
 from lightning_trainer.work import Work
 
@@ -87,7 +87,7 @@ class EvalConfig:
             ConfigError: it is given wrongly.
         """
         if self.endpoint is not None:
-            from lightning_trainer.evaluation.subjects import endpoint
+            from lightning_trainer.kits.evaluation.subjects import endpoint
 
             found = endpoint(self.endpoint, key=key)
             return replace(found, model=self.model)

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.evaluation import folder as files
-from lightning_trainer.evaluation.config import BearerKeys, EvalConfig
-from lightning_trainer.evaluation.measurement import Measurement
-from lightning_trainer.evaluation.samples import Sample
-from lightning_trainer.evaluation.subjects import (
+from lightning_trainer.intervals import Estimate
+from lightning_trainer.judging import JUDGE
+from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
+from lightning_trainer.judging.options import JudgeOptions, read_judge
+from lightning_trainer.kits.evaluation import folder as files
+from lightning_trainer.kits.evaluation.config import BearerKeys, EvalConfig
+from lightning_trainer.kits.evaluation.measurement import Measurement
+from lightning_trainer.kits.evaluation.samples import Sample
+from lightning_trainer.kits.evaluation.subjects import (
     LocalModel,
     Subject,
     chosen_agents,
@@ -24,11 +28,7 @@ from lightning_trainer.evaluation.subjects import (
     read_subject,
     refuse_unheard,
 )
-from lightning_trainer.evaluation.summary import Summary, difference, differences_by_agent, summarise_each
-from lightning_trainer.intervals import Estimate
-from lightning_trainer.judging import JUDGE
-from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
-from lightning_trainer.judging.options import JudgeOptions, read_judge
+from lightning_trainer.kits.evaluation.summary import Summary, difference, differences_by_agent, summarise_each
 from lightning_trainer.report.failures import most_frequent_error
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import Task, digest, load_tasks

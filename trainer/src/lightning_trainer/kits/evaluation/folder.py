@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.config.passwords import without_passwords
-from lightning_trainer.evaluation.samples import Sample
+from lightning_trainer.kits.evaluation.samples import Sample
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.run.folders import PRIVATE
 

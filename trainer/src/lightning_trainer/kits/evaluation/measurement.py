@@ -15,13 +15,13 @@ from lightning_spans.schema.agents import check_known, selects
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
 from lightning_trainer.config.workers import worker_count
-from lightning_trainer.evaluation import folder as files
-from lightning_trainer.evaluation.config import EvalConfig
-from lightning_trainer.evaluation.samples import Sample, read_samples
-from lightning_trainer.evaluation.subjects import Answering, Subject, answering
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import GroupJudge, silent
+from lightning_trainer.kits.evaluation import folder as files
+from lightning_trainer.kits.evaluation.config import EvalConfig
+from lightning_trainer.kits.evaluation.samples import Sample, read_samples
+from lightning_trainer.kits.evaluation.subjects import Answering, Subject, answering
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import most_frequent_error, where_calls_go

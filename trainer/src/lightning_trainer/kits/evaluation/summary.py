@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from lightning_trainer.choices import Timeouts
-from lightning_trainer.evaluation.passes import pass_all, pass_at
-from lightning_trainer.evaluation.samples import Sample, Usage
 from lightning_trainer.intervals import METHOD, Estimate, estimate_difference, estimate_mean, reward_bounds
+from lightning_trainer.kits.evaluation.passes import pass_all, pass_at
+from lightning_trainer.kits.evaluation.samples import Sample, Usage
 from lightning_trainer.report.answers import most_frequent
 from lightning_trainer.rl.rollouts import Failed
 from lightning_trainer.rl.scores import trained_names

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from lightning_trainer.export.wanted import ELSEWHERE, NO_FUNCTION, NO_MESSAGES, NOT_TEXT
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.surfaces.messages_request import chat_of_messages
 from lightning_trainer.gateway.surfaces.response_tools import ResponseTools
 from lightning_trainer.gateway.surfaces.responses_request import Items
+from lightning_trainer.kits.export.wanted import ELSEWHERE, NO_FUNCTION, NO_MESSAGES, NOT_TEXT
 
 _EARLIER: Final = ("previous_response_id", "conversation")
 _ANTHROPICS: Final = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking"})

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.export.chat import THOUGHTS, CallChat, Message, spoken
+from lightning_trainer.kits.export.chat import THOUGHTS, CallChat, Message, spoken
 from lightning_trainer.rl.prefixes import OpenSequences
 
 NOT_TRAINED = -100  # torch's index of labels that no loss looks at

@@ -10,12 +10,12 @@ from typing import Any
 from lightning_spans.schema.agents import label, selects
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.export.asked import UnreadableError
-from lightning_trainer.export.branches import Branch, BranchCall, answers_in, branches, messages_of, tokens_of
-from lightning_trainer.export.chat import Message, exchange, spoken
-from lightning_trainer.export.episodes import StoredEpisode, digest
-from lightning_trainer.export.files import Line
-from lightning_trainer.export.wanted import LEFT, Wanted
+from lightning_trainer.kits.export.asked import UnreadableError
+from lightning_trainer.kits.export.branches import Branch, BranchCall, answers_in, branches, messages_of, tokens_of
+from lightning_trainer.kits.export.chat import Message, exchange, spoken
+from lightning_trainer.kits.export.episodes import StoredEpisode, digest
+from lightning_trainer.kits.export.files import Line
+from lightning_trainer.kits.export.wanted import LEFT, Wanted
 from lightning_trainer.rl.account import CALL_FAILED, NOT_SELECTED
 from lightning_trainer.rl.rows import why_no_tokens
 

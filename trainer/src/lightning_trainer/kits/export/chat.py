@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.transitions import Transition
-from lightning_trainer.export.asked import UnreadableError, asked
-from lightning_trainer.export.wanted import CUT, FILTERED, HALF, NO_ANSWER, NO_FUNCTION, NO_MESSAGES, NOT_TEXT
 from lightning_trainer.gateway.formats.arguments import as_data
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.surfaces.responses_request import messages_of_input
+from lightning_trainer.kits.export.asked import UnreadableError, asked
+from lightning_trainer.kits.export.wanted import CUT, FILTERED, HALF, NO_ANSWER, NO_FUNCTION, NO_MESSAGES, NOT_TEXT
 
 Message = dict[str, Any]
 THOUGHTS: Final = "reasoning_content"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from lightning_trainer.export import wanted as reasons
-from lightning_trainer.export.candidates import LineCandidate
-from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.kits.export import wanted as reasons
+from lightning_trainer.kits.export.candidates import LineCandidate
+from lightning_trainer.kits.export.wanted import Wanted
 
 # What more of the tasks than this begin with says nothing of the task: a router's or a planner's constant prompt.
 _COMMON: Final = 0.1

@@ -18,9 +18,9 @@ from lightning_spans.schema.transitions import Transition
 from lightning_spans.store import Store
 from lightning_spans.store.protocol import Where, each
 from lightning_spans.store.traces import each_trace
-from lightning_trainer.export.asked import UnreadableError
-from lightning_trainer.export.chat import exchange, spoken
-from lightning_trainer.export.wanted import NOT_ENDED, OTHER_ATTEMPT, Wanted
+from lightning_trainer.kits.export.asked import UnreadableError
+from lightning_trainer.kits.export.chat import exchange, spoken
+from lightning_trainer.kits.export.wanted import NOT_ENDED, OTHER_ATTEMPT, Wanted
 from lightning_trainer.rl.endings import ending_of
 
 

@@ -14,11 +14,11 @@ from lightning_spans.schema.calls import Call
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import Store
 from lightning_spans.store.protocol import Where, each
-from lightning_trainer.export import choose, pairs
-from lightning_trainer.export.candidates import LineCandidate, lines_of
-from lightning_trainer.export.episodes import StoredEpisode, episodes
-from lightning_trainer.export.files import Draft, Line, LineSpool
-from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.kits.export import choose, pairs
+from lightning_trainer.kits.export.candidates import LineCandidate, lines_of
+from lightning_trainer.kits.export.episodes import StoredEpisode, episodes
+from lightning_trainer.kits.export.files import Draft, Line, LineSpool
+from lightning_trainer.kits.export.wanted import Wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def selected(store: Store, wanted: Wanted) -> Iterator[Selection]:
     seen = _Noted()
     with LineSpool() as spool:
         if wanted.format == "openinference":
-            from lightning_trainer.export.spans import spans_of
+            from lightning_trainer.kits.export.spans import spans_of
 
             places = [
                 spool.add(line) for each in _noted(store, wanted, seen) for line in spans_of(each, wanted, left_out)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from lightning_trainer.export import wanted as reasons
-from lightning_trainer.export.candidates import LineCandidate
-from lightning_trainer.export.files import Line, LineSpool
-from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.kits.export import wanted as reasons
+from lightning_trainer.kits.export.candidates import LineCandidate
+from lightning_trainer.kits.export.files import Line, LineSpool
+from lightning_trainer.kits.export.wanted import Wanted
 
 Pair = tuple[LineCandidate, LineCandidate]  # the better, the worse
 _FROM = ("reward", "rollout_id", "attempt_id", "span_ids", "policy", "policy_version")

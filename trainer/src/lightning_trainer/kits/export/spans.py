@@ -11,11 +11,11 @@ from openinference.semconv.trace import SpanAttributes
 
 from lightning_spans.record.delivery.openinference import shown
 from lightning_spans.schema.agents import selects
-from lightning_trainer.export import wanted as reasons
-from lightning_trainer.export.chat import is_text
-from lightning_trainer.export.episodes import StoredEpisode
-from lightning_trainer.export.files import Line
-from lightning_trainer.export.wanted import Wanted
+from lightning_trainer.kits.export import wanted as reasons
+from lightning_trainer.kits.export.chat import is_text
+from lightning_trainer.kits.export.episodes import StoredEpisode
+from lightning_trainer.kits.export.files import Line
+from lightning_trainer.kits.export.wanted import Wanted
 
 _STATUS = {"ok": "OK", "error": "ERROR"}
 

@@ -10,8 +10,8 @@ from lightning_spans.errors import LightningError
 from lightning_spans.record.prompts import system_text
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.spans import TOOL_ARGUMENTS, TOOL_RESULT
-from lightning_trainer.prompts.journal import Journal
-from lightning_trainer.prompts.session import Ran, Session
+from lightning_trainer.kits.prompts.journal import Journal
+from lightning_trainer.kits.prompts.session import Ran, Session
 from lightning_trainer.rl.rewards.callers import request_of
 from lightning_trainer.rl.scores import agents_totals, total
 from lightning_trainer.rl.told import chat_messages, text_of

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_spans.errors import ConfigError, LightningError, UnknownAgentError
 from lightning_spans.schema.agents import check_spelling, labels, selects
-from lightning_trainer.evaluation.subjects import AsItIs, Endpoint, Subject
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging import JUDGE
+from lightning_trainer.kits.evaluation.subjects import AsItIs, Endpoint, Subject
+from lightning_trainer.kits.prompts import journal, result
+from lightning_trainer.kits.prompts.adapter import SpansAdapter
+from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
+from lightning_trainer.kits.prompts.reflection import Reflection
+from lightning_trainer.kits.prompts.session import Ran, Session, session
 from lightning_trainer.naming import parse_rules
-from lightning_trainer.prompts import journal, result
-from lightning_trainer.prompts.adapter import SpansAdapter
-from lightning_trainer.prompts.reading import Prompt, read_prompts
-from lightning_trainer.prompts.reflection import Reflection
-from lightning_trainer.prompts.session import Ran, Session, session
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.report.terminal import decimal

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_spans.errors import AgentFailedError
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.workers import cores
-from lightning_trainer.evaluation.subjects import Subject, answering
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.kits.evaluation.subjects import Subject, answering
 from lightning_trainer.report.progress import IMPORTING, Progress
 from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
 from lightning_trainer.run.local import Local, opened, serving

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.replays import Replay, ToolPolicy
-from lightning_trainer.evaluation.subjects import Subject
 from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.forks.results import ForkResult, result
 from lightning_trainer.gateway.replay.record import Record
-from lightning_trainer.replaying.running import Program, from_run, refuse_idle, refuse_judge, refuse_unseen, running
+from lightning_trainer.kits.evaluation.subjects import Subject
+from lightning_trainer.kits.replay.running import Program, from_run, refuse_idle, refuse_judge, refuse_unseen, running
 from lightning_trainer.report.progress import IMPORTING, Progress, Silent
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.interrupts import deferred

@@ -15,8 +15,8 @@ from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.spans import Json
 from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.gateway.replay.sessions import why_ended
-from lightning_trainer.replaying.forking import policy_agents
-from lightning_trainer.replaying.running import Program, from_run, refuse_idle, refuse_judge, refuse_unseen, running
+from lightning_trainer.kits.replay.forking import policy_agents
+from lightning_trainer.kits.replay.running import Program, from_run, refuse_idle, refuse_judge, refuse_unseen, running
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.scores import total
 from lightning_trainer.run.interrupts import deferred

@@ -13,7 +13,9 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import FRAMEWORK
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.config.workers import worker_count
-from lightning_trainer.evaluation.subjects import (
+from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.judging import JUDGE
+from lightning_trainer.kits.evaluation.subjects import (
     Answering,
     LocalModel,
     Subject,
@@ -21,8 +23,6 @@ from lightning_trainer.evaluation.subjects import (
     read_subject,
     refuse_unheard,
 )
-from lightning_trainer.gateway.settings import Routing
-from lightning_trainer.judging import JUDGE
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.policies import parse
 from lightning_trainer.run.local import Local, serving, unnamed

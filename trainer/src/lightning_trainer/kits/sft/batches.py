@@ -12,15 +12,15 @@ import numpy as np
 
 from lightning_spans.errors import DataError
 from lightning_spans.schema.agents import check_known, label, selects
-from lightning_trainer.export import choose
-from lightning_trainer.export.candidates import LineCandidate
-from lightning_trainer.export.episodes import digest
-from lightning_trainer.export.wanted import LOW_REWARD, NO_REWARD, Wanted
+from lightning_trainer.kits.export import choose
+from lightning_trainer.kits.export.candidates import LineCandidate
+from lightning_trainer.kits.export.episodes import digest
+from lightning_trainer.kits.export.wanted import LOW_REWARD, NO_REWARD, Wanted
+from lightning_trainer.kits.sft.data import Example
+from lightning_trainer.kits.sft.render import Rendered, Renderer, UnrenderableError
 from lightning_trainer.policies import Policies
 from lightning_trainer.rl.account import NOT_SELECTED, TOO_LONG
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.sft.data import Example
-from lightning_trainer.sft.render import Rendered, Renderer, UnrenderableError
 
 NO_ADAPTER: Final = "its agent has no adapter that is trained"
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 from lightning_spans.errors import ConfigError, DataError
 from lightning_spans.schema.agents import path_of
 from lightning_spans.schema.json import loads
-from lightning_trainer.export.asked import UnreadableError
-from lightning_trainer.export.chat import Message, plain
+from lightning_trainer.kits.export.asked import UnreadableError
+from lightning_trainer.kits.export.chat import Message, plain
 
 _ROLES: Final = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -410,5 +410,5 @@ def _rewards(value: Any) -> tuple[Any, Any]:
 
 
 def read_lines_of_store(lines: Iterable[Mapping[str, Any]], name: str) -> list[Example]:
-    """Read what `lightning_trainer.export` chose of a store."""
+    """Read what `lightning_trainer.kits.export` chose of a store."""
     return [conversation(line, f"{name}, line {number}") for number, line in enumerate(lines, 1)]

@@ -17,8 +17,8 @@ import numpy as np
 
 from lightning_spans.errors import DataError
 from lightning_trainer.backend_protocol import Learner
+from lightning_trainer.kits.sft.batches import RowsToLearn
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.sft.batches import RowsToLearn
 
 BETA: Final = 0.1
 ONE_LEFT_OUT: Final = "the other answer of the pair is left out"

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Final
 
 from lightning_trainer.backend_protocol import Learner
+from lightning_trainer.kits.sft.batches import batches
+from lightning_trainer.kits.sft.resume import CHECKPOINT
+from lightning_trainer.kits.sft.standing import Standing
 from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.state import LONGEST_UNSAVED_S
-from lightning_trainer.sft.batches import batches
-from lightning_trainer.sft.resume import CHECKPOINT
-from lightning_trainer.sft.standing import Standing
 
 _LOOKED_AT: Final = 200  # most held-out rows: more tell little more, and cost
 _RISE: Final = 0.1  # of the steps, in which the learning rate rises

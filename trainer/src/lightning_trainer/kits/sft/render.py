@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_trainer.export.chat import is_text
-from lightning_trainer.export.wanted import HALF
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.template import ChatFormat
-from lightning_trainer.sft.data import Example
+from lightning_trainer.kits.export.chat import is_text
+from lightning_trainer.kits.export.wanted import HALF
+from lightning_trainer.kits.sft.data import Example
 
 OTHER_TOKENIZER: Final = "tokens of another tokenizer, and no messages to write anew"
 REFUSED: Final = "the model's chat template refuses it"

@@ -16,21 +16,13 @@ from lightning_spans.store import open_store
 from lightning_trainer import registry
 from lightning_trainer.backend_protocol import Backend, Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
-from lightning_trainer.export.episodes import digest
-from lightning_trainer.export.export import selected
-from lightning_trainer.export.files import Line
-from lightning_trainer.export.wanted import Wanted
-from lightning_trainer.models import look
-from lightning_trainer.policies import parse
-from lightning_trainer.report.metrics import MetricLog, write_atomically
-from lightning_trainer.report.progress import Progress, Silent
-from lightning_trainer.rl.algorithms.likelihood import LIKELIHOOD
-from lightning_trainer.rl.rows import Row
-from lightning_trainer.run.folders import new_folder
-from lightning_trainer.run.interrupts import Interrupted, deferred
-from lightning_trainer.sft.batches import RowsToLearn, check_agents, held_out, make_rows
-from lightning_trainer.sft.config import SftConfig
-from lightning_trainer.sft.data import (
+from lightning_trainer.kits.export.episodes import digest
+from lightning_trainer.kits.export.export import selected
+from lightning_trainer.kits.export.files import Line
+from lightning_trainer.kits.export.wanted import Wanted
+from lightning_trainer.kits.sft.batches import RowsToLearn, check_agents, held_out, make_rows
+from lightning_trainer.kits.sft.config import SftConfig
+from lightning_trainer.kits.sft.data import (
     Example,
     Preferred,
     is_store,
@@ -39,12 +31,20 @@ from lightning_trainer.sft.data import (
     read_lines_of_store,
     read_pairs,
 )
-from lightning_trainer.sft.dpo import BETA, ONE_LEFT_OUT, SAME_ANSWERS, Dpo, matched
-from lightning_trainer.sft.fit import Fit, Fitted, schedule
-from lightning_trainer.sft.render import Renderer
-from lightning_trainer.sft.resume import CHECKPOINT, began_with, forget, held_again
-from lightning_trainer.sft.resume import read as read_state
-from lightning_trainer.sft.standing import STATE_NAME, Kept
+from lightning_trainer.kits.sft.dpo import BETA, ONE_LEFT_OUT, SAME_ANSWERS, Dpo, matched
+from lightning_trainer.kits.sft.fit import Fit, Fitted, schedule
+from lightning_trainer.kits.sft.render import Renderer
+from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, held_again
+from lightning_trainer.kits.sft.resume import read as read_state
+from lightning_trainer.kits.sft.standing import STATE_NAME, Kept
+from lightning_trainer.models import look
+from lightning_trainer.policies import parse
+from lightning_trainer.report.metrics import MetricLog, write_atomically
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.rl.algorithms.likelihood import LIKELIHOOD
+from lightning_trainer.rl.rows import Row
+from lightning_trainer.run.folders import new_folder
+from lightning_trainer.run.interrupts import Interrupted, deferred
 
 _EPOCHS = 2.0
 

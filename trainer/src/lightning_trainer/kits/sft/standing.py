@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backend_protocol import Learner
-from lightning_trainer.sft import resume
+from lightning_trainer.kits.sft import resume
 
 STATE_NAME: Final = "learning.json"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_spans.adapter.nodes import Node
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.agents import label, labels
-from lightning_trainer.view.runs import Run
+from lightning_trainer.kits.view.runs import Run
 
 
 def names_of(paths: Iterable[str | None], chosen: Sequence[str] | None) -> Mapping[str | None, str | None]:

@@ -13,7 +13,7 @@ from lightning_trainer.gateway.app import answer_errors
 from lightning_trainer.gateway.auth.access import Access
 from lightning_trainer.gateway.auth.ended_attempts import EndedAttempts
 from lightning_trainer.gateway.auth.keys import Keys
-from lightning_trainer.view.routes import Views, router
+from lightning_trainer.kits.view.routes import Views, router
 
 PATH: Final = "/view/"
 _FILES: Final = {
@@ -59,9 +59,8 @@ def page(name: str) -> Response:
     if name not in _FILES:
         raise HTTPException(404, "there is no such file: the viewer is at /view/")
     file, kind = _FILES[name]
-    return Response(
-        files("lightning_trainer").joinpath("view", "static", file).read_bytes(), media_type=kind, headers=HEADERS
-    )
+    content = files("lightning_trainer").joinpath("kits", "view", "static", file).read_bytes()
+    return Response(content, media_type=kind, headers=HEADERS)
 
 
 def add_view(app: FastAPI, views: Views) -> None:

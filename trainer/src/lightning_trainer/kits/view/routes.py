@@ -17,28 +17,28 @@ from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import each_trace
 from lightning_trainer.gateway.auth.access import Needs
 from lightning_trainer.gateway.intake.route import KeyedRoute
+from lightning_trainer.kits.view.answers.calls import CallPage
+from lightning_trainer.kits.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
+from lightning_trainer.kits.view.answers.learning import AccountPage, CreditPage, RewardsPage
+from lightning_trainer.kits.view.answers.rollouts import RolloutPage
+from lightning_trainer.kits.view.answers.runs import RunPage, RunRow, StepRow
+from lightning_trainer.kits.view.answers.store import FleetPage, LoosePage, SearchPage, ToolsPage
+from lightning_trainer.kits.view.names import chosen_by
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading import others
+from lightning_trainer.kits.view.reading.calls import call_page
+from lightning_trainer.kits.view.reading.learning import account_of, credit_of
+from lightning_trainer.kits.view.reading.rollouts import as_it_went, loose_trace, page_of, side_by_side, trace_of
+from lightning_trainer.kits.view.reading.search import search as search_page
+from lightning_trainer.kits.view.reading.steps import group_ids, groups_page, has_loose, overview, rollouts_in
+from lightning_trainer.kits.view.reading.summaries import held_out_result, run_row
+from lightning_trainer.kits.view.reading.transcripts import facts_of
+from lightning_trainer.kits.view.reading.tries import tries_of, tries_page
+from lightning_trainer.kits.view.runs import Run, Runs
 from lightning_trainer.report.answers import MOST_FREQUENT
 from lightning_trainer.report.metrics import newest_validations
 from lightning_trainer.rl.scores import BY_TASK
 from lightning_trainer.run.group_ids import Step
-from lightning_trainer.view.answers.calls import CallPage
-from lightning_trainer.view.answers.groups import Facts, GroupPage, StepPage, TriesPage
-from lightning_trainer.view.answers.learning import AccountPage, CreditPage, RewardsPage
-from lightning_trainer.view.answers.rollouts import RolloutPage
-from lightning_trainer.view.answers.runs import RunPage, RunRow, StepRow
-from lightning_trainer.view.answers.store import FleetPage, LoosePage, SearchPage, ToolsPage
-from lightning_trainer.view.names import chosen_by
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading import others
-from lightning_trainer.view.reading.calls import call_page
-from lightning_trainer.view.reading.learning import account_of, credit_of
-from lightning_trainer.view.reading.rollouts import as_it_went, loose_trace, page_of, side_by_side, trace_of
-from lightning_trainer.view.reading.search import search as search_page
-from lightning_trainer.view.reading.steps import group_ids, groups_page, has_loose, overview, rollouts_in
-from lightning_trainer.view.reading.summaries import held_out_result, run_row
-from lightning_trainer.view.reading.transcripts import facts_of
-from lightning_trainer.view.reading.tries import tries_of, tries_page
-from lightning_trainer.view.runs import Run, Runs
 
 MAY: Final = Needs("viewer", "admin")
 _GROUPS: Final = 200  # in a page

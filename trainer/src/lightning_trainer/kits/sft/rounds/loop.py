@@ -16,10 +16,18 @@ from lightning_spans.schema.agents import earns
 from lightning_spans.store import Store
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
-from lightning_trainer.export.export import selected
-from lightning_trainer.export.files import Line
-from lightning_trainer.export.wanted import Wanted
 from lightning_trainer.judging.judge import GroupJudge
+from lightning_trainer.kits.export.export import selected
+from lightning_trainer.kits.export.files import Line
+from lightning_trainer.kits.export.wanted import Wanted
+from lightning_trainer.kits.sft.batches import make_rows
+from lightning_trainer.kits.sft.config import RoundsConfig
+from lightning_trainer.kits.sft.data import read_lines_of_store
+from lightning_trainer.kits.sft.fit import Fit, Fitted
+from lightning_trainer.kits.sft.render import Renderer
+from lightning_trainer.kits.sft.resume import CHECKPOINT, forget, keep
+from lightning_trainer.kits.sft.rounds.state import RESULT_NAME, STATE_NAME, Round, Rounds, RoundsState
+from lightning_trainer.kits.sft.sft import steps_of
 from lightning_trainer.policies import parse
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.metrics import MetricLog, write_atomically
@@ -30,14 +38,6 @@ from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import BY_TASK, Score, reward_of_failures, score
 from lightning_trainer.run.data import Task
 from lightning_trainer.run.local import Local
-from lightning_trainer.sft.batches import make_rows
-from lightning_trainer.sft.config import RoundsConfig
-from lightning_trainer.sft.data import read_lines_of_store
-from lightning_trainer.sft.fit import Fit, Fitted
-from lightning_trainer.sft.render import Renderer
-from lightning_trainer.sft.resume import CHECKPOINT, forget, keep
-from lightning_trainer.sft.rounds.state import RESULT_NAME, STATE_NAME, Round, Rounds, RoundsState
-from lightning_trainer.sft.sft import steps_of
 
 NOT_BETTER: Final = "earned no more than the worst of the round"
 

@@ -16,6 +16,12 @@ from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import read_judge
+from lightning_trainer.kits.sft.config import OF_FILES, RoundsConfig
+from lightning_trainer.kits.sft.fit import schedule
+from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, held_again
+from lightning_trainer.kits.sft.rounds.loop import RoundLoop
+from lightning_trainer.kits.sft.rounds.state import STATE_NAME, Rounds, RoundsState
+from lightning_trainer.kits.sft.sft import options_of
 from lightning_trainer.models import look
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.policies import parse
@@ -29,12 +35,6 @@ from lightning_trainer.run.local import UNKNOWN_POLICY, opened, serving, unnamed
 from lightning_trainer.run.state import OPEN
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
-from lightning_trainer.sft.config import OF_FILES, RoundsConfig
-from lightning_trainer.sft.fit import schedule
-from lightning_trainer.sft.resume import CHECKPOINT, began_with, held_again
-from lightning_trainer.sft.rounds.loop import RoundLoop
-from lightning_trainer.sft.rounds.state import STATE_NAME, Rounds, RoundsState
-from lightning_trainer.sft.sft import options_of
 
 
 def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *, resume: Path | None = None) -> Rounds:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_trainer.sft import resume
-from lightning_trainer.sft.fit import Fitted
+from lightning_trainer.kits.sft import resume
+from lightning_trainer.kits.sft.fit import Fitted
 
 STATE_NAME: Final = "rounds.json"  # in the run's folder, while rounds are to come
 RESULT_NAME: Final = "result.json"  # there, once all are done: what they came to

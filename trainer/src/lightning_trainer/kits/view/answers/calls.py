@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_trainer.view.answers.rollouts import RewardRow, Said
+from lightning_trainer.kits.view.answers.rollouts import RewardRow, Said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

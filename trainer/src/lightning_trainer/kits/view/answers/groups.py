@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_trainer.view.answers.rollouts import Event, RewardRow
+from lightning_trainer.kits.view.answers.rollouts import Event, RewardRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

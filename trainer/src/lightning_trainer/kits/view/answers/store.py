@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_trainer.view.answers.calls import CallLink
+from lightning_trainer.kits.view.answers.calls import CallLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

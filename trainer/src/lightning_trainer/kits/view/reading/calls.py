@@ -17,6 +17,14 @@ from lightning_spans.errors import LightningError, RefusedError
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.calls import Choice
 from lightning_spans.schema.json import dumps
+from lightning_trainer.kits.view.answers.calls import CallChoice, CallPage, RowPlace, Token
+from lightning_trainer.kits.view.names import chosen_by, names_in
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading.learning import batch_of, row_of, step_trains
+from lightning_trainer.kits.view.reading.pieces import Pieces, pieces_of
+from lightning_trainer.kits.view.reading.texts import WHOLE, conversation, legible, messages, request_of, said
+from lightning_trainer.kits.view.reading.transcripts import known, reward_row, rewards_by_node
+from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.policies import ADAPTERS_NAME
 from lightning_trainer.report.learned_tokens import read
 from lightning_trainer.rl import account as reasons
@@ -24,14 +32,6 @@ from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.rows import Row, why_untrainable
 from lightning_trainer.run.group_ids import step_of
-from lightning_trainer.view.answers.calls import CallChoice, CallPage, RowPlace, Token
-from lightning_trainer.view.names import chosen_by, names_in
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.learning import batch_of, row_of, step_trains
-from lightning_trainer.view.reading.pieces import Pieces, pieces_of
-from lightning_trainer.view.reading.texts import WHOLE, conversation, legible, messages, request_of, said
-from lightning_trainer.view.reading.transcripts import known, reward_row, rewards_by_node
-from lightning_trainer.view.runs import Run
 
 TOKENS: Final = 3000  # of a prompt, its last ones, unless all are asked for
 _REQUEST: Final = 500_000  # characters of a raw request

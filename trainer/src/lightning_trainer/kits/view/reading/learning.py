@@ -14,6 +14,13 @@ from lightning_spans.schema.transitions import Transition
 from lightning_spans.store.protocol import Where, whole_list
 from lightning_trainer import registry
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.kits.view.answers.calls import CallLink, RowPlace
+from lightning_trainer.kits.view.answers.learning import AccountPage, CreditPage, Loss, TurnCell
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading.steps import OPEN, group_ids
+from lightning_trainer.kits.view.reading.texts import said
+from lightning_trainer.kits.view.reading.transcripts import known
+from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.credit_report import credit_report, turns_of
 from lightning_trainer.report.recomputed import judged
 from lightning_trainer.rl.batch.batch import Batch
@@ -23,13 +30,6 @@ from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.rollouts import outcomes as outcomes_of
 from lightning_trainer.rl.rows import Row, why_untrainable
 from lightning_trainer.run.group_ids import Step, step_of
-from lightning_trainer.view.answers.calls import CallLink, RowPlace
-from lightning_trainer.view.answers.learning import AccountPage, CreditPage, Loss, TurnCell
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.steps import OPEN, group_ids
-from lightning_trainer.view.reading.texts import said
-from lightning_trainer.view.reading.transcripts import known
-from lightning_trainer.view.runs import Run
 
 _LINKS: Final = 50  # calls named for each reason
 _ENDS: Final = 12  # best and worst calls

@@ -20,12 +20,9 @@ from lightning_spans.store.protocol import Where, whole_list
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
 from lightning_trainer.judging.spans import EVALUATE, EXPLANATION, NAME
-from lightning_trainer.report.step_metrics import tool_name
-from lightning_trainer.rl.scores import earned
-from lightning_trainer.run.group_ids import Step
-from lightning_trainer.view.answers.calls import CallLink
-from lightning_trainer.view.answers.learning import Judgement, RewardsPage, SourceRow
-from lightning_trainer.view.answers.store import (
+from lightning_trainer.kits.view.answers.calls import CallLink
+from lightning_trainer.kits.view.answers.learning import Judgement, RewardsPage, SourceRow
+from lightning_trainer.kits.view.answers.store import (
     FleetPage,
     LoosePage,
     LooseRow,
@@ -34,11 +31,14 @@ from lightning_trainer.view.answers.store import (
     ToolsPage,
     WorkerRow,
 )
-from lightning_trainer.view.names import names_in
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.steps import group_ids, rollouts_in, trained_in
-from lightning_trainer.view.reading.texts import legible
-from lightning_trainer.view.runs import Run
+from lightning_trainer.kits.view.names import names_in
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading.steps import group_ids, rollouts_in, trained_in
+from lightning_trainer.kits.view.reading.texts import legible
+from lightning_trainer.kits.view.runs import Run
+from lightning_trainer.report.step_metrics import tool_name
+from lightning_trainer.rl.scores import earned
+from lightning_trainer.run.group_ids import Step
 
 _MOST: Final = 2000  # attempts in a scatter
 _WORDS: Final = 1000  # characters of a verdict

@@ -14,15 +14,13 @@ from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.json import dumps
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.judging.spans import EVALUATE
-from lightning_trainer.rl.batch.calls import Judged
-from lightning_trainer.run.group_ids import step_of
-from lightning_trainer.view.answers.groups import GroupPage, Member, RolloutRow
-from lightning_trainer.view.answers.rollouts import AttemptRow, Event, RolloutPage
-from lightning_trainer.view.names import chosen_by, names_of
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading import others
-from lightning_trainer.view.reading.learning import judged_in
-from lightning_trainer.view.reading.steps import (
+from lightning_trainer.kits.view.answers.groups import GroupPage, Member, RolloutRow
+from lightning_trainer.kits.view.answers.rollouts import AttemptRow, Event, RolloutPage
+from lightning_trainer.kits.view.names import chosen_by, names_of
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading import others
+from lightning_trainer.kits.view.reading.learning import judged_in
+from lightning_trainer.kits.view.reading.steps import (
     crash_reward,
     failed_of,
     group_rows,
@@ -33,8 +31,10 @@ from lightning_trainer.view.reading.steps import (
     task_text,
     trained_in,
 )
-from lightning_trainer.view.reading.transcripts import alike, events_of, reward_row
-from lightning_trainer.view.runs import Run
+from lightning_trainer.kits.view.reading.transcripts import alike, events_of, reward_row
+from lightning_trainer.kits.view.runs import Run
+from lightning_trainer.rl.batch.calls import Judged
+from lightning_trainer.run.group_ids import step_of
 
 _MEMBERS: Final = 8  # rollouts side by side in a page
 _TASK: Final = 5000

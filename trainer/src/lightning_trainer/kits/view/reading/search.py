@@ -11,9 +11,9 @@ from sqlalchemy import Connection, Select, exists, func, or_, select
 
 from lightning_spans.schema.json import loads
 from lightning_spans.store.sql import schema
-from lightning_trainer.view.answers.store import Hit, SearchPage
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.texts import legible
+from lightning_trainer.kits.view.answers.store import Hit, SearchPage
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading.texts import legible
 
 _LOOK_S: Final = 1.0  # that one page of a search takes
 _AT_ONCE: Final = 2000  # records of a search between looks at the clock

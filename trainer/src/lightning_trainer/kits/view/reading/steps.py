@@ -17,17 +17,17 @@ from lightning_spans.store.protocol import Where, whole_list
 from lightning_spans.store.sql import schema
 from lightning_spans.store.sql.read import among
 from lightning_trainer.intervals import Estimate, estimate_mean, reward_bounds
+from lightning_trainer.kits.view.answers.groups import GroupRow, RolloutRow, StepPage
+from lightning_trainer.kits.view.answers.runs import StepRow
+from lightning_trainer.kits.view.names import chosen_by
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading.texts import legible
+from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.metrics import Line
 from lightning_trainer.report.terminal import printable
 from lightning_trainer.rl.rollouts import Failed, Outcome, outcomes
 from lightning_trainer.rl.scores import agents_totals, earned, trained_names
 from lightning_trainer.run.group_ids import Step, groups_of, step_of
-from lightning_trainer.view.answers.groups import GroupRow, RolloutRow, StepPage
-from lightning_trainer.view.answers.runs import StepRow
-from lightning_trainer.view.names import chosen_by
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.texts import legible
-from lightning_trainer.view.runs import Run
 
 OPEN: Final = ("queued", "running")
 _TASK: Final = 300  # characters of a task in a list

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_trainer.kits.view.answers.runs import RunRow
+from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.report.metrics import Line, newest_validations
 from lightning_trainer.report.step_notes import held_out_sentence
 from lightning_trainer.rl.scores import Score, difference
-from lightning_trainer.view.answers.runs import RunRow
-from lightning_trainer.view.runs import Run
 
 
 def run_row(run: Run) -> RunRow:

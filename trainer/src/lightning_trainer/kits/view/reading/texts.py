@@ -11,7 +11,7 @@ from lightning_spans.adapter.nodes import Node
 from lightning_spans.chat.body import ToolCall, messages_of, tool_calls
 from lightning_spans.schema.json import loads
 from lightning_spans.schema.spans import REQUEST, Json
-from lightning_trainer.view.answers.rollouts import Said, ToolUse
+from lightning_trainer.kits.view.answers.rollouts import Said, ToolUse
 
 LIMIT: Final = 4000  # characters of a message that a page shows before it is opened
 WHOLE: Final = 2_000_000

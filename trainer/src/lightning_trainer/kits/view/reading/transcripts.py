@@ -14,13 +14,13 @@ from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import EXECUTE_TOOL, REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, Json
 from lightning_trainer.judging.spans import ASKED, EVALUATE, EXPLANATION, SCORE
+from lightning_trainer.kits.view.answers.groups import Facts
+from lightning_trainer.kits.view.answers.rollouts import Event, RewardRow
+from lightning_trainer.kits.view.names import names_in
+from lightning_trainer.kits.view.reading.texts import LIMIT, conversation, messages, plain, said
 from lightning_trainer.report.step_metrics import tool_name
 from lightning_trainer.rl.batch.calls import Judged
 from lightning_trainer.rl.usage import tokens_of
-from lightning_trainer.view.answers.groups import Facts
-from lightning_trainer.view.answers.rollouts import Event, RewardRow
-from lightning_trainer.view.names import names_in
-from lightning_trainer.view.reading.texts import LIMIT, conversation, messages, plain, said
 
 MOST_EVENTS: Final = 5000  # of a trace on one page
 _LARGEST: Final = 4 << 20  # characters of a transcript; beyond, messages are cut shorter

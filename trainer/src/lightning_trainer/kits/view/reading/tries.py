@@ -15,11 +15,11 @@ from lightning_spans.errors import RefusedError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.json import loads
 from lightning_spans.store.sql import schema
+from lightning_trainer.kits.view.answers.groups import TriedGroup, TriedTask, TriesPage
+from lightning_trainer.kits.view.reader import StoreReader
+from lightning_trainer.kits.view.reading.steps import rewards_by_group, steps_by_group, task_text, within
+from lightning_trainer.kits.view.runs import Run
 from lightning_trainer.run.group_ids import step_of
-from lightning_trainer.view.answers.groups import TriedGroup, TriedTask, TriesPage
-from lightning_trainer.view.reader import StoreReader
-from lightning_trainer.view.reading.steps import rewards_by_group, steps_by_group, task_text, within
-from lightning_trainer.view.runs import Run
 
 _ENDED: Final = ("succeeded", "failed")  # what was cut short, or is under way, says nothing of how a model does
 _MOST: Final = 20_000  # groups, the newest, among which the same tasks are looked for
