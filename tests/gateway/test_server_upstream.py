@@ -265,6 +265,35 @@ def test_logprobs_that_do_not_fit_the_tokens_are_not_used(tmp_path):
         assert (choice.token_ids, choice.logprobs) == ((1, 2), None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_replies_and_requests_may_hold_what_strict_json_does_not(tmp_path, stream):
+    said = '"tool_calls":[{"index":0,"id":"c","function":{"name":"f","arguments":"{}"}}],"content":"half \\ud83d"'
+    odd = f'"id":"x","prompt_token_ids":[7],"big":{2**70},"choices":[{{"index":0,"%s":{{{said}}},"token_ids":[1],'
+    odd += '"logprobs":{"content":[{"token":"x","logprob":-Infinity}]},"finish_reason":"stop"}]'
+
+    async def chat(request):
+        assert (await request.json())["messages"][0]["content"] == "asked \ufffd"
+        if stream:
+            return Response(f"data: {{{odd % 'delta'}}}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
+        return Response(f"\ufeff{{{odd % 'message'}}}", media_type="application/json")
+
+    schema = f'{{"type":"object","properties":{{"x":{{"maximum":{2**70}}}}}}}'
+    tools = f'[{{"type":"function","function":{{"name":"f","parameters":{schema}}}}}]'
+    asked = f'{{"model":"m","stream":{str(stream).lower()},"messages":[{{"role":"user","content":"asked \\ud83d"}}]'
+    with _upstream(tmp_path, chat) as front:
+        headers = {"authorization": f"Bearer {front.key('a')}"}
+        url = f"{front.url}/v1/chat/completions"
+        reply = httpx.post(url, content=f'{asked},"tools":{tools}}}'.encode(), headers=headers)
+        assert reply.status_code == 200, reply.text
+        assert "half \ufffd" in reply.text.replace("\\ufffd", "\ufffd")
+        assert str(2**70) in reply.text
+        (call,) = front.calls("a")
+        assert call.request["tools"][0]["function"]["parameters"]["properties"]["x"]["maximum"] == 2**70
+        assert (call.choices[0].token_ids, call.choices[0].logprobs) == ((1,), None)
+        refused = httpx.post(url, content=f'{asked},"temperature":NaN}}'.encode(), headers=headers)
+    assert (refused.status_code, "temperature=nan: must be a finite number" in refused.text) == (400, True)
+
+
 def _streamed(*chunks):
     async def chat(request):
         body = await request.json()

@@ -98,8 +98,8 @@ def small_core() -> Iterator[str]:
             yield file.read_text(encoding="utf-8")
 
 
-def test_the_small_core_has_at_most_2250_lines():
-    assert sum(bool(line.strip()) for text in small_core() for line in text.splitlines()) <= 2250
+def test_the_small_core_has_at_most_2300_lines():
+    assert sum(bool(line.strip()) for text in small_core() for line in text.splitlines()) <= 2300
 
 
 def test_the_small_core_imports_nothing_else_of_ours():

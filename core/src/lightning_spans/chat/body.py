@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lightning_spans.schema.json import loads
+from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json
 
 
@@ -56,7 +56,7 @@ class ToolCall:
         Raises:
             ValueError: they are no JSON.
         """
-        return loads(self.arguments or "{}") if isinstance(self.arguments, str) else self.arguments
+        return read_json(self.arguments or "{}") if isinstance(self.arguments, str) else self.arguments
 
     @property
     def signature(self) -> str:

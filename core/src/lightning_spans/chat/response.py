@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from lightning_spans.chat.body import tool_call
 from lightning_spans.schema.calls import Choice
-from lightning_spans.schema.json import dumps, loads
+from lightning_spans.schema.json import dumps
+from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json
 
 _STOPS: Final = {  # why a message of Anthropic's ended, in the words of chat completions
@@ -51,7 +52,7 @@ def read_answer(text: Json) -> Answer:
         text: JSON text; anything else gives an empty answer.
     """
     try:
-        body = loads(text) if isinstance(text, str) else None
+        body = read_json(text) if isinstance(text, str) else None
     except ValueError:
         body = None
     if not isinstance(body, dict):

@@ -7,7 +7,6 @@ are compared without case.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,7 +15,8 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.schema.json import dumps, loads
+from lightning_spans.schema.json import dumps
+from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import CHAT, REQUEST, RESPONSE, TOOL_ARGUMENTS, TOOL_RESULT, TOOL_RETURNED, Json, Span
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Redaction:
     def _body(self, value: Json, hide: Callable[[dict[str, Any]], dict[str, Any]]) -> Json:
         """Mask the JSON text of a request or response; one that can't be read is masked whole where it would hide."""
         try:
-            body = loads(value) if isinstance(value, str) else value
+            body = read_json(value) if isinstance(value, str) else value
         except ValueError:
             body = None
         if not isinstance(body, dict):
@@ -183,8 +183,8 @@ class Redaction:
             return MASK
         if (self.names or self.patterns) and text.lstrip()[:1] in {"{", "["}:
             try:
-                inner = json.loads(text)
-            except (ValueError, RecursionError):
+                inner = read_json(text)
+            except ValueError:
                 return MASK if any(map(self._named, _quoted_keys(text))) else self._text(text)
             if isinstance(inner, (dict, list)):
                 clean = self._any(inner, depth + 1)

@@ -17,7 +17,6 @@ from lightning_dspy import FRAMEWORK
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.call import endpoint_of
 from lightning_openai.events import is_whole, read_events
-from lightning_openai.json_text import read_json, read_object
 from lightning_openai.reroute import agent_header
 from lightning_spans.chat.stream import put_together
 from lightning_spans.record.instrument.http_calls import look
@@ -27,6 +26,7 @@ from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import dumps
+from lightning_spans.schema.lenient_json import read_json, read_object
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder

@@ -10,10 +10,11 @@ from langchain_core.caches import BaseCache
 from langchain_core.messages import BaseMessage, convert_to_openai_messages
 
 from lightning_langchain.agents import ChainRun
-from lightning_openai.json_text import read_json, to_json
+from lightning_openai.json_text import to_json
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.instrument.patches import replace_in_subclasses
 from lightning_spans.record.instrument.scope import current_scope
+from lightning_spans.schema.lenient_json import read_json
 
 if TYPE_CHECKING:
     from langchain_core.outputs import LLMResult

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from lightning_openai.json_text import read_json
 from lightning_spans.chat.stream import Growing
+from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json
 
 MESSAGES: Final = "/messages"  # the endpoint

@@ -10,6 +10,7 @@ import orjson
 
 from lightning_openai.anthropic_stream import MESSAGES
 from lightning_spans.chat.stream import TEXTS, EventReader
+from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json
 
 _ADDS: Final = re.compile(b'"content": ?"')
@@ -44,13 +45,13 @@ def read_events(body: str, taken: int | None = None) -> StreamEvents:
             return StreamEvents(_objects(_fewer(texts)), reader.done, more=False)
         found = _objects(texts)
         return StreamEvents(found[:taken], reader.done, more=taken < len(found))
-    except orjson.JSONDecodeError:
+    except ValueError:
         found = _until_broken(texts)
         return StreamEvents(found[:taken], done=False, more=taken is not None and taken < len(found))
 
 
 def _objects(texts: Sequence[bytes]) -> list[dict[str, Json]]:
-    events = orjson.loads(b"[%b]" % b",".join(texts))  # at once, which takes half the time
+    events = read_json(b"[%b]" % b",".join(texts))  # at once, which takes half the time
     return [event for event in events if isinstance(event, dict)]
 
 
@@ -59,8 +60,8 @@ def _until_broken(texts: Sequence[bytes]) -> list[dict[str, Json]]:
     events: list[dict[str, Json]] = []
     for text in texts:
         try:
-            event = orjson.loads(text)
-        except orjson.JSONDecodeError:
+            event = read_json(text)
+        except ValueError:
             break
         if isinstance(event, dict):
             events.append(event)
@@ -101,7 +102,7 @@ def _around(event: bytes) -> tuple[bytes, bytes] | None:
         (part,) = told["choices"]
         delta = part["delta"]
         end = event.index(b'"', begins.end())
-    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         return None
     nested = [value for value in (*told.values(), *part.values()) if isinstance(value, (dict, list))]
     if list(delta) != ["content"] or nested != [told["choices"], delta] or not TEXTS.isdisjoint(part):

@@ -21,7 +21,6 @@ from lightning_openai.anthropic_stream import MESSAGES, message_of_events
 from lightning_openai.attributes import request_attributes, response_attributes
 from lightning_openai.call import PLUGIN, endpoint_of
 from lightning_openai.events import is_whole, read_events
-from lightning_openai.json_text import read_object
 from lightning_openai.recorded_body import RecordedBody, body_of, record_body
 from lightning_openai.unfinished import unfinished
 from lightning_spans.chat.stream import put_together
@@ -30,6 +29,7 @@ from lightning_spans.record.prompts import with_prompts
 from lightning_spans.record.recorder import log_failure
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import dumps
+from lightning_spans.schema.lenient_json import read_object
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import OpenSpan, Recorder

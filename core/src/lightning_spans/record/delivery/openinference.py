@@ -25,7 +25,8 @@ from openinference.semconv.trace import OpenInferenceMimeTypeValues, OpenInferen
 from lightning_spans.chat.body import messages_of
 from lightning_spans.chat.response import read_answer
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.json import dumps, loads
+from lightning_spans.schema.json import dumps
+from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json, Span
 
 _KINDS: Final = {
@@ -101,6 +102,6 @@ def _messages(given: Iterable[Any]) -> Iterator[Message]:
 
 def _parsed(text: Json) -> Json:
     try:
-        return loads(text) if isinstance(text, str) else None
+        return read_json(text) if isinstance(text, str) else None
     except ValueError:
         return None

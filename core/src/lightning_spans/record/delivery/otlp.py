@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_spans.schema import spans as names
+from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json, Span, Status
 
 if TYPE_CHECKING:
@@ -274,17 +275,15 @@ def _read_value(value: AnyValue) -> Json:
 
 
 def _decode_json(body: bytes, complaints: list[str]) -> Iterator[Span]:
-    import orjson
-
     try:
-        request = orjson.loads(body)
+        request = read_json(body)
         spans = [
             span
             for batch in request.get("resourceSpans", [])
             for scope in batch.get("scopeSpans", [])
             for span in scope.get("spans", [])
         ]
-    except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"not an OTLP JSON body: {type(error).__name__}: {error}") from None
     for span in spans:
         try:

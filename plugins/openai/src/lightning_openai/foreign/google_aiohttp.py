@@ -16,7 +16,6 @@ from lightning_openai.caller import caller_in
 from lightning_openai.foreign.answers import parts_of
 from lightning_openai.foreign.dialect import ForeignDialect, ForeignRequest
 from lightning_openai.foreign.known import dialect_of
-from lightning_openai.json_text import read_json
 from lightning_openai.other_clients import OtherCall
 from lightning_spans.record.context import entered, settled
 from lightning_spans.record.instrument.imports import when_imported
@@ -24,6 +23,7 @@ from lightning_spans.record.instrument.patches import Undo, replace
 from lightning_spans.record.instrument.scope import place_of_call, scoped, scopes_around
 from lightning_spans.record.prompts import with_prompts
 from lightning_spans.schema import spans as names
+from lightning_spans.schema.lenient_json import read_json
 
 if TYPE_CHECKING:
     from lightning_spans.hooks import Recorder

@@ -19,6 +19,7 @@ import orjson
 
 from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import LightningError
+from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.upstream.token_protocols import (
     CompletionsProtocol,
@@ -133,7 +134,7 @@ class VllmEngine:
                 for data in events.feed(chunk):
                     if not self._serving.is_set():
                         return
-                    piece = reader.read(orjson.loads(data))
+                    piece = reader.read(read_json(data))
                     if piece is not None:
                         yield piece
                 if events.done:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
-from typing import Any, Final
-
-import orjson
+from typing import Any
 
 from lightning_spans.schema.json import dumps
-
-_BIG: Final = re.compile(r"\d{19}")  # perhaps an integer beyond 64 bits, which orjson would round
+from lightning_spans.schema.lenient_json import read_json
 
 
 def as_data(arguments: Any) -> Any:
-    """Read arguments given as JSON text, every integer exact. What is no JSON, or no text, stays as it is."""
+    """Read arguments given as JSON text. What is no JSON, or no text, stays as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:
-        read = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        return read_json(arguments)
+    except ValueError:
         return arguments
-    return json.loads(arguments) if _BIG.search(arguments) else read
 
 
 def as_text(arguments: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,11 +64,14 @@ def _pointed(reference: str, whole: Mapping[str, Any]) -> Any:
     return {} if found is None else found
 
 
-def _no_number(text: str) -> None:
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isfinite(number):
+        return number
     raise ValueError(f"{text} is not JSON")  # Python would write it back as it is, and no client could read it
 
 
-_DECODER: Final = json.JSONDecoder(parse_constant=_no_number)
+_DECODER: Final = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 _SPACE: Final = re.compile(r"\s*")
 
 

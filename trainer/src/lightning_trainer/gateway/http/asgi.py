@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
-import orjson
 from starlette.types import Receive, Scope, Send
 
+from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.http.errors import Refusal
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ async def send_bytes(
 
 async def send_json(send: Send, data: Any, *, status: int = 200) -> None:
     """Send a JSON answer."""
-    await send_bytes(send, orjson.dumps(data), status=status)
+    await send_bytes(send, dumps(data), status=status)
 
 
 async def send_refusal(send: Send, refusal: Refusal, path: str) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-import orjson
+from lightning_spans.schema.json import dumps
 
 DONE: Final = b"data: [DONE]\n\n"
 
 
 def event(data: Any) -> bytes:
     """Return a JSON event's bytes."""
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    return b"data: " + dumps(data) + b"\n\n"
 
 
 def named_event(name: str, data: Mapping[str, Any]) -> bytes:
     """Return an event with its type, as the surfaces send it that have several."""
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps({"type": name, **data}))
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), dumps({"type": name, **data}))

@@ -7,10 +7,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, Final
 
-import orjson
-
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import dumps
+from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json, Span
 from lightning_trainer.gateway.http.weight import too_heavy
 
@@ -54,8 +53,8 @@ def loaded(value: Json) -> Json:
     if not isinstance(value, str) or (len(value) > _SMALL and too_heavy(value.encode(errors="replace"), _MOST_BYTES)):
         return value
     try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError:
+        return read_json(value)
+    except ValueError:
         return value
 
 

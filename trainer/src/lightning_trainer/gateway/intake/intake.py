@@ -7,6 +7,7 @@ the other, so that neither the event loop nor the memory has to bear several at 
 from __future__ import annotations
 
 import asyncio
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-import orjson
 from starlette.types import Message, Receive, Scope
 
 from lightning_spans.record.stalls import waiting
 from lightning_spans.schema.json import loads
+from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.call_errors import TOO_MUCH_AT_ONCE
 from lightning_trainer.gateway.auth.keys import Grant
 from lightning_trainer.gateway.auth.quotas import Quotas
@@ -114,6 +115,9 @@ class Intake:
             most = self._limits.parts
             raise Refusal(413, f"the request has more than {most} objects and lists", code="request_too_large")
         data = self._object(body)
+        for name, value in data.items():
+            if type(value) is float and not math.isfinite(value):
+                raise bad_request(f"{name}={value}: must be a finite number", "invalid_value")
         for name in _LISTS:
             items = data.get(name)
             if isinstance(items, list) and len(items) > self._limits.messages:
@@ -204,7 +208,7 @@ def _bursts(size: int, most: int) -> Refusal:
     return Refusal(413, message, code="request_too_large")
 
 
-def parse_object(body: bytes, most: int, read: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
+def parse_object(body: bytes, most: int, read: Callable[[bytes], Any] = read_json) -> dict[str, Any]:
     """Read a JSON object of at most `MAX_DEPTH` levels.
 
     Args:

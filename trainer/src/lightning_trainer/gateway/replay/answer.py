@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-import orjson
 from starlette.types import Send
 
 from lightning_spans.adapter.trace import Node
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.calls import Choice
+from lightning_spans.schema.json import dumps
 from lightning_trainer.call_errors import CUT_CALLS
 from lightning_trainer.gateway.calls.answers import Record
 from lightning_trainer.gateway.calls.completion import tool_call_deltas
@@ -281,7 +281,7 @@ async def send_verbatim(call: RecordedCall, pending: PendingCall, send: Send, re
     await record(pending)
     body = call.body or {}
     if not streams:
-        await send_bytes(send, orjson.dumps(body))
+        await send_bytes(send, dumps(body))
         return True
     await send({"type": "http.response.start", "status": 200, "headers": _STREAMED})
     await send({"type": "http.response.body", "body": b"".join(_response_events(body))})

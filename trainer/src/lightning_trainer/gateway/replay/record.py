@@ -11,7 +11,7 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.agents import name_of, path_of
 from lightning_spans.schema.calls import Call
-from lightning_spans.schema.json import loads
+from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import AGENT_PATH, ENDPOINT, FRAMEWORK, REQUEST, RESPONSE, Json, Span
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
@@ -64,7 +64,7 @@ class RecordedCall:
         """The body of the answer as the agent got it; None where its span has none."""
         text = self.node.span.attributes.get(RESPONSE)
         try:
-            found = loads(text) if isinstance(text, str) else None
+            found = read_json(text) if isinstance(text, str) else None
         except ValueError:
             return None
         return found if isinstance(found, dict) else None
@@ -166,7 +166,7 @@ def _call(number: int, node: Node) -> RecordedCall:
         return RecordedCall(number, agents, node, read_request(call.request), raw, call.call_id)
     text = span.attributes.get(REQUEST)
     try:
-        body = loads(text) if isinstance(text, str) else {}
+        body = read_json(text) if isinstance(text, str) else {}
     except ValueError:
         body = {}
     raw = span.attributes.get(ENDPOINT) in _RAW

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -38,11 +39,14 @@ class PendingChoice:
         self.logprobs.extend(logprobs)
 
     def choice(self) -> Choice:
-        """Return the record."""
+        """Return the record. Of a choice with a log-probability that is not finite, none is kept: it can't train."""
+        logprobs = self.logprobs
+        if logprobs is not None and not math.isfinite(sum(logprobs)):
+            logprobs = None
         return Choice(
             self.index,
             None if self.token_ids is None else tuple(self.token_ids),
-            None if self.logprobs is None else tuple(self.logprobs),
+            None if logprobs is None else tuple(logprobs),
             self.finish_reason,
             self.message,
         )

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import orjson
-
+from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.events import DONE, event
 from lightning_trainer.gateway.request.pending import PendingCall
@@ -40,7 +39,7 @@ class ChatExchange:
 
     def whole(self, pending: PendingCall, completion: dict[str, Any]) -> bytes:  # noqa: ARG002
         """See `Exchange`."""
-        return orjson.dumps(completion)
+        return dumps(completion)
 
     def chunk(self, pending: PendingCall, chunk: dict[str, Any]) -> bytes:  # noqa: ARG002
         """See `Exchange`."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-import orjson
-
+from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.http.events import DONE, event
 from lightning_trainer.gateway.request.fields import flag, whole, wrong
@@ -57,7 +56,7 @@ class CompletionsExchange:
 
     def whole(self, pending: PendingCall, completion: dict[str, Any]) -> bytes:
         """See `Exchange`."""
-        return orjson.dumps(self._translated(pending, completion))
+        return dumps(self._translated(pending, completion))
 
     def chunk(self, pending: PendingCall, chunk: dict[str, Any]) -> bytes:
         """See `Exchange`."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from typing import Any, Final
 
-import orjson
-
+from lightning_spans.schema.json import dumps, loads
 from lightning_trainer.gateway.http.errors import bad_request
 from lightning_trainer.gateway.request.fields import wrong
 
@@ -42,12 +41,12 @@ class Conversations:
                 f"previous response {response_id!r} is not known here (any more). Send the whole conversation.",
                 "previous_response_not_found",
             )
-        messages: list[dict[str, Any]] = orjson.loads(text)
+        messages: list[dict[str, Any]] = loads(text)
         return messages
 
     def keep(self, response_id: str, owner: str | None, messages: list[dict[str, Any]]) -> None:
         """Keep what was said; the oldest goes when there is no room."""
-        text = orjson.dumps(messages)
+        text = dumps(messages)
         self._kept[owner, response_id] = text
         self._owned[owner].add(response_id)
         self._size += len(text)

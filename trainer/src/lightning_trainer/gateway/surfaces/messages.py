@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import orjson
-
+from lightning_spans.schema.json import dumps
+from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.events import named_event
 from lightning_trainer.gateway.request.pending import PendingCall
@@ -28,7 +28,7 @@ class MessagesSurface:
 
     def refusal(self, refusal: Refusal) -> bytes:
         """Return an error as Anthropic gives it."""
-        return orjson.dumps(refusal.anthropic())
+        return dumps(refusal.anthropic())
 
 
 class MessagesExchange:
@@ -46,7 +46,7 @@ class MessagesExchange:
     def whole(self, pending: PendingCall, completion: dict[str, Any]) -> bytes:
         """See `Exchange`."""
         parts = OutputItems.of(completion)
-        return orjson.dumps(
+        return dumps(
             {
                 **_head(pending),
                 "content": [_block(part) for part in parts.parts],
@@ -111,8 +111,8 @@ def _block(part: OutputItem) -> dict[str, Any]:
 def _input(arguments: str) -> Any:
     """Return a call's arguments as an object, which this form demands; what is none stands under a name of its own."""
     try:
-        data = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
+        data = read_json(arguments or "{}")
+    except ValueError:
         return {"arguments": arguments}
     return data if isinstance(data, dict) else {"arguments": data}
 

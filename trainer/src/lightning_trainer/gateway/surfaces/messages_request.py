@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import orjson
-
 from lightning_spans.chat.body import tool_call
+from lightning_trainer.gateway.formats.arguments import as_text
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.request.effort import known_effort
 from lightning_trainer.gateway.request.fields import flag, listed, wrong
@@ -135,7 +134,7 @@ def _assistant(blocks: Sequence[Any], where: str) -> Iterator[dict[str, Any]]:
         elif kind == "thinking":  # its signature is not looked at: exact continuation knows its own
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use":
-            arguments = orjson.dumps(block.get("input") or {}).decode()
+            arguments = as_text(block.get("input") or {})
             calls.append(tool_call(block.get("id"), block.get("name"), arguments))
         elif kind != "redacted_thinking":  # encrypted: no model here could read it
             raise _unknown(kind, where)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-import orjson
-
+from lightning_spans.schema.json import dumps
+from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.request.fields import listed, wrong
 
@@ -111,12 +111,12 @@ def _hosted(kind: str) -> Refusal:
 def free_text(arguments: str) -> str:
     """Return what a custom tool is called with; arguments that are not of its one text are given as they are."""
     try:
-        data = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        data = read_json(arguments)
+    except ValueError:
         return arguments
     return data["input"] if isinstance(data, dict) and isinstance(data.get("input"), str) else arguments
 
 
 def free_text_arguments(text: Any) -> str:
     """Return the arguments of a function of one text."""
-    return orjson.dumps({"input": text}).decode()
+    return dumps({"input": text}).decode()

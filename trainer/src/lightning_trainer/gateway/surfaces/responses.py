@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-import orjson
-
+from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.events import named_event
 from lightning_trainer.gateway.request.pending import PendingCall
@@ -79,7 +78,7 @@ class ResponsesExchange:
         """See `Exchange`."""
         self._parts = OutputItems.of(completion)
         self._keep(pending)
-        return orjson.dumps(self._response(pending, self._status()))
+        return dumps(self._response(pending, self._status()))
 
     def chunk(self, pending: PendingCall, chunk: dict[str, Any]) -> bytes:
         """See `Exchange`."""

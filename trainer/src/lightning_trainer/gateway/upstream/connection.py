@@ -10,10 +10,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-import orjson
-
 from lightning_spans.record.stalls import Wait, waiting
 from lightning_spans.record.unrecorded import asked_by_training
+from lightning_spans.schema.json import dumps
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import masking_logger
 from lightning_trainer.gateway.upstream.dialects import Dialect, as_chat, dialect_of
@@ -71,7 +70,7 @@ class Connection:
 
         url = f"{replica.url}{path}"
         try:
-            method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+            method, data = ("GET", None) if body is None else ("POST", dumps(body))
             asking = self._client().request(method, url, data=data, allow_redirects=False)
             with waiting("upstream", self._waits_for), asked_by_training():
                 async with asyncio.timeout(self._silence_s):

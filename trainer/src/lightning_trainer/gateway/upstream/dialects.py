@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias
 
-import orjson
+from lightning_spans.schema.lenient_json import read_json
 
 # vLLM and this gateway: in chunks too. SGLang: in whole replies only; it refuses them for streams. plain: nowhere.
 Dialect: TypeAlias = Literal["vllm", "lightning", "sglang", "plain"]
@@ -15,8 +15,8 @@ _KNOWN: Final[tuple[Dialect, ...]] = ("vllm", "lightning", "sglang")
 def dialect_of(listed: bytes) -> Dialect:
     """Read from ``GET /v1/models`` what kind of server it is."""
     try:
-        owners = {model.get("owned_by") for model in orjson.loads(listed).get("data") or ()}
-    except (orjson.JSONDecodeError, AttributeError, TypeError):
+        owners = {model.get("owned_by") for model in read_json(listed).get("data") or ()}
+    except (ValueError, AttributeError, TypeError):
         return "plain"
     return next((known for known in _KNOWN if known in owners), "plain")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-import orjson
-
 from lightning_spans.chat.stream import EventReader
+from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.weight import deeper_than, too_heavy
 from lightning_trainer.gateway.intake.intake import MAX_DEPTH
@@ -81,7 +80,7 @@ def _read(body: bytes) -> Any:
     """
     if len(body) > _SMALL and too_heavy(body, _MOST_BYTES):
         raise ValueError(f"it would take more than {_MOST_BYTES} bytes of memory")
-    data = orjson.loads(body)
+    data = read_json(body)
     if deeper_than(body, data, MAX_DEPTH):
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     return data

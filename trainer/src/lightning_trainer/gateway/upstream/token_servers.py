@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-import orjson
-
+from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import masking_logger
@@ -78,8 +77,8 @@ def _told(replica: Replica, why: str) -> str:
 def _cards(listed: bytes | None) -> list[dict[str, Any]]:
     """Return the models that a server lists; its kind is known, so the list has its form unless it lies."""
     try:
-        data = orjson.loads(listed or b"{}").get("data")
-    except (orjson.JSONDecodeError, AttributeError):
+        data = read_json(listed or b"{}").get("data")
+    except (ValueError, AttributeError):
         return []
     return [card for card in data if isinstance(card, dict)] if isinstance(data, list) else []
 
@@ -101,7 +100,7 @@ async def _told_by(http: Connection, replica: Replica, path: str, asked: Any = N
     except Refusal:
         return None
     try:
-        data = orjson.loads(told)
-    except orjson.JSONDecodeError:
+        data = read_json(told)
+    except ValueError:
         return None
     return data if isinstance(data, dict) else None

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import orjson
-
 from lightning_spans.chat.body import messages_of
 from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import ConfigError
+from lightning_spans.schema.json import dumps
 from lightning_trainer.continuation_reasons import BEGINS, CONTINUATION
 from lightning_trainer.gateway.calls.answers import Ready, Record
 from lightning_trainer.gateway.calls.response import ResponseSender
@@ -261,7 +260,7 @@ class UpstreamPolicy:
             named = {"seed_asked": sampling["seed"]} if "seed" in sampling else {}
             return sampling | named | {"seed": pending.routed.seed % 2**31}
         if routing.seed is not None and grant.rollout_id and grant.attempt_id:
-            said = orjson.dumps([messages_of(pending.requested.request), pending.requested.request.get("tools")])
+            said = dumps([messages_of(pending.requested.request), pending.requested.request.get("tools")])
             asked = sampling.get("seed") if isinstance(sampling.get("seed"), int) else None
             drawn = self._counter.seed(
                 routing.seed,
