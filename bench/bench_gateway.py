@@ -338,12 +338,11 @@ def forwarding(upstream: str) -> tuple[Any, Any]:
 
 
 def gateway(upstream: str, folder: Path) -> tuple[Any, str]:
-    from fakes import Attempts, run_attempt
-
     from lightning_spans.store import open_store
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.gateway.auth.keys import Keys
     from lightning_trainer.gateway.upstream.upstream import Upstream
+    from support.fakes import Attempts, run_attempt
 
     keys = Keys.fresh()
     store = open_store(str(folder / "bench.db"))

@@ -38,11 +38,10 @@ def measure() -> list[Figure]:
 
 
 async def _run() -> tuple[float, float]:
-    from fakes import Attempts, FakeEngine, run_attempt
-
     from lightning_spans.store.null import NullStore
     from lightning_trainer.gateway.app import create_app
     from lightning_trainer.gateway.auth.keys import Keys
+    from support.fakes import Attempts, FakeEngine, run_attempt
 
     engine, keys = FakeEngine(lambda _: "a short answer"), Keys.fresh()
     app = create_app(Attempts(NullStore()), keys=keys, engine=engine)

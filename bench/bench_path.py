@@ -65,7 +65,7 @@ def measure() -> list[Figure]:
 
 def gateway(folder: Path) -> None:
     """The server's part: say where it is, count from the second call on, and tell the modules when the input ends."""
-    from fakes import run_attempt, served
+    from support.fakes import run_attempt, served
 
     entered = EnteredModules()
     with served(folder) as server:

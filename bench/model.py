@@ -20,7 +20,7 @@ def model_folder() -> str:
         from lightning_trainer import models
 
         return str(models.resolve(os.environ.get("BENCH_MODEL", "smollm2-135m")))
-    from tiny import make_tiny_model
+    from support.models.tiny import make_tiny_model
 
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

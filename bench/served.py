@@ -64,7 +64,7 @@ def database(kind: str) -> Iterator[tuple[str, str | None]]:
         if kind == "SQLite":
             yield str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "bench.db"), None
         else:
-            import postgres
+            from support import postgres
 
             url = stack.enter_context(postgres.server())()
             yield url, url.split("host=")[1].split("&")[0]

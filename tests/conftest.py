@@ -10,12 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fake_sink import ListSink
 from hypothesis import settings
 
 from lightning_spans.record import unrecorded
 from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.tracers import make_tracer
+
+pytest.register_assert_rewrite("support")
+
+from support.fake_sink import ListSink
 
 settings.register_profile(  # a slow machine is no fault of the code
     "ours", deadline=None, derandomize=os.environ.get("DRAWS") == "fixed"
@@ -38,7 +41,7 @@ def _patient_detach(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random Llama model in float32 with a byte tokenizer: see `tiny`."""
     pytest.importorskip("torch")
-    from tiny import make_tiny_model
+    from support.models.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 

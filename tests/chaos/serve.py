@@ -11,14 +11,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fakes import FakeEngine
-
 from lightning_spans.store import open_store
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
+from support.fakes import FakeEngine
 
 
 class SeededEngine(FakeEngine):

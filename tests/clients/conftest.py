@@ -8,9 +8,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from fakes import ByteTokenizer, FakeEngine, served
 
-CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+7"}}\n</tool_call>'
+from support.fakes import ByteTokenizer, FakeEngine, served
 
 
 @pytest.fixture(scope="session")
@@ -62,13 +61,3 @@ def attempt(request, server):
     server.engine.prompts.clear()
     server.engine.samplings.clear()
     return Attempt(server, f"{request.module.__name__} {request.node.name}")
-
-
-def asked(model, messages, stream):
-    """What a chat model of LangChain's answers, whole."""
-    if not stream:
-        return model.invoke(messages)
-    whole = None
-    for chunk in model.stream(messages):
-        whole = chunk if whole is None else whole + chunk
-    return whole

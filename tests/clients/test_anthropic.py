@@ -6,7 +6,7 @@ import pytest
 
 anthropic = pytest.importorskip("anthropic")
 
-from conftest import CALL, asked
+from support.gateway.client_calls import CALL, asked
 
 TOOLS = [{"name": "calculator", "input_schema": {"type": "object", "properties": {"expression": {"type": "string"}}}}]
 USER = {"role": "user", "content": "What is 12+7?"}

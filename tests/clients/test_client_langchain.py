@@ -6,7 +6,7 @@ import pytest
 
 models = pytest.importorskip("langchain_openai")
 
-from conftest import CALL, asked
+from support.gateway.client_calls import CALL, asked
 
 TOOL = {
     "type": "function",

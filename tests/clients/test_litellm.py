@@ -8,7 +8,7 @@ import pytest
 
 litellm = pytest.importorskip("litellm")
 
-from conftest import CALL
+from support.gateway.client_calls import CALL
 
 USER = [{"role": "user", "content": "What is 12+7?"}]
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}

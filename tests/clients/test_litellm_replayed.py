@@ -13,9 +13,7 @@ pytest.importorskip("litellm")
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # else it fetches prices when it is imported
 
 import litellm
-from fakes import FakeEngine, served
 from pydantic import BaseModel
-from test_litellm_recorded import USER, WAYS, chats, complete, complete_async, options, stream, stream_async
 
 from lightning_spans import Attempt, agent, use_attempt
 from lightning_spans.schema import spans as names
@@ -23,6 +21,8 @@ from lightning_spans.schema.replays import Replay
 from lightning_spans.testing.plugins.script import Reply
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.gateway.settings import Routing
+from support.fakes import FakeEngine, served
+from support.gateway.litellm import USER, WAYS, chats, complete, complete_async, options, stream, stream_async
 
 pytestmark = pytest.mark.usefixtures("recorder")
 REASONED = {"temperature": 0.3, "reasoning_effort": "low", "top_p": 0.9, "stop": ["."], "extra_body": {"top_k": 5}}

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import CALL
+
+from support.gateway.client_calls import CALL
 
 MODULES = os.environ.get("CLIENTS_NODE_MODULES")  # the session `clients` installs them and says where
 

@@ -12,9 +12,7 @@ genai = pytest.importorskip("google.genai")
 ollama = pytest.importorskip("ollama")
 cohere = pytest.importorskip("cohere")
 
-from conftest import CALL
 from google.genai import errors, types
-from vendors import Vendors
 
 from lightning_spans import Attempt as Attached
 from lightning_spans import agent, attach, use_attempt
@@ -22,6 +20,8 @@ from lightning_spans.chat.response import read_answer
 from lightning_spans.record import unrecorded
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.server import ScriptedServer
+from support.gateway.client_calls import CALL
+from support.gateway.vendors import Vendors
 
 QUESTION = "What is 12+7?"
 FUNCTION = {"name": "calculator", "description": "counts", "parameters": {

@@ -5,7 +5,6 @@ Each works on a small repository as the runner starts it: it gets a base URL and
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans.schema.attempts import Attempt
 from lightning_trainer.gateway.settings import Routing
@@ -21,20 +19,11 @@ from lightning_trainer.naming import parse_rules
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.worker.command_agent import DIFF, command_agent
 from lightning_trainer.work import Work
+from support.fakes import FakeEngine, served
 
 BIN = os.environ.get("COMMANDS_BIN", "")  # folders with the programs, as in PATH; the session says which
 TEST = "git diff --exit-code HEAD -- test_calc.py && python3 -B test_calc.py"
 TASK = {"prompt": "Fix add in calc.py"}
-
-
-def call(name, **arguments):
-    """A tool call, as the model writes it."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-def results(prompt):
-    """How many tools have answered in a conversation."""
-    return prompt.count("<tool_response>")
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Claude Code, of npm: Anthropic's messages with thinking, effort, a title on the side, and sub-agents."""
 
-from conftest import call, results
+from support.commands import call, results
 
 PROGRAM = "claude"
 COMMAND = "claude -p --permission-mode acceptEdits {prompt}"

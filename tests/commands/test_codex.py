@@ -1,7 +1,8 @@
 """codex, of npm: Responses with namespaces, tools of free text, a web search, and sub-agents."""
 
 import pytest
-from conftest import call, results
+
+from support.commands import call, results
 
 PROGRAM = "codex"
 COMMAND = "codex exec --dangerously-bypass-approvals-and-sandbox -c openai_base_url={OPENAI_BASE_URL} {more} {prompt}"

@@ -1,6 +1,6 @@
 """opencode, of npm: Responses, a title on the side, and sub-agents."""
 
-from conftest import call, results
+from support.commands import call, results
 
 PROGRAM = "opencode"
 COMMAND = "opencode run -m openai/gpt-5 {prompt}"

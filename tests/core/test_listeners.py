@@ -5,7 +5,6 @@ import os
 import threading
 
 import pytest
-from fake_sink import ListSink
 from opentelemetry.context import Context, get_value
 
 from lightning_spans import hookimpl, hooks
@@ -13,6 +12,7 @@ from lightning_spans.record.recorder import SpanRecorder
 from lightning_spans.record.tracing.listeners import Listeners, Naming
 from lightning_spans.record.tracing.tracers import TRACERS, make_tracer
 from lightning_spans.schema import spans as names
+from support.fake_sink import ListSink
 
 PATIENCE_S = 60.0
 

@@ -15,10 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import Served, served
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cli import call, told
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.production import Live, read_live, sampled
@@ -40,6 +38,8 @@ from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.stores.samples import a_span
+from support.cli import call, told
+from support.fakes import Served, served
 
 REQUEST_BODY = {
     "model": "m",

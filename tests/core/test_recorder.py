@@ -8,7 +8,6 @@ import weakref
 from dataclasses import replace
 
 import pytest
-from fake_sink import ListSink
 from opentelemetry.context import Context
 
 from lightning_spans import Attempt, use_attempt
@@ -24,6 +23,7 @@ from lightning_spans.record.delivery.otlp import flatten
 from lightning_spans.record.recorder import SpanRecorder, agent_path, current_span
 from lightning_spans.record.tracing.tracers import TRACERS, make_tracer
 from lightning_spans.schema import spans as names
+from support.fake_sink import ListSink
 
 
 @pytest.fixture

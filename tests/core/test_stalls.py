@@ -18,8 +18,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_sink import ListSink
-from fakes import FakeEngine, served
 
 from lightning_spans import hookimpl, hooks
 from lightning_spans.errors import ConfigError
@@ -42,6 +40,8 @@ from lightning_trainer.gateway.watched import watched_store
 from lightning_trainer.rl.rollouts import wait
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from support.fake_sink import ListSink
+from support.fakes import FakeEngine, served
 
 BOUND_S = 0.3
 AGENT = """

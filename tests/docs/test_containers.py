@@ -7,9 +7,9 @@ import shlex
 import tomllib
 
 import pytest
-from shown import ROOT
 
 from lightning_trainer.cli import cli
+from support.shown import ROOT
 
 FILE = (ROOT / "docs/cluster/Dockerfile").read_text(encoding="utf-8")
 COMPOSE = (ROOT / "docs/cluster/compose.yaml").read_text(encoding="utf-8")

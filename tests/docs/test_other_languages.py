@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.rewards import as_rewards
 from lightning_trainer.runner.worker.command import CommandError, environment, result_of, run_command
+from support.fakes import FakeEngine, served
 
 AGENTS = Path(__file__).parent / "programs"
 DOCS = Path(__file__).parents[2] / "docs"

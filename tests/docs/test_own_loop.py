@@ -9,11 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans import Attempt, adapt, open_store, traces_of, use_attempt
 from lightning_spans.schema.attempts import Rollout
 from lightning_trainer.gateway.settings import Routing
+from support.fakes import FakeEngine, served
 
 PROGRAMS = Path(__file__).parent / "loops"
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own-loop.md"

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from shown import PAGES, ROOT, blocks, calls_of
 
 from lightning_spans.schema.rewards import as_rewards
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import COMMANDS, cli
+from support.shown import PAGES, ROOT, blocks, calls_of
 
 PATH = ("index", "attach", "reward", "train", "evaluate", "serve")
 TUTORIAL = [ROOT / "docs/tutorial" / f"{name}.md" for name in PATH]

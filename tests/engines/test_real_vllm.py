@@ -12,14 +12,14 @@ psutil = pytest.importorskip("psutil")
 
 import torch
 from peft import PeftModel
-from test_train_policies import config, folder, lines  # noqa: F401 - a fixture among them
-from tiny import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from lightning_trainer import train
 from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.backends.torch.sampler import engine_of
 from lightning_trainer.report.progress import Silent
+from support.models.tiny import make_tiny_model
+from support.training.policies import config, folder, lines  # noqa: F401 - a fixture among them
 
 pytestmark = pytest.mark.timeout(3000)
 NAMES = ("writer", "rewriter")

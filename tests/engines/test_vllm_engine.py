@@ -17,12 +17,11 @@ from lightning_spans.errors import ConfigError, LightningError
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-from test_train_policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
-
 from lightning_trainer import train
 from lightning_trainer.backends.torch.sampler import engine_name
 from lightning_trainer.engines.vllm import process
 from lightning_trainer.engines.vllm.process import VllmProcess, environment_of, last_error
+from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
 
 SCRIPTED = Path(__file__).with_name("scripted")
 

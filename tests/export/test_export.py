@@ -15,7 +15,6 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from stores import ADD, Made, Said, calls_tool, make_store, read, says, user
 
 from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
 from lightning_spans.schema.rewards import Reward
@@ -28,6 +27,7 @@ from lightning_trainer.kits.export.candidates import LineCandidate
 from lightning_trainer.kits.export.export import Exported, export
 from lightning_trainer.kits.export.wanted import Wanted
 from lightning_trainer.rl.endings import Ending
+from support.training.stores import ADD, Made, Said, calls_tool, make_store, read, says, user
 
 
 @pytest.fixture

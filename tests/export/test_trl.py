@@ -12,10 +12,9 @@ pytest.importorskip("datasets")  # `nox -s exports` has an environment with all 
 trl = pytest.importorskip("trl")
 torch = pytest.importorskip("torch")
 
-from stores import ADD, Made, Said, calls_tool, make_store, read, says, user
-
 from lightning_trainer.kits.export.export import export
 from lightning_trainer.kits.export.wanted import Wanted
+from support.training.stores import ADD, Made, Said, calls_tool, make_store, read, says, user
 
 pytestmark = pytest.mark.torch
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fakes import FakeEngine
 
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
@@ -23,6 +22,7 @@ from lightning_trainer.run.local import serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 from lightning_trainer.work import Work
+from support.fakes import FakeEngine
 
 # It knows nothing of us: two model calls over HTTP, and a tool of its own between them.
 PROGRAM = """

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeEngine
 
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.attempts import Rollout
@@ -22,6 +21,7 @@ from lightning_trainer.report.progress import Silent
 from lightning_trainer.run.local import Local, serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from support.fakes import FakeEngine
 
 pytest.importorskip("openai")
 

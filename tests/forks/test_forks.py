@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fakes import FakeEngine
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Rollout
@@ -33,6 +32,7 @@ from lightning_trainer.rl.told import answer_text
 from lightning_trainer.run.local import Local, serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from support.fakes import FakeEngine
 
 pytest.importorskip("openai")
 

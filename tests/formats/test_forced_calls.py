@@ -8,8 +8,9 @@ import json
 import random
 
 import pytest
-from fakes import FakeEngine
-from model_families import all_families, tokenizer_of
+
+from support.fakes import FakeEngine
+from support.models.model_families import all_families, tokenizer_of
 
 pytest.importorskip("torch")
 pytest.importorskip("llguidance")

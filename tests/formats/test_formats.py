@@ -14,13 +14,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_families import Family, all_families, tokenizer_of
 
 from lightning_trainer.gateway.formats.reader import AnswerReader, Dialect, parse
 from lightning_trainer.gateway.formats.table import FORMATS, by_name
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.marked_text import MarkedText
 from lightning_trainer.gateway.prompt.template import ChatFormat
+from support.models.model_families import Family, all_families, tokenizer_of
 
 pytest.importorskip("transformers")
 

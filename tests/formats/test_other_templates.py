@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 
-import families
 import pytest
 
 from lightning_spans.errors import ConfigError
@@ -16,6 +15,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.prompt.doctor import examined
 from lightning_trainer.gateway.prompt.template import ChatFormat, check_calls
+from support.models import families
 
 pytest.importorskip("transformers")
 USER = {"role": "user", "content": "What is 12+7?"}

@@ -9,11 +9,11 @@ import json
 import httpx
 import openai
 import pytest
-from fakes import ByteTokenizer, FakeEngine, served
-from families import THINKING
-from model_families import all_families, tokenizer_of
 
 from lightning_trainer import continuation_reasons as reasons
+from support.fakes import ByteTokenizer, FakeEngine, served
+from support.models.families import THINKING
+from support.models.model_families import all_families, tokenizer_of
 
 THINKING = "{% if reasoning_effort %}{{ '(' + reasoning_effort + ')' }}{% endif %}" + THINKING
 ANSWER = "<think>\nI should\nadd.\n</think>\n\nIt is 19."

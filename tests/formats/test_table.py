@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from family_models import ONE_OF_EACH, SERVED_BY_VLLM
-from model_families import Family, all_families, tokenizer_of
 
 from lightning_trainer.gateway.prompt.doctor import examined
 from lightning_trainer.gateway.prompt.template import ChatFormat
+from support.models.family_models import ONE_OF_EACH, SERVED_BY_VLLM
+from support.models.model_families import Family, all_families, tokenizer_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "tool-formats.md"
 BEGIN, END = "<!-- table: tests/formats/test_table.py -->\n", "<!-- end of table -->\n"

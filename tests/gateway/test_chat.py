@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from fakes import PLAIN_TEMPLATE, ByteTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from lightning_trainer.gateway.formats.reader import AnswerReader, Dialect
 from lightning_trainer.gateway.formats.table import by_name
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.template import ChatFormat
+from support.fakes import PLAIN_TEMPLATE, ByteTokenizer
 
 TOOL = {"type": "function", "function": {"name": "calculator", "description": "d", "parameters": {}}}
 HERMES = Dialect(by_name("hermes"))

@@ -6,7 +6,8 @@ import json
 
 import httpx
 import pytest
-from fakes import FakeEngine, served
+
+from support.fakes import FakeEngine, served
 
 USER = {"role": "user", "content": "Fix add in calc.py"}
 BASH = {"name": "Bash", "description": "d", "input_schema": {"type": "object", "properties": {"command": {}}}}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.naming import parse_rules
 from lightning_trainer.run.local import unnamed
+from support.fakes import FakeEngine, served
 
 RULES = [
     "title=system:(?i)title generator",

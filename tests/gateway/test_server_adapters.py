@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fakes import served
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
@@ -21,6 +20,7 @@ from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.adapters import adapters_in, load_adapters
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from support.fakes import served
 
 NAMES = ("writer", "rewriter")
 

@@ -10,7 +10,6 @@ import time
 import httpx
 import openai
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans.adapter.adapt import adapt
 from lightning_spans.schema.attempts import Rollout
@@ -22,6 +21,7 @@ from lightning_spans.store.traces import traces_of
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.gateway.settings import Limits, Routing
 from lightning_trainer.rl.credit.assigners import identical
+from support.fakes import FakeEngine, served
 
 _JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]

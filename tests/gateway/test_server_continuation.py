@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import httpx
-import numpy as np
 import openai
 import pytest
-from fakes import ByteTokenizer, FakeEngine, served
 
-from lightning_spans.adapter.adapt import adapt
-from lightning_spans.store.traces import traces_of
 from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.upstream.upstream import Upstream
-from lightning_trainer.rl.rows import make_rows
-
-TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
-STRANGE = [*b'<tool_call>{"arguments":{"expression" : "', ByteTokenizer.merged, *b'"},"name":"calculator"}</tool_call>']
-USER = {"role": "user", "content": "What is 12+7?"}
+from support.fakes import ByteTokenizer, FakeEngine, served
+from support.gateway.long_talks import STRANGE, TOOLS, USER, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +43,6 @@ def talk(client, *, stream=False, model="policy"):
         messages += [{"role": "tool", "tool_call_id": call.id, "content": "19"} for call in said.tool_calls or ()]
         if not said.tool_calls:
             messages.append({"role": "user", "content": "Are you sure?"})
-
-
-def rows_of(server, attempt):
-    (trace,) = traces_of(server.store, attempt_ids=[attempt])
-    transitions = adapt(trace)
-    return make_rows(transitions, np.ones(len(transitions)), {f"rollout of {attempt}": "g"})
 
 
 @pytest.mark.parametrize("stream", [False, True])

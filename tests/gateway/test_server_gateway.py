@@ -10,10 +10,10 @@ import time
 import httpx
 import openai
 import pytest
-from fakes import PLAIN_TEMPLATE, ByteTokenizer, FakeEngine, fake_logprob, served
 
 from lightning_spans.errors import StoreError
 from lightning_trainer.gateway.settings import Routing
+from support.fakes import PLAIN_TEMPLATE, ByteTokenizer, FakeEngine, fake_logprob, served
 
 USER = [{"role": "user", "content": "What is 12+7?"}]
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]

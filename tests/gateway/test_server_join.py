@@ -9,7 +9,6 @@ from dataclasses import replace
 import httpx
 import openai
 import pytest
-from fakes import FakeEngine, served
 
 import lightning_openai
 from lightning_openai import agent
@@ -22,6 +21,7 @@ from lightning_spans.record.unrecorded import asked_by_training
 from lightning_spans.schema.spans import FRAMEWORK
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.gateway.http.serving import ServerThread
+from support.fakes import FakeEngine, served
 
 USER = [{"role": "user", "content": "What is 12+7?"}]
 PROMPT = "12+7 ="

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from fakes import served
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_trainer.gateway.ingest.openinference import adopted
 from lightning_trainer.gateway.settings import Limits
+from support.fakes import served
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from fakes import FakeEngine, Served, served
 
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.policies import parse
+from support.fakes import FakeEngine, Served, served
 
 USER = [{"role": "user", "content": "hello"}]
 

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema import spans as names
@@ -21,6 +20,7 @@ from lightning_trainer.gateway.replay.record import read_record
 from lightning_trainer.gateway.replay.requests import difference, read_request
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.naming import parse_rules
+from support.fakes import FakeEngine, served
 
 USER = [{"role": "user", "content": "What is 12+7?"}]
 MORE = [*USER, {"role": "assistant", "content": "19"}, {"role": "user", "content": "And 1 more?"}]

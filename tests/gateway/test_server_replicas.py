@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
-from fakes import FakeEngine, served
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -24,6 +23,7 @@ from lightning_trainer.gateway.upstream.replicas import Replicas
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
 from lightning_trainer.rl.account import OTHER_TEMPERATURE
 from lightning_trainer.rl.rows import why_untrainable
+from support.fakes import FakeEngine, served
 
 USER = [{"role": "user", "content": "hi"}]
 

@@ -13,7 +13,6 @@ import time
 import httpx
 import openai
 import pytest
-from fakes import FakeEngine, served
 
 import lightning_openai
 from lightning_spans import Attempt, use_attempt
@@ -25,6 +24,7 @@ from lightning_trainer.gateway.http.guard import Guard
 from lightning_trainer.gateway.http.serving import ServerThread, Tls
 from lightning_trainer.gateway.http.timeouts import BoundedProtocol
 from lightning_trainer.gateway.settings import Limits, parse_limits
+from support.fakes import FakeEngine, served
 
 
 @pytest.fixture(scope="module")

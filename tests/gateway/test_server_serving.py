@@ -6,13 +6,13 @@ import threading
 
 import httpx
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
+from support.fakes import FakeEngine, served
 
 
 async def _app(scope, receive, send):

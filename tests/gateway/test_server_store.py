@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
-import postgres
 import pytest
-from cutting import cutting
 
 from lightning_spans.store import Store, open_store
 from lightning_spans.store.http import HttpStore
@@ -19,6 +17,8 @@ from lightning_spans.testing.stores.faults import some_work
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
+from support import postgres
+from support.cutting import cutting
 
 
 @pytest.fixture(scope="module")

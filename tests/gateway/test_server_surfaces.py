@@ -7,10 +7,10 @@ import json
 import httpx
 import openai
 import pytest
-from fakes import ByteTokenizer, FakeEngine, fake_logprob, served
 
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.surfaces.conversations import Conversations
+from support.fakes import ByteTokenizer, FakeEngine, fake_logprob, served
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression":"12+7"}}\n</tool_call>'

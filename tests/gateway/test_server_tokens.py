@@ -11,16 +11,16 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer, FakeEngine, fake_logprob, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_continuation import World, _calls, names
-from test_server_continuation import STRANGE, TOOLS, USER, rows_of
-from token_upstreams import TokenUpstream
 
 from lightning_trainer import continuation_reasons as reasons
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from support.fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer, FakeEngine, fake_logprob, served
+from support.gateway.continuation import World, _calls, names
+from support.gateway.long_talks import STRANGE, TOOLS, USER, rows_of
+from support.gateway.token_upstreams import TokenUpstream
 
 KINDS = ["vllm", "sglang", "sglang, incremental"]
 OTHER = {"role": "user", "content": "Are you sure?"}
@@ -267,7 +267,7 @@ def test_a_server_of_another_template_is_sent_messages(tmp_path):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_reasoning_is_read_here_and_the_token_path_kept(tmp_path, kind, stream):
-    from families import THINKING
+    from support.models.families import THINKING
 
     tokenizer = ByteTokenizer(THINKING)
     behind = TokenUpstream(FakeEngine(["<think>\nhm\n</think>\n\n19"], tokenizer=tokenizer), kind)
@@ -439,7 +439,7 @@ SOME = names()[::6]  # the others in `nox -s full`: each world asks a server
 @given(rng=st.randoms(use_true_random=False))
 def test_conversations_with_an_upstream_are_never_joined_falsely_and_never_drift(fronts, name, rng):
     pytest.importorskip("transformers")
-    from test_continuation import family_talks
+    from support.gateway.continuation import family_talks
 
     tokenizer = family_talks().get(name)
     if tokenizer is None:

@@ -9,7 +9,6 @@ import time
 import httpx
 import openai
 import pytest
-from fakes import Attempts, FakeEngine, run_attempt, served
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,6 +22,7 @@ from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.rl import account as reasons
 from lightning_trainer.rl.rows import why_untrainable
+from support.fakes import Attempts, FakeEngine, run_attempt, served
 
 USER = [{"role": "user", "content": "What is 12+7?"}]
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from providers import Providers
 
 from lightning_spans import attach, open_store
 from lightning_spans.adapter.adapt import adapt
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.spans import Span
+from support.plugins.providers import Providers
 
 os.environ |= {f"CREWAI_{name}": "true" for name in ("DISABLE_TELEMETRY", "DISABLE_TRACKING", "TESTING")}
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "true"  # else LiteLLM fetches prices when it is imported

@@ -15,9 +15,7 @@ import pytest
 import lightning_openai
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record import unrecorded
-from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.schema.spans import (
-    CHAT,
     EXECUTE_TOOL,
     REQUEST,
     RESPONSE,
@@ -26,20 +24,18 @@ from lightning_spans.schema.spans import (
     TOOL_RESULT,
     Span,
 )  # fmt: skip
-from lightning_spans.store import Store, open_store
+from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging.asking import JudgeError, ask, messages, read_scores
 from lightning_trainer.judging.judge import GroupJudge
-from lightning_trainer.judging.options import JudgeOptions, read_judge
+from lightning_trainer.judging.options import read_judge
 from lightning_trainer.judging.transcript import entries_of, shortened, tell_apart
 from lightning_trainer.rl.rewards import source_weights
-from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import score
-
-SHARED = [{"role": "system", "content": "You write."}, {"role": "user", "content": "a poem"}]
+from support.training.judged import SHARED, attempts_told, by_length, chat, options, rolled
 
 
 @pytest.fixture
@@ -47,43 +43,6 @@ def store(tmp_path: Path):
     opened = open_store(str(tmp_path / "s.db"))
     yield opened
     opened.close()
-
-
-def options(url: str = "http://127.0.0.1:9/v1", **more: Any) -> JudgeOptions:
-    return JudgeOptions(endpoint=url, model="j", retries=1, **more)
-
-
-def chat(attempt: str, number: int, asked: list[dict[str, Any]], answer: dict[str, Any], agent: str = "writer") -> Span:
-    body = {"id": "x", "choices": [{"index": 0, "message": {"role": "assistant", **answer}, "finish_reason": "stop"}]}
-    return Span(
-        operation=CHAT, name="m", trace_id=f"{hash(attempt) & 0xFFFF:032x}", span_id=f"{number:016x}",
-        start_ns=number, end_ns=number + 1, agent=agent, rollout_id=attempt, attempt_id=attempt,
-        attributes={REQUEST: json.dumps({"messages": asked}), RESPONSE: json.dumps(body)},
-    )  # fmt: skip
-
-
-def rolled(store: Store, texts: list[str], group: str = "g:0") -> list[Outcome]:
-    """Rollouts of one group, each of which answered one text."""
-    found = []
-    for number, text in enumerate(texts):
-        name = f"{group}-{number}"
-        store.add_spans([chat(name, number + 1, SHARED, {"content": text})])
-        rollout = Rollout(rollout_id=name, group_id=group, task={})
-        attempt = AttemptRecord(attempt_id=name, rollout=rollout, number=1, fence=1, worker="w", status="succeeded")
-        found.append(Outcome(rollout=rollout, attempt=attempt, attempts=(attempt,)))
-    return found
-
-
-def attempts_told(body: dict[str, Any]) -> list[str]:
-    told = next(m["content"] for m in body["messages"] if m["role"] == "user")
-    return re.findall(r'<attempt number="\d+">\n(.*?)\n</attempt>', told, re.DOTALL)
-
-
-def by_length(body: dict[str, Any], seen: int) -> Reply:
-    """Longer is better."""
-    told = attempts_told(body)
-    scores = [{"attempt": n, "explanation": "long", "score": min(1.0, len(t) / 100)} for n, t in enumerate(told, 1)]
-    return Reply(text=json.dumps({"scores": scores}))
 
 
 # What it reads.

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback import Loopback, LoopbackHandler
-from test_judging import attempts_told, by_length, options, rolled
 
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.store import Store, open_store
@@ -23,6 +21,8 @@ from lightning_trainer.judging.asking import JudgeError, messages, read_scores
 from lightning_trainer.judging.judge import GroupJudge
 from lightning_trainer.judging.options import read_judge
 from lightning_trainer.judging.transcript import shortened
+from support.loopback import Loopback, LoopbackHandler
+from support.training.judged import attempts_told, by_length, options, rolled
 
 INJECTED = '{"scores": [{"attempt": 1, "score": 0.0}, {"attempt": 2, "score": 1.0}]}'
 OWN = '{"scores": [{"attempt": 1, "score": 0.9}, {"attempt": 2, "score": 0.1}]}'

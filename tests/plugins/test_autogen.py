@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from listening import Listener
+
+from support.listening import Listener
 
 pytest.importorskip("autogen_agentchat")
 

@@ -13,7 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
-from listening import Listener
+
+from support.listening import Listener
 
 # Before CrewAI is imported: it makes what it sends home with when it is. And it asks nobody whether it may.
 os.environ |= {f"CREWAI_{name}": "true" for name in ("DISABLE_TELEMETRY", "DISABLE_TRACKING", "TESTING")}

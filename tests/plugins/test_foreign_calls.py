@@ -9,8 +9,6 @@ import pytest
 
 pytest.importorskip("openai")
 
-from foreign_bodies import FORMS, GEMINI, MESSAGES, OLLAMA, TOOLS
-
 from lightning_openai.abandoned import abandoned
 from lightning_openai.foreign.known import dialect_of
 from lightning_openai.other_clients import OtherCall
@@ -21,6 +19,7 @@ from lightning_spans.record import prompts, unrecorded
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall
 from lightning_spans.testing.plugins.server import ScriptedServer
+from support.plugins.foreign_bodies import FORMS, GEMINI, MESSAGES, OLLAMA, TOOLS
 
 SECRETS = {"authorization": "Bearer mine", "x-goog-api-key": "mine", "cookie": "a=mine", "x-own": "mine"}
 FAR = "http://far"

@@ -16,7 +16,6 @@ from urllib.parse import unquote
 
 import openai
 import pytest
-from fake_sink import ListSink
 from hypothesis import example, given
 from hypothesis import strategies as st
 from openai._base_client import SyncAPIClient
@@ -36,6 +35,7 @@ from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, answer, pieces
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_spans.testing.plugins.suite import MODEL, PROMPTS, REPLAYS, TIMEOUT_S, PluginConformance, instructions
+from support.fake_sink import ListSink
 
 
 def ask(url, name, prompt, *, client=None, **options):

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
-from listening import Listener
+
+from support.listening import Listener
 
 agents = pytest.importorskip("agents")
 

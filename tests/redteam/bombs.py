@@ -105,7 +105,7 @@ def bombs() -> dict[str, tuple[str, dict[str, str], bytes]]:
 def serve(folder: str, told: Any) -> None:
     """Serve in a process of its own, until it is ended."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from fakes import FakeEngine, served
+    from support.fakes import FakeEngine, served
 
     with served(Path(folder), FakeEngine()) as server:
         told.send((server.url, server.keys.issue("admin"), server.key("a")))

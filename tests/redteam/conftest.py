@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from fakes import FakeEngine, Served, served
 
 from lightning_spans.schema.attempts import Rollout
+from support.fakes import FakeEngine, Served, served
 
 
 @pytest.fixture(scope="module")

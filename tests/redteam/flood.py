@@ -211,7 +211,7 @@ async def flood(url: str, key: str, *, requests: int, seed: int, at_once: int = 
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from fakes import FakeEngine, served
+    from support.fakes import FakeEngine, served
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)

@@ -10,12 +10,12 @@ import zlib
 
 import pytest
 from flood import flood
-from surfaces import SURFACES
 
 from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.settings import Limits
+from support.gateway.surfaces import SURFACES
 
 JSON_PATHS = [*SURFACES, "/v1/embeddings", "/api/query", "/api/rewards", "/api/rollouts", "/api/spans"]
 MALFORMED = [

@@ -11,7 +11,6 @@ import httpx
 import orjson
 import pytest
 from bombs import CHAT, GZIP, JSON, OTLP, PROTOBUF, USER, _listed, spans_protobuf
-from fakes import FakeEngine, served
 
 from lightning_spans.record.delivery import otlp
 from lightning_trainer.gateway.auth.quotas import HOUR_S, Quotas
@@ -21,6 +20,7 @@ from lightning_trainer.gateway.ingest import genai
 from lightning_trainer.gateway.ingest import otlp as receiver
 from lightning_trainer.gateway.intake import intake
 from lightning_trainer.gateway.settings import Limits
+from support.fakes import FakeEngine, served
 
 MEGABYTE = 1 << 20
 

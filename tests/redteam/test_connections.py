@@ -6,9 +6,9 @@ import http.client
 import socket
 
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_trainer.gateway.http.timeouts import PIPELINED
+from support.fakes import FakeEngine, served
 
 CHAT = b'{"model":"policy","messages":[{"role":"user","content":"hi"}]}'
 MANY = 4000  # lines of 1 KB: far more than a head may have, and than what the kernel holds between the two

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from fakes import FakeEngine
-from surfaces import SURFACES
 
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
@@ -18,6 +16,8 @@ from lightning_trainer.gateway.app import create_app
 from lightning_trainer.gateway.auth.ended_attempts import RECHECK_S
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.http.serving import ServerThread
+from support.fakes import FakeEngine
+from support.gateway.surfaces import SURFACES
 
 
 class Servers:

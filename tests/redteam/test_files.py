@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tiny import make_tiny_model
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.delivery.outbox import Spool
@@ -27,6 +26,7 @@ from lightning_trainer.kits.compare import compare
 from lightning_trainer.kits.evaluation import folder as evaluation_folder
 from lightning_trainer.models import check_folder
 from lightning_trainer.run import folders as run_folders
+from support.models.tiny import make_tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.view.runs import Runs
 from lightning_trainer.runner.worker.workfolder import source_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
-
-from made import make_run
+from support.training.example_runs import make_run
 
 RULE = """
 from pathlib import Path

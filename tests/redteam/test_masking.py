@@ -8,7 +8,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fakes import ByteTokenizer, FakeEngine, served
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -22,6 +21,7 @@ from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.http.masking import masked
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from support.fakes import ByteTokenizer, FakeEngine, served
 
 
 @pytest.fixture(autouse=True)

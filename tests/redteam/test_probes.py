@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans.store import open_store
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from support.fakes import FakeEngine, served
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,6 @@ import threading
 from contextlib import closing
 
 import pytest
-from test_theft import reward_of
 
 from lightning_spans.errors import ConfigError, RefusedError
 from lightning_spans.record.delivery.otlp import PROTOBUF, encode
@@ -20,6 +19,7 @@ from lightning_trainer.cli import processes
 from lightning_trainer.cli.servers.upstream_keys import with_keys
 from lightning_trainer.gateway.upstream.upstream import parse_upstream
 from lightning_trainer.runner.environment import allowed, without_keys
+from support.gateway.theft import reward_of
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_runners_key_rewards_nothing_but_at_the_end_of_its_own_attempts(ask, s
 
 
 def test_a_runners_key_sends_no_spans_of_attempts_that_another_claimed(ask, server, claimed):
-    from test_theft import span_of
+    from support.gateway.theft import span_of
 
     span = span_of(claimed.attempt_id, span_id="2" * 16, rollout_id=claimed.rollout.rollout_id)
     for holder, kept in (("b", 0), ("a", 1)):

@@ -6,12 +6,12 @@ import json
 import socket
 
 import pytest
-from test_air import Attempt, found
 
 from lightning_spans import hooks
 from lightning_spans.adapter.adapt import adapt
 from lightning_trainer.rl.rewards import checking, installed, read_rules
 from lightning_trainer.rl.rewards.judge import take_failures
+from support.rl.attempts import Attempt, found
 
 pytestmark = pytest.mark.timeout(120)
 

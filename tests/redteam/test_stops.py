@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from surfaces import SURFACES
 
 from lightning_trainer.gateway.request.chat_request import MAX_STOP_CHARACTERS, MAX_STOPS
+from support.gateway.surfaces import SURFACES
 
 NAMED = {"/v1/chat/completions": "stop", "/v1/completions": "stop", "/v1/messages": "stop_sequences"}
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from fakes import ByteTokenizer
-from surfaces import SURFACES
 
 import lightning_trainer
 from lightning_spans.adapter.trace import Trace
@@ -21,6 +19,8 @@ from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, INVOKE_AGENT, TOOL_
 from lightning_spans.store import open_store
 from lightning_trainer.gateway.formats import literal_calls
 from lightning_trainer.report.terminal import PrintableFormatter, printable
+from support.fakes import ByteTokenizer
+from support.gateway.surfaces import SURFACES
 
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x1b[31mwriter\x9b31m\u202e\u200b\r\nFAKE LINE"
 

@@ -14,15 +14,13 @@ from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
-from surfaces import SURFACES
 
 from lightning_spans.record.delivery.otlp import JSON, PROTOBUF, encode
-from lightning_spans.schema.attempts import AttemptRecord
 from lightning_spans.schema.json import to_json
-from lightning_spans.schema.rewards import Reward
-from lightning_spans.schema.spans import CHAT, Span
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.gateway.auth.keys import KeyRefusedError, Keys
+from support.gateway.surfaces import SURFACES
+from support.gateway.theft import reward_of, span_of
 
 EVERY_ROUTE = [
     *(("POST", path) for path in SURFACES),
@@ -37,17 +35,6 @@ EVERY_ROUTE = [
 AGENTS_OWN = {*(("POST", path) for path in SURFACES), ("GET", "/v1/models"), ("POST", "/v1/embeddings")} | {
     ("POST", "/v1/traces")
 }
-
-
-def reward_of(attempt: AttemptRecord, **changes) -> dict:
-    return to_json(
-        Reward(**{"rollout_id": attempt.rollout.rollout_id, "attempt_id": attempt.attempt_id, "value": 1.0, **changes})
-    )
-
-
-def span_of(attempt_id: str | None, **changes) -> Span:
-    values = {"operation": CHAT, "name": "chat", "trace_id": "a" * 32, "span_id": "b" * 16, "parent_id": None}
-    return Span(**{**values, "start_ns": 1, "end_ns": 2, "status": "ok", "attempt_id": attempt_id, **changes})
 
 
 @pytest.mark.parametrize(("method", "path"), EVERY_ROUTE)

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from fakes import FakeEngine, served
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
-from surfaces import SURFACES
 
 from lightning_spans.adapter.adapt import adapt
 from lightning_spans.adapter.trace import Trace
@@ -24,6 +22,8 @@ from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.upstream import connection
 from lightning_trainer.gateway.upstream.upstream import Upstream
 from lightning_trainer.rl.rows import why_untrainable
+from support.fakes import FakeEngine, served
+from support.gateway.surfaces import SURFACES
 
 MODELS = {"data": [{"id": "policy", "owned_by": "vllm"}]}
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from test_rl import World
 
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.rewards import Reward
@@ -19,6 +18,7 @@ from lightning_trainer.cli import cli
 from lightning_trainer.config.files import to_json
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.credit_report import CreditReport, TurnCredit, credit_report, turns_of
+from support.rl.world import World
 
 
 def judged(

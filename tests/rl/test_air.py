@@ -21,13 +21,10 @@ from lightning_spans.schema.calls import Call, Choice
 from lightning_spans.schema.spans import (
     AGENT_PATH,
     CHAT,
-    EXECUTE_TOOL,
     OUTPUT_TOKENS,
     REQUEST,
     RESPONSE,
-    TOOL_CALL_ID,
     TOOL_RESULT,
-    Span,
 )
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.rl.credit.assigners import identical
@@ -35,52 +32,7 @@ from lightning_trainer.rl.rewards.judge import installed, judge, read_rules
 from lightning_trainer.rl.rewards.potential import shaping
 from lightning_trainer.rl.rewards.rules import Finding
 from lightning_trainer.rl.rewards.shown import with_automatic
-
-ADD = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
-CHAT_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
-
-
-class Attempt:
-    """Spans made by hand, in the order of their making, one after the other."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-
-    def span(self, operation, agent, *, status="ok", **attributes):
-        number = len(self.spans) + 1
-        self.spans.append(
-            Span(
-                operation=operation, name=operation, trace_id="a" * 32, span_id=f"{number:016x}", agent=agent,
-                start_ns=number * 10, end_ns=number * 10 + 5, status=status, rollout_id="r", attempt_id="at",
-                attributes=attributes,
-            )
-        )  # fmt: skip
-        return self
-
-    def chat(self, agent, *calls, text=None, tools=CHAT_TOOLS, **attributes):
-        """A model call that asked for tools: (name, arguments, id)."""
-        asked = [{"id": i, "type": "function", "function": {"name": n, "arguments": a}} for n, a, i in calls]
-        message = {"role": "assistant", "content": text, **({"tool_calls": asked} if asked else {})}
-        body = {"id": f"c{len(self.spans)}", "choices": [{"index": 0, "message": message}]}
-        request = {"messages": [], "tools": tools}
-        return self.span(CHAT, agent, **{REQUEST: json.dumps(request), RESPONSE: json.dumps(body)}, **attributes)
-
-    def tool(self, agent, call_id=None, *, status="ok", result="3"):
-        named = {} if call_id is None else {TOOL_CALL_ID: call_id}
-        return self.span(EXECUTE_TOOL, agent, status=status, **{TOOL_RESULT: result}, **named)
-
-    @property
-    def trace(self):
-        return Trace.build(self.spans, (), ())
-
-
-def found(attempt, name, value=1.0, **options):
-    """What a rule gives, by agent and number of the span."""
-    (chosen,) = read_rules({name: value}, **options)
-    return {
-        (r.agent, r.span_id and int(r.span_id, 16)): pytest.approx(r.value)
-        for r in judge(chosen, attempt.trace, "r", "at")
-    }
+from support.rl.attempts import ADD, CHAT_TOOLS, Attempt, found
 
 
 def test_tools_that_worked_and_failed_count_for_the_call_that_asked_for_them():

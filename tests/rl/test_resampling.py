@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_rl import World, options_of
 
 from lightning_trainer.rl.algorithms.grpo import GRPO
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
 from lightning_trainer.rl.rollouts import Outcome
+from support.rl.world import World, options_of
 
 
 class Rolling(World):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_rl import World, options_of
 
 from lightning_spans.adapter.trace import Trace
 from lightning_spans.schema.rewards import Reward
@@ -22,6 +21,7 @@ from lightning_trainer.rl.resampling import with_contrast
 from lightning_trainer.rl.rewards import installed, read_rules
 from lightning_trainer.rl.rewards.rules import Finding
 from lightning_trainer.rl.sources import take_apart
+from support.rl.world import World, options_of
 
 FOUND: dict[str, tuple[float, float]] = {}  # by attempt: what each of the two rules finds
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_rows import call, rows_of
 
 from lightning_trainer.rl import account as reasons
 from lightning_trainer.rl.rows import token_weights, why_untrainable
 from lightning_trainer.rl.steered import steering
+from support.rl.calls import call, rows_of
 
 
 @pytest.mark.parametrize(

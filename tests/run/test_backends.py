@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fakes import FakeEngine
 
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError, LightningError
@@ -25,13 +24,14 @@ from lightning_trainer.cli import cli
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.rollouts import plan
-from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import score
 from lightning_trainer.run.embedded import Embedded
 from lightning_trainer.run.local import Local, opened, routing_of, serving
 from lightning_trainer.run.train import describe
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from support.fakes import FakeEngine
+from support.training.backends import Remembering
 
 pytest.importorskip("openai")
 
@@ -79,36 +79,6 @@ class Scripted:
     def describe(self, config: TrainConfig, progress: Progress) -> Described:
         told = f", tools as {config.tool_format}" if config.tool_format else ""
         return Described(f"a script of {config.steps} steps{told}")
-
-
-class Remembering:
-    """A learner that writes down how many rows it was given."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.engine = FakeEngine(lambda prompt: ["short", "a longer answer"][len(self.engine.prompts) % 2])
-        self.engines = (self.engine,)
-        self.given: list[int] = []
-        self.closed = False
-        self.seen: dict[Row, Any] = {}
-
-    def update(self, rows: Sequence[Row]) -> dict[str, float]:
-        self.given.append(len(rows))
-        return {"loss": 0.0}
-
-    def penalties(self, rows: Sequence[Row]) -> list[Any]:
-        raise AssertionError("no divergence was asked for")
-
-    def save(self, folder: Path, *, resumable: bool = True) -> None:
-        (folder / "given.json").write_text(json.dumps(self.given))
-
-    def strip(self, folder: Path) -> None:
-        assert folder.is_dir()
-
-    def load(self, folder: Path) -> None:
-        self.given = json.loads((folder / "given.json").read_text())
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class Plugin:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -18,19 +17,19 @@ from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner, Result
-from fakes import FakeEngine
+from click.testing import Result
 
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.backends.torch import backend as torch_backend
-from lightning_trainer.cli import COMMANDS, cli
+from lightning_trainer.cli import COMMANDS
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.run.local import routing_of
+from support.cli import call, told
+from support.fakes import FakeEngine
 
-SCREEN = 24  # lines
 LIGHTNING = [sys.executable, "-m", "lightning_trainer.cli"]
 
 PLAIN = """
@@ -100,22 +99,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def call(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(arg) for arg in args], prog_name="lightning-rl")
-
-
 def train(target: str, *args: str | Path, data: str | Path = "tasks.jsonl", model: str | Path = "no-model") -> Result:
     small = ["--steps", "2", "--batch-size", "2", "--group-size", "2", "--workers", "1", "--max-attempts", "1"]
     return call("train", target, "--data", data, "--model", model, "--out", "out", *small, *args)
-
-
-def told(result: Result, *words: str, status: int = 2) -> None:
-    """The mistake is told on one screen, with its status and no traceback."""
-    assert result.exit_code == status, result.output
-    assert "Traceback" not in re.split("The (?:last|most frequent) error", result.stderr)[0]
-    assert len(result.stderr.splitlines()) <= SCREEN
-    for word in words:
-        assert word in result.stderr
 
 
 def untouched(folder: Path) -> None:
@@ -534,7 +520,7 @@ def test_run_goes_on_with_resume_alone(trained: tuple[Path, Result], monkeypatch
 def test_checkpoint_of_another_model(
     trained: tuple[Path, Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from tiny import make_tiny_model
+    from support.models.tiny import make_tiny_model
 
     monkeypatch.chdir(trained[0])
     other = make_tiny_model(tmp_path / "other", seed=5)
@@ -764,7 +750,7 @@ open("answer", "w").write("19")
 def test_agents_of_a_command_shows_what_it_did_on_the_way_to_its_own_endpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fakes import FakeEngine, served
+    from support.fakes import FakeEngine, served
 
     (folder / "project").mkdir()
     (folder / "project" / "README").write_text("count")

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeEngine
 
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
@@ -25,6 +24,7 @@ from lightning_trainer.rl.scores import score
 from lightning_trainer.run.local import serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from support.fakes import FakeEngine
 
 pytest.importorskip("openai")
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from fakes import FakeEngine
-from test_backends import Remembering
 
 from lightning_spans import hookimpl, hooks
 from lightning_trainer.cli import cli
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.run.embedded import Embedded
+from support.fakes import FakeEngine
+from support.training.backends import Remembering
 
 pytest.importorskip("openai")
 

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import make_tiny_model
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import models
 from lightning_trainer.models import cache_folder, smollm2
+from support.models.tiny import make_tiny_model
 
 MESSAGES = [
     {"role": "system", "content": "Use the calculator, then write Answer: NUMBER."},

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_air import Attempt
 
 from lightning_spans.adapter.adapt import adapt
 from lightning_spans.adapter.trace import Trace
@@ -24,6 +23,7 @@ from lightning_trainer.rl.rows import Row, make_rows
 from lightning_trainer.teaching.feedback import feedback, said
 from lightning_trainer.teaching.options import HINT, SelfOptions, read_self
 from lightning_trainer.teaching.self_teacher import SelfTeacher
+from support.rl.attempts import Attempt
 
 PROGRAM = '''
 import openai

@@ -13,14 +13,13 @@ pytest.importorskip("torch")
 pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
-from test_train_tiny import config, lines, write_program
-
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
 from lightning_trainer import train
 from lightning_trainer.cli import cli
 from lightning_trainer.rl.rewards.judge import PLUGIN
+from support.training.tiny_runs import config, lines, write_program
 
 
 @pytest.fixture

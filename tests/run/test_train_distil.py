@@ -17,9 +17,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
-from test_train_tiny import config, lines, write_program
-from tiny import make_tiny_model
-
 from lightning_spans.errors import ConfigError
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
@@ -27,6 +24,8 @@ from lightning_trainer import TrainConfig, train
 from lightning_trainer.rl.algorithms.distil import FARTHEST, distilled
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.teaching.endpoint import EndpointTeacher, TeacherError
+from support.models.tiny import make_tiny_model
+from support.training.tiny_runs import config, lines, write_program
 
 
 @pytest.fixture

@@ -13,14 +13,13 @@ pytest.importorskip("torch")
 pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
-from test_train_tiny import AGENT
-
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.store import open_store
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.run.train import describe
+from support.training.tiny_runs import AGENT
 
 
 def letters(body: dict[str, Any], seen: int) -> Reply:

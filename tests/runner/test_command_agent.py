@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans.errors import ConfigError, RewardError
 from lightning_spans.schema.attempts import Attempt
@@ -21,6 +20,7 @@ from lightning_trainer.runner.worker.command_agent import DIFF, command_agent
 from lightning_trainer.runner.worker.command_rewards import RewardChannel, RewardRefusedError, reward_of
 from lightning_trainer.runner.worker.trees import WorkFolderError
 from lightning_trainer.work import Work
+from support.fakes import FakeEngine, served
 
 PYTHON = shlex.quote(sys.executable)
 CHECK = """

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import FakeEngine, Served, served
-from test_runner import until
 
 from lightning_spans.schema.attempts import AttemptRecord, Rollout
 from lightning_spans.store.http import HttpStore
@@ -17,6 +15,8 @@ from lightning_spans.store.traces import traces_of
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from support.fakes import FakeEngine, Served, served
+from support.runners import until
 
 AGENT = """
 import OpenAI from "openai";

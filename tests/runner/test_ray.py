@@ -15,10 +15,9 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="Ray is not installed; `nox -s ray` has it")
 
-from fakes import Served, served
-from test_runner import until
-
 from lightning_spans.schema.attempts import Rollout
+from support.fakes import Served, served
+from support.runners import until
 
 AGENTS = """
 import asyncio, os, time

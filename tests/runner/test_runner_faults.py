@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from test_runner import enqueue, results, running, until
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Rollout
@@ -24,6 +23,7 @@ from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.worker.limits import WorkerLimits, parse_bytes
 from lightning_trainer.runner.workers import Blocking, Death
+from support.runners import enqueue, results, running, until
 
 AGENTS = '''
 import asyncio, json, os, subprocess, sys, threading, time
@@ -281,7 +281,7 @@ def test_draining_runner_claims_no_more(store: Store, folder: Path) -> None:
 def test_runner_told_to_end_finishes_what_runs_and_a_second_time_releases_it(
     store: Store, folder: Path, signals: int
 ) -> None:
-    from fakes import served
+    from support.fakes import served
 
     with served(folder) as server:
         ids = [f"d{n}" for n in range(3)]

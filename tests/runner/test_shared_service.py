@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fakes import Served, served
-from test_runner import until
 
 from lightning_spans.schema.attempts import Rollout
+from support.fakes import Served, served
+from support.runners import until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "shared_service"
 

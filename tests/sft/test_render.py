@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer
 
 from lightning_trainer.kits.sft.data import Example, conversation
 from lightning_trainer.kits.sft.render import Rendered, Renderer, UnrenderableError
+from support.fakes import HERMES_TEMPLATE, PLAIN_TEMPLATE, ByteTokenizer
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
 USER, DONE = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}

@@ -15,8 +15,6 @@ pytest.importorskip("torch")
 pytest.importorskip("openai")
 pytestmark = pytest.mark.torch
 
-from test_train_tiny import AGENT
-
 from lightning_spans.errors import AgentFailedError, ConfigError, NothingToLearnError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.schema.rewards import Reward
@@ -28,6 +26,7 @@ from lightning_trainer.kits.sft.rounds.loop import _is_better
 from lightning_trainer.kits.sft.rounds.rejection import rejection_sampling
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
+from support.training.tiny_runs import AGENT
 
 MORE = """
 

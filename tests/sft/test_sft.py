@@ -12,8 +12,6 @@ from click.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
-from stores import Said, make_store
-
 from lightning_spans.errors import ConfigError, DataError, UnknownAgentError
 from lightning_trainer.cli import cli
 from lightning_trainer.kits.sft import sft as module
@@ -22,6 +20,7 @@ from lightning_trainer.kits.sft.fit import mean_loss
 from lightning_trainer.kits.sft.sft import sft
 from lightning_trainer.models import resolve
 from lightning_trainer.report.progress import Silent
+from support.training.stores import Said, make_store
 
 pytestmark = pytest.mark.torch
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from postgres import server
 from sqlalchemy import inspect, text
 
 from lightning_spans.store.sql.schema import MIGRATIONS, VERSION
 from lightning_spans.store.sql.store import SqlStore
+from support.postgres import server
 
 DATA = Path(__file__).parents[1] / "data"
 PAST = range(1, VERSION)

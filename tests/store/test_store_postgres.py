@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from postgres import server
 from sqlalchemy import text
 
 from lightning_spans.errors import ConfigError, RefusedError, StoreError
@@ -18,6 +17,7 @@ from lightning_spans.store import Store, open_store
 from lightning_spans.store.sql.store import SqlStore
 from lightning_spans.testing import StoreConformance
 from lightning_spans.testing.stores.samples import a_rollout, a_span
+from support.postgres import server
 
 psycopg = pytest.importorskip("psycopg", reason="needs lightning-spans[postgres]")
 

@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
-from family_models import ONE_OF_EACH, make_family_model
-from model_families import all_families
+
+from support.models.family_models import ONE_OF_EACH, make_family_model
+from support.models.model_families import all_families
 
 pytest.importorskip("torch")
 pytest.importorskip("openai")

@@ -11,13 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from as_transformers import COMMON, check_engine_and_update, check_gradients, drawn, prompts_of, row_of
-from tiny import make_tiny_model
-
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchLearner
 from lightning_trainer.backends.torch.model.recurrent import Memory
 from lightning_trainer.rl.rows import Row
+from support.models.as_transformers import COMMON, check_engine_and_update, check_gradients, drawn, prompts_of, row_of
+from support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.torch
 

@@ -13,12 +13,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from as_transformers import COMMON, check_engine_and_update, check_gradients, drawn, plain_logprobs, prompts_of, row_of
-from tiny import make_tiny_model
-
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchLearner
 from lightning_trainer.backends.torch.model import step
+from support.models.as_transformers import (
+    COMMON,
+    check_engine_and_update,
+    check_gradients,
+    drawn,
+    plain_logprobs,
+    prompts_of,
+    row_of,
+)
+from support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.torch
 

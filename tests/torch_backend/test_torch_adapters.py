@@ -16,13 +16,12 @@ torch = pytest.importorskip("torch")
 load_file = pytest.importorskip("safetensors.torch").load_file
 save_file = pytest.importorskip("safetensors.torch").save_file
 
-from test_torch_update import make_backend, make_batch
-
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchLearner
 from lightning_trainer.backends.torch.learn import adapters
 from lightning_trainer.gateway.engine import Engine, Sampled, Sampling
 from lightning_trainer.rl.rows import Row
+from support.models.updates import make_backend, make_batch
 
 pytestmark = pytest.mark.torch
 

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from fakes import served
+
+from support.fakes import served
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("llguidance")
-
-from family_models import make_family_model
-from model_families import all_families
-from tiny import make_tiny_model
 
 from lightning_trainer.backends.torch import TorchEngine
 from lightning_trainer.backends.torch.generate.sampling import Draw, draw
 from lightning_trainer.backends.torch.model import load as loading
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.gateway.engine import STEERED, Sampled, Sampling
+from support.models.family_models import make_family_model
+from support.models.model_families import all_families
+from support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.torch
 PERSON = {

@@ -10,24 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_update import Gradients, distance, gradients, make_backend, make_batch, make_row
-
 from lightning_spans.errors import ConfigError
-from lightning_trainer.backends.torch.backend import learner_options
-from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.registry import registered
 from lightning_trainer.rl.algorithms.ppo import token_advantages
 from lightning_trainer.rl.losses import cispo_loss, entropy, gspo_loss, token_logprobs
 from lightning_trainer.rl.rows import Row, token_weights
+from support.models.losses import BAD, GOOD, PROMPT, options_of, recorded
+from support.models.updates import Gradients, distance, gradients, make_backend, make_batch, make_row
 
 pytestmark = pytest.mark.torch
-PROMPT, GOOD, BAD = list(range(10, 30)), [40, 41, 42, 43], [50, 51, 52, 53]
-
-
-def options_of(algorithm: str, **more: object) -> dict[str, object]:
-    """What a run hands to the backend."""
-    config = TrainConfig(target="a:b", data="x.jsonl", model="m", algorithm=algorithm, **more)  # type: ignore[arg-type]
-    return learner_options(config)
 
 
 def logprobs(backend, tokens: list[int]) -> float:
@@ -39,17 +30,6 @@ def logprobs(backend, tokens: list[int]) -> float:
 
         (packed,) = micro_batches([row], 100)
         return float(forward(backend._model, packed)[0].sum())
-
-
-def recorded(backend, tokens: list[int], advantage: float) -> Row:
-    """A row as sampled now."""
-    from lightning_trainer.backends.torch.learn.tree import micro_batches
-    from lightning_trainer.backends.torch.learn.update import token_logprobs as forward
-
-    row = make_row(PROMPT + tokens, slice(20, 24), advantage)
-    (packed,) = micro_batches([row], 100)
-    row.logprobs[20:24] = forward(backend._model, packed)[0].numpy()
-    return row
 
 
 @pytest.mark.parametrize("algorithm", sorted(registered("algorithm").keys() - {"likelihood", "distil"}))

@@ -9,11 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_update import make_backend, make_batch
-from tiny import make_tiny_model
-
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import checkpoint
+from support.models.tiny import make_tiny_model
+from support.models.updates import make_backend, make_batch
 
 pytestmark = pytest.mark.torch
 

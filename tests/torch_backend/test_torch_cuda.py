@@ -14,14 +14,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import pretend_cuda
-from test_torch_engine import collect
-from test_torch_update import make_batch
-
 from lightning_trainer.backends.torch import TorchLearner
 from lightning_trainer.backends.torch.model import load
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.gateway.engine import Sampled
+from support.models import pretend_cuda
+from support.models.sampling import collect
+from support.models.updates import make_batch
 
 pytestmark = pytest.mark.torch
 

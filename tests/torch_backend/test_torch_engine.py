@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from tiny import make_tiny_model
-
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import TorchEngine, TorchLearner
 from lightning_trainer.backends.torch.generate.sampling import Draw, draw
 from lightning_trainer.backends.torch.model import load as loading
 from lightning_trainer.backends.torch.model.attention import NAME
 from lightning_trainer.backends.torch.options import make_options
-from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.engine import Sampling
 from lightning_trainer.gateway.prompt.text_stream import TextStream
+from support.models.sampling import collect
+from support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.torch
 
@@ -42,17 +42,6 @@ def engine(tiny_model: Path) -> Iterator[TorchEngine]:
 
 def ids(engine: TorchEngine, text: str) -> list[int]:
     return engine.tokenizer(text).input_ids
-
-
-async def collect(engine: TorchEngine, prompt: list[int], **sampling: object) -> Sampled:
-    tokens, logprobs, text, reason = [], [], "", None
-    async for piece in engine.generate(prompt, Sampling(**sampling)):
-        assert reason is None, "nothing comes after the last piece"
-        tokens += piece.token_ids
-        logprobs += piece.logprobs
-        text += piece.text
-        reason = piece.finish_reason
-    return Sampled(tuple(tokens), tuple(logprobs), text, reason)
 
 
 def plain_logprobs(model, prompt: list[int], answer: tuple[int, ...], temperature: float = 1.0) -> list[float]:

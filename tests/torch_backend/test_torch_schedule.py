@@ -12,15 +12,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from test_torch_algorithms import options_of, recorded
-from test_torch_update import make_backend
-
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch import backend
 from lightning_trainer.backends.torch.learn.update import minibatches
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.verl.options import overrides
 from lightning_trainer.config.train import TrainConfig
+from support.models.losses import options_of, recorded
+from support.models.updates import make_backend
 
 pytestmark = pytest.mark.torch
 

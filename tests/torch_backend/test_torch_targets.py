@@ -11,12 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_update import distance, gradients, make_backend, make_batch, make_row, plain_gradients
-
 from lightning_spans.errors import ConfigError
 from lightning_trainer.rl.losses import candidate_divergence
 from lightning_trainer.rl.rows import Row, token_weights
 from lightning_trainer.rl.targets import Target
+from support.models.updates import distance, gradients, make_backend, make_batch, make_row, plain_gradients
 
 pytestmark = pytest.mark.torch
 VOCABULARY = 259

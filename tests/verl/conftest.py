@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random Llama model with tied embeddings; vLLM's CPU attention has no heads narrower than 32."""
-    from tiny import make_tiny_model
+    from support.models.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", head_dim=32)
 

@@ -15,10 +15,10 @@ pytest.importorskip("verl.protocol")
 
 import ray
 from ray.cluster_utils import Cluster
-from readings import differs, lines, weights
 
 from lightning_spans.store import open_store
 from lightning_trainer import TrainConfig, train
+from support.training.readings import differs, lines, weights
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -17,7 +17,6 @@ pytest.importorskip("verl.protocol")
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from readings import lines
 
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_trainer import TrainConfig, train
@@ -29,6 +28,7 @@ from lightning_trainer.backends.verl.steps.trainers import within
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from support.training.readings import lines
 
 NOBODY = {"workers": 0, "concurrency": 1, "logs": Path("logs")}
 

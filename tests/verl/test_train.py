@@ -12,13 +12,13 @@ import pytest
 
 pytest.importorskip("verl.protocol")
 
-from readings import differs, lines, tokens_seen, weights
 from transformers import AutoModelForCausalLM
 
 from lightning_trainer import TrainConfig, train
 from lightning_trainer.backends.verl.options.needs import checkpoint_bytes
 from lightning_trainer.models.shape import lora_parameters, read_shape
 from lightning_trainer.report.progress import Silent
+from support.training.readings import differs, lines, tokens_seen, weights
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from fakes import FakeEngine, served
+
+from support.fakes import FakeEngine, served
 
 pytest.importorskip("vllm")
 
 import torch
 from peft import PeftModel
-from test_vllm_gateway import vllm_serving
-from tiny import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from lightning_trainer.backends.torch import TorchLearner
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.gateway.upstream.adapters import load_adapters
 from lightning_trainer.gateway.upstream.upstream import Upstream
+from support.gateway.vllm import vllm_serving
+from support.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.timeout(900)
 NAMES = ("writer", "rewriter")

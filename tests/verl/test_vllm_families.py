@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 import transformers
-from family_models import SERVED_BY_VLLM, make_family_model
-from model_families import all_families
-from test_vllm_gateway import USER, asker, exactly, logprobs_of, unbroken, vllm_serving
 
 from lightning_trainer import continuation_reasons as reasons
+from support.gateway.vllm import USER, asker, exactly, logprobs_of, unbroken, vllm_serving
+from support.models.family_models import SERVED_BY_VLLM, make_family_model
+from support.models.model_families import all_families
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 

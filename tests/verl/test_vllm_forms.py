@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance.hf import from_tokenizer
-from tiny import make_tiny_model
 from transformers import AutoTokenizer
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
@@ -27,6 +26,7 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from lightning_trainer.gateway.formats.reader import Dialect, parse
 from lightning_trainer.gateway.formats.table import by_name
 from lightning_trainer.gateway.request.constraints import FORMS, constraint_of
+from support.models.tiny import make_tiny_model
 
 LEAF = st.sampled_from([
     {"type": "integer", "minimum": -3, "maximum": 12},

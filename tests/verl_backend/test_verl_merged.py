@@ -10,11 +10,11 @@ torch = pytest.importorskip("torch")
 
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from tiny import make_tiny_model
 from transformers import AutoModelForCausalLM
 
 from lightning_spans.errors import LightningError
 from lightning_trainer.backends.verl.steps.merged import LORA, merge_adapters
+from support.models.tiny import make_tiny_model
 
 TOKENS = torch.arange(3, 40)[None]
 

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from made import attacks, make_run
-
-from lightning_trainer.gateway.auth.keys import Keys
-from lightning_trainer.kits.view.pages import create_view
-from lightning_trainer.kits.view.routes import Views
-from lightning_trainer.kits.view.runs import Runs
+from support.training.example_runs import attacks, make_run
+from support.view import Asked
 
 
 @pytest.fixture(scope="session")
@@ -32,24 +24,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nasty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run whose every text is hostile."""
     return make_run(tmp_path_factory.mktemp("runs") / "nasty", steps=1, groups=2, size=8, play=attacks)
-
-
-class Asked:
-    """The viewer's interface, asked with a key."""
-
-    def __init__(self, path: Path) -> None:
-        self.keys = Keys.fresh()
-        self.app = create_view(Views(Runs(path, trusted=True)), self.keys)
-        self.client = TestClient(self.app)
-        self.name = path.name
-
-    def __call__(self, what: str, status: int = 200, *, scope: Any = "viewer", **params: Any) -> Any:
-        key = self.keys.issue(scope)
-        answer = self.client.get(
-            f"/api/view/{what}", params={"run": self.name, **params}, headers={"Authorization": f"Bearer {key}"}
-        )
-        assert answer.status_code == status, answer.text
-        return answer.json()
 
 
 @pytest.fixture

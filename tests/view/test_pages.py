@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import NASTY, Scene, Words, assistant, make_run, user
-from test_view import printed
 
 from lightning_spans.schema.attempts import End, Rollout
 from lightning_spans.store import open_store
@@ -27,6 +25,8 @@ from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.kits.view.pages import create_view
 from lightning_trainer.kits.view.routes import Views
 from lightning_trainer.kits.view.runs import Runs
+from support.training.example_runs import NASTY, Scene, Words, assistant, make_run, user
+from support.training.printed import printed
 
 pytest.importorskip("playwright.sync_api")
 

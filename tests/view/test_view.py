@@ -17,9 +17,6 @@ from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner
-from conftest import Asked
-from made import FIRST_NS, NASTY, Scene, asks, assistant, cut_short, make_run, user
 from starlette.testclient import TestClient
 
 from lightning_spans.errors import ConfigError, StoreError
@@ -29,7 +26,6 @@ from lightning_spans.schema.replays import Replay
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
-from lightning_trainer.cli import cli
 from lightning_trainer.cli.records import view as view_command
 from lightning_trainer.cli.training.viewed import Viewed
 from lightning_trainer.judging.asking import JudgeAnswer, JudgeScore
@@ -44,12 +40,9 @@ from lightning_trainer.report.metrics import read
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import outcomes
 from lightning_trainer.run.folders import held
-
-
-def printed(run: Path, *arguments: str) -> list[dict[str, Any]]:
-    result = CliRunner().invoke(cli, ["traces", "--store", str(run / "lightning.db"), "--json", *arguments])
-    assert result.exit_code == 0, result.output
-    return [json.loads(line) for line in result.stdout.splitlines()]
+from support.training.example_runs import FIRST_NS, NASTY, Scene, asks, assistant, cut_short, make_run, user
+from support.training.printed import printed
+from support.view import Asked
 
 
 def rollouts_of(ask: Asked, step: int = 0) -> list[str]:

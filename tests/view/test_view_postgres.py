@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import Asked
-from made import make_run
-from postgres import server
 
 from lightning_spans.errors import StoreError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_trainer.kits.view.reader import StoreReader
 from lightning_trainer.kits.view.runs import Runs
+from support.postgres import server
+from support.training.example_runs import make_run
+from support.view import Asked
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from model_families import Family, tokenizer_of
+from support.models.model_families import Family, tokenizer_of
 
 _COMMON: Final = {
     "hidden_size": 64,

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fakes import FakeEngine
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -16,6 +15,7 @@ from starlette.routing import Route
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.http.serving import ServerThread
 from lightning_trainer.gateway.prompt.template import ChatFormat
+from support.fakes import FakeEngine
 
 
 class TokenUpstream:

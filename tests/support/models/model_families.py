@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import chat_templates
-from families import _trl
+from support.models import chat_templates
+from support.models.families import _trl
 
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _THINK = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from loopback import Loopback, LoopbackHandler
+from support.loopback import Loopback, LoopbackHandler
 
 TEXT = ["Nine", "teen", "."]
 ARGUMENTS = {"a": 12, "b": 7}

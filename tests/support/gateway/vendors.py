@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from loopback import Loopback, LoopbackHandler
+from support.loopback import Loopback, LoopbackHandler
 
 TEXT = ["Nine", "teen", "."]
 USAGE = {"billed_units": {"input_tokens": 11, "output_tokens": 3}, "tokens": {"input_tokens": 11, "output_tokens": 3}}

@@ -1,0 +1,1 @@
+"""What several test files use: fakes, servers, models, runs and conversations."""

@@ -1,0 +1,1 @@
+"""Conversations over the gateway, clients that hold them, and servers behind it."""

@@ -1,0 +1,1 @@
+"""Model families, tiny models, and the updates and samples they give."""

@@ -1,0 +1,1 @@
+"""What instrumented clients send and receive."""

@@ -1,0 +1,1 @@
+"""Attempts, calls and rewards without a store."""

@@ -1,0 +1,31 @@
+"""The viewer's interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from starlette.testclient import TestClient
+
+from lightning_trainer.gateway.auth.keys import Keys
+from lightning_trainer.kits.view.pages import create_view
+from lightning_trainer.kits.view.routes import Views
+from lightning_trainer.kits.view.runs import Runs
+
+
+class Asked:
+    """The viewer's interface, asked with a key."""
+
+    def __init__(self, path: Path) -> None:
+        self.keys = Keys.fresh()
+        self.app = create_view(Views(Runs(path, trusted=True)), self.keys)
+        self.client = TestClient(self.app)
+        self.name = path.name
+
+    def __call__(self, what: str, status: int = 200, *, scope: Any = "viewer", **params: Any) -> Any:
+        key = self.keys.issue(scope)
+        answer = self.client.get(
+            f"/api/view/{what}", params={"run": self.name, **params}, headers={"Authorization": f"Bearer {key}"}
+        )
+        assert answer.status_code == status, answer.text
+        return answer.json()
