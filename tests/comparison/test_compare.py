@@ -211,7 +211,8 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     monkeypatch.setattr(prompts, "optimise", ask)
     work = Work(
         workdir="project", workdir_size="1MiB", restore=("tests/**",), reward_command="make test", reward_timeout_s=7.0,
-        reward_from="fd", reward_range="-1,1",
+        reward_from="fd", reward_range="-1,1", sandbox="podman", sandbox_image="python:3.12",
+        sandbox_read=("/opt/tool",), sandbox_env=("MYAPP_*",),
     )  # fmt: skip
     assert all(getattr(work, each.name) != each.default for each in fields(Work))
     own: dict[str, Any] = {"failed": "exclude", "name_by": ("clerk=model:own",), "tool_format": "hermes"}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from lightning_spans.errors import ConfigError
 
 FROM_DESCRIPTOR: Final = "fd"  # `reward_from`: a descriptor whose number is in LIGHTNING_REWARD_FD
+
+BUBBLEWRAP: Final = "bwrap"
+SandboxProgram = Literal["bwrap", "docker", "podman"]  # what opens a sandbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,10 @@ class Work:
         reward_timeout_s: after which it has earned 0.
         reward_from: where a command writes its reward: ``fd``, or a file; None: on the last line that it prints.
         reward_range: least and greatest reward that a command may give, with a comma between.
+        sandbox: program that opens a sandbox for each command; None: they run as any other program.
+        sandbox_image: container image that docker or podman start.
+        sandbox_read: files and folders of this machine that the sandbox may also read.
+        sandbox_env: names, or globs, of variables that the sandbox also gets.
     """
 
     workdir: str | None = None
@@ -33,6 +40,10 @@ class Work:
     reward_timeout_s: float = 120.0
     reward_from: str | None = None
     reward_range: str = "0,1"
+    sandbox: SandboxProgram | None = None
+    sandbox_image: str | None = None
+    sandbox_read: Sequence[str] = ()
+    sandbox_env: Sequence[str] = ()
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -81,6 +92,17 @@ class Work:
             ),
             "restore puts files of a workdir back before the reward_command. Give both, or leave restore out.": (
                 bool(self.restore) and None in (self.workdir, self.reward_command)
+            ),
+            "sandbox is of commands that work in a folder of their own: it sees nothing else. Give --command and"
+            " --workdir, or leave sandbox out.": (self.sandbox is not None and None in (command, self.workdir)),
+            "sandbox docker and podman start a container. Name its image with --sandbox-image.": (
+                self.sandbox not in (None, BUBBLEWRAP) and self.sandbox_image is None
+            ),
+            "sandbox_image is of docker and podman. Choose one of them with --sandbox, or leave it out.": (
+                self.sandbox_image is not None and self.sandbox in (None, BUBBLEWRAP)
+            ),
+            "sandbox_read and sandbox_env are of a sandbox. Give --sandbox, or leave them out.": (
+                self.sandbox is None and bool(self.sandbox_read or self.sandbox_env)
             ),
         }
         for message, wrong in problems.items():

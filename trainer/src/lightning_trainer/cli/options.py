@@ -78,7 +78,16 @@ _WORK: Final = (
         type=click.FloatRange(0, min_open=True),
         help="Time limit of --reward-command, in seconds. [default: 120]",
     ),
+    click.option(
+        "--sandbox",
+        type=click.Choice(("bwrap", "docker", "podman")),
+        help="Run the commands in a sandbox that sees only the work folder and reaches only the gateway.",
+    ),
+    click.option("--sandbox-image", metavar="IMAGE", help="Container image of a docker or podman sandbox."),
+    click.option("--sandbox-read", metavar="PATH,...", help="Files and folders that the sandbox may also read."),
+    click.option("--sandbox-env", metavar="NAME,...", help="Environment variables that the sandbox also gets."),
 )
+_LISTS: Final = ("restore", "sandbox_read", "sandbox_env")  # with commas between
 
 
 def work_options(function: F) -> F:
@@ -93,8 +102,9 @@ def take_work(flags: dict[str, Any]) -> Work:
     from lightning_trainer.work import Work
 
     given = {name: flags.pop(name, None) for name in Work.__dataclass_fields__}
-    if given["restore"] is not None:
-        given["restore"] = tuple(glob.strip() for glob in given["restore"].split(",") if glob.strip())
+    for name in _LISTS:
+        if given[name] is not None:
+            given[name] = tuple(each.strip() for each in given[name].split(",") if each.strip())
     return Work(**{name: value for name, value in given.items() if value is not None})
 
 

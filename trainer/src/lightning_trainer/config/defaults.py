@@ -60,7 +60,7 @@ def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[st
         filled["lora_rank"] = filled.get("lora_rank") or policies.DEFAULT_RANK
     if filled.get("lora_rank") and filled.get("learning_rate") is None:
         filled["learning_rate"] = learning_rate
-    for name in ("agents", "trackers", "restore"):
+    for name in ("agents", "trackers", "restore", "sandbox_read", "sandbox_env"):
         if isinstance(filled.get(name), str):
             filled[name] = tuple(part.strip() for part in filled[name].split(",") if part.strip())
     if isinstance(filled.get("name_by"), str):  # an expression may have commas

@@ -16,7 +16,7 @@ from lightning_spans.schema.agents import is_glob
 from lightning_trainer.choices import Aggregation, KlEstimator, Schedule, Timeouts
 from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
 from lightning_trainer.config.workers import worker_count
-from lightning_trainer.work import Work
+from lightning_trainer.work import SandboxProgram, Work
 
 
 class TrainFields(BaseModel):
@@ -264,6 +264,15 @@ class TrainFields(BaseModel):
     (the descriptor whose number is in LIGHTNING_REWARD_FD), or a file in its work folder."""
     reward_range: str = "0,1"
     """Minimum and maximum reward of a command, as LOW,HIGH. An attempt with a reward outside this range has failed."""
+    sandbox: SandboxProgram | None = None
+    """Run command and reward_command in a sandbox that sees only the work folder and the system's programs, and reaches
+    only the gateway. Opened by bubblewrap (`bwrap`), `docker` or `podman`; Linux only."""
+    sandbox_image: str | None = None
+    """Container image for a docker or podman sandbox. It must be on the machine and have python3."""
+    sandbox_read: tuple[str, ...] = ()
+    """Files and folders of this machine that the sandbox may also read."""
+    sandbox_env: tuple[str, ...] = ()
+    """Environment variables that the sandbox also gets: names, or globs such as `MYAPP_*`."""
 
     # What is kept.
     out: Path | None = None

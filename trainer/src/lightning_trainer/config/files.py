@@ -19,7 +19,9 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.environments import options as environment
 
 CONFIG_NAME: Final = "config.json"  # in the run's folder: the configuration
-_OF_COMMANDS: Final = ("workdir", "restore", "reward_command")
+_OF_COMMANDS: Final = (
+    "workdir", "restore", "reward_command", "sandbox", "sandbox_image", "sandbox_read", "sandbox_env",
+)  # fmt: skip
 # Alternatives: an option of a flag goes before these of the file, and one of the file before these of an earlier run.
 _INSTEAD: Final[Mapping[str, tuple[str, ...]]] = {
     "steps": ("epochs",),

@@ -82,12 +82,13 @@ def load_function(spec: str, *, option: str, parameters: tuple[str, ...], yields
     return found  # type: ignore[no-any-return]
 
 
-def split_command(command: str, *, folder: str | None = None) -> list[str]:
+def split_command(command: str, *, folder: str | None = None, image: str | None = None) -> list[str]:
     """Split a command as a shell would, and check that its program is there.
 
     Args:
         command: as the user wrote it.
         folder: where it will run, if that is a folder of its own: a program there is not looked for now.
+        image: of the container in which it will run: its program is there.
 
     Raises:
         ConfigError: it can't be split, is empty, or its program is not found.
@@ -98,7 +99,7 @@ def split_command(command: str, *, folder: str | None = None) -> list[str]:
         raise ConfigError(f"command {command!r}: {error}. Check its quotes.") from None
     if not words:
         raise ConfigError("command is empty. Give the program and its arguments, such as 'node agent.js'.")
-    if folder is not None and not words[0].startswith(("/", "~")) and "/" in words[0]:
+    if image is not None or (folder is not None and not words[0].startswith(("/", "~")) and "/" in words[0]):
         return words  # a program of the folder's own
     if shutil.which(words[0]) is None:
         raise ConfigError(f"command {command!r}: no program {words[0]!r} is found. Check the path, or install it.")

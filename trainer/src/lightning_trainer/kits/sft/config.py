@@ -14,7 +14,7 @@ from lightning_trainer.choices import Timeouts
 from lightning_trainer.config.defaults import with_adapters
 from lightning_trainer.config.mistakes import explain, refuse, refuse_unknown
 from lightning_trainer.naming import parse_rules
-from lightning_trainer.work import Work
+from lightning_trainer.work import SandboxProgram, Work
 
 OF_FILES: Final = frozenset({"data", "eval_every", "held_out", "loss", "origin", "patience"})  # and not of rounds
 
@@ -212,6 +212,14 @@ class RoundsConfig(SftConfig):
     """Where a command writes its reward instead of its last line: `fd` or a file, as in train (rounds)."""
     reward_range: str = "0,1"
     """Minimum and maximum reward of a command, as LOW,HIGH, as in train (rounds)."""
+    sandbox: SandboxProgram | None = None
+    """Run the commands in a sandbox: bwrap, docker or podman, as in train (rounds)."""
+    sandbox_image: str | None = None
+    """Container image for a docker or podman sandbox (rounds)."""
+    sandbox_read: tuple[str, ...] = ()
+    """Files and folders of this machine that the sandbox may also read (rounds)."""
+    sandbox_env: tuple[str, ...] = ()
+    """Environment variables that the sandbox also gets: names or globs (rounds)."""
 
     @model_validator(mode="after")
     def _whole(self) -> RoundsConfig:

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from lightning_spans.record.children import gateway_variables
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.json import dumps
+from lightning_trainer.runner.sandbox.sandbox import Sandbox
 
 OUTPUT_LIMIT = 1 << 20  # bytes kept of each output stream: its end
 ENVIRONMENT_LIMIT = 100_000  # Linux refuses to start a program with a variable above 128 KiB
@@ -37,6 +38,7 @@ async def run_command(
     folder: Path | None = None,
     more: Mapping[str, str] = _NOTHING,
     descriptors: Sequence[int] = (),
+    sandbox: Sandbox | None = None,
 ) -> ProcessEnd:
     """Run the command on a task.
 
@@ -52,6 +54,7 @@ async def run_command(
         folder: it works in; None: where we are.
         more: variables that it gets, too.
         descriptors: that it inherits.
+        sandbox: in which it runs; None: it runs as any other program.
 
     Returns:
         Its end, with exit status 0.
@@ -60,12 +63,11 @@ async def run_command(
         CommandError: its exit status is not 0; the message has the end of its standard error.
     """
     body = dumps(task).strip()  # without the mark of numbers beyond 64 bits: other languages read this
-    given = {**environment(attempt, body), **more}
+    given = {**environment(attempt if sandbox is None else sandbox.view(attempt), body), **more}
     told = any(name in task for word in words for name in _FIELD.findall(word))
     values = {**given, **texts(task)}
-    ended = await run_to_end(
-        [filled(word, values) for word in words], b"" if told else body, given, folder, descriptors
-    )
+    words, body = [filled(word, values) for word in words], b"" if told else body
+    ended = await run_to_end(words, body, given, folder, descriptors, sandbox=sandbox, endpoint=attempt.endpoint)
     if ended.status != 0:
         raise CommandError(f"the command ended with {status_text(ended.status)}:\n{ended.told()}")
     return ended
@@ -89,15 +91,31 @@ async def run_to_end(
     given: Mapping[str, str],
     folder: Path | None,
     descriptors: Sequence[int] = (),
+    *,
+    sandbox: Sandbox | None = None,
+    endpoint: str | None = None,
 ) -> ProcessEnd:
-    """Run a program, with `body` on its stdin and the variables `given` on top of our own; end all that it leaves."""
+    """Run a program, with `body` on its stdin and the variables `given` on top of our own; end all that it leaves.
+
+    In a sandbox it gets few of our variables, and reaches `endpoint` and nothing else.
+    """
+    if sandbox is not None:
+        async with sandbox.started(words, given, descriptors, endpoint) as (started, seen):
+            return await _run(started, body, seen, folder, ())
+    whole = {**os.environ, **given, **({} if folder is None else {"PWD": str(folder)})}
+    return await _run(words, body, whole, folder, descriptors)
+
+
+async def _run(
+    words: Sequence[str], body: bytes, environment: Mapping[str, str], folder: Path | None, descriptors: Sequence[int]
+) -> ProcessEnd:
     process = await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         cwd=folder,
-        env={**os.environ, **given, **({} if folder is None else {"PWD": str(folder)})},
+        env=environment,
         pass_fds=descriptors,
         start_new_session=True,  # so that all it starts can be ended with it
     )

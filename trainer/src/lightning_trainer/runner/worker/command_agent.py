@@ -9,7 +9,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lightning_spans.errors import RewardError
 from lightning_spans.record.delivery.http import Posts
@@ -17,6 +17,8 @@ from lightning_spans.record.delivery.otlp import PROTOBUF, encode
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.json import dumps
 from lightning_spans.schema.spans import Json, Span, Status
+from lightning_trainer.runner.sandbox.check import check_sandbox
+from lightning_trainer.runner.sandbox.sandbox import Sandbox
 from lightning_trainer.runner.target import Job, split_command
 from lightning_trainer.runner.worker.command import (
     ENVIRONMENT_LIMIT,
@@ -51,42 +53,59 @@ def command_agent(job: Job) -> Agent:
         ConfigError: its program, its folder or the program of its reward is not there.
     """
     work = job.work
-    words = split_command(job.command or "", folder=work.workdir)
-    reward = None if work.reward_command is None else split_command(work.reward_command, folder=work.workdir)
+    place = {"folder": work.workdir, "image": work.sandbox_image}
+    words = split_command(job.command or "", **place)
+    reward = None if work.reward_command is None else split_command(work.reward_command, **place)
     most_bytes = parse_bytes(work.workdir_size)
+    if work.sandbox is not None:
+        check_sandbox(work, [each[0] for each in (words, reward) if each])
     if work.workdir is not None:
         check(work.workdir)
         remove_left_over()
 
     async def agent(task: dict[str, Any], attempt: Attempt) -> Any:
         if work.workdir is None:
-            result = await _worked(job, words, None, task, attempt)
-            return result if reward is None else await _reward(work, reward, None, task, attempt)
+            result = await _worked(job, words, Place(), task, attempt)
+            return result if reward is None else await _reward(work, reward, Place(), task, attempt)
         folder = await asyncio.to_thread(WorkFolder, source_of(work.workdir, task), most_bytes)
         try:
-            result = await _watched(folder, _worked(job, words, folder.path, task, attempt), attempt)
+            place = Place(folder.path, None if work.sandbox is None else Sandbox(work, folder.path, most_bytes))
+            result = await _watched(folder, _worked(job, words, place, task, attempt), attempt)
             if reward is None:
                 return result
             await asyncio.to_thread(folder.restore, work.restore)
-            return await _reward(work, reward, folder.path, task, attempt)
+            return await _reward(work, reward, place, task, attempt)
         finally:
             await asyncio.to_thread(folder.remove)
 
     return agent
 
 
-async def _worked(job: Job, words: list[str], folder: Path | None, task: dict[str, Any], attempt: Attempt) -> Any:
+class Place(NamedTuple):
+    """Where a command runs.
+
+    Attributes:
+        folder: it works there; None: where we are.
+        sandbox: that it runs in; None: none.
+    """
+
+    folder: Path | None = None
+    sandbox: Sandbox | None = None
+
+
+async def _worked(job: Job, words: list[str], place: Place, task: dict[str, Any], attempt: Attempt) -> Any:
     """Run the agent; return its reward where it gives that itself, otherwise its result.
 
     Raises:
         RewardError: it gave no reward, and there has to be one.
         RewardRefusedError: its reward is outside the range.
     """
+    where = place._asdict()
     if job.reward is not None or job.work.reward_command is not None:
-        return result_of((await run_command(words, task, attempt, folder=folder)).output)
-    with RewardChannel(job.work, folder, texts(task)) as channel:
+        return result_of((await run_command(words, task, attempt, **where)).output)
+    with RewardChannel(job.work, place.folder, texts(task)) as channel:
         given, descriptors = channel.environment, channel.descriptors
-        ended = await run_command(words, task, attempt, folder=folder, more=given, descriptors=descriptors)
+        ended = await run_command(words, task, attempt, more=given, descriptors=descriptors, **where)
         return reward_of_agent(channel, ended, needs_reward=job.needs_reward)
 
 
@@ -122,29 +141,29 @@ def _counted(diff: str) -> str:
     return f"{files} file{'' if files == 1 else 's'} changed, +{added} -{removed}"
 
 
-async def _reward(work: Work, words: list[str], folder: Path | None, task: dict[str, Any], attempt: Attempt) -> Any:
+async def _reward(work: Work, words: list[str], place: Place, task: dict[str, Any], attempt: Attempt) -> Any:
     """Return the reward that a command gives.
 
     Raises:
         RewardError: it can't be run.
         RewardRefusedError: its reward is outside the range.
     """
-    with RewardChannel(work, folder, texts(task)) as channel:
-        ended = await _tested(channel, words, task, attempt)
+    with RewardChannel(work, place.folder, texts(task)) as channel:
+        ended = await _tested(channel, words, place, task, attempt)
         return 0.0 if ended is None else reward_of(channel, ended)
 
 
 async def _tested(
-    channel: RewardChannel, words: list[str], task: dict[str, Any], attempt: Attempt
+    channel: RewardChannel, words: list[str], place: Place, task: dict[str, Any], attempt: Attempt
 ) -> ProcessEnd | None:
     """Run the reward command and keep what it printed; return None if it took too long."""
-    work, folder = channel.work, channel.folder
+    work = channel.work
     body = dumps(task).strip()
     given = {**channel.environment, **({"LIGHTNING_TASK": body.decode()} if len(body) <= ENVIRONMENT_LIMIT else {})}
     filled_words = [filled(word, texts(task)) for word in words]
     began = time.time_ns()
     try:
-        running = run_to_end(filled_words, body, given, folder, channel.descriptors)
+        running = run_to_end(filled_words, body, given, place.folder, channel.descriptors, sandbox=place.sandbox)
         ended = await asyncio.wait_for(running, work.reward_timeout_s)
     except TimeoutError:  # which is an OSError too
         await _keep(attempt, "reward", work.reward_command or "", began, error=f"over {work.reward_timeout_s:g} s")

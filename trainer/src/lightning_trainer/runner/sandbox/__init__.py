@@ -1,0 +1,1 @@
+"""Sandboxes of commands: what they see, and the one address that they can reach."""

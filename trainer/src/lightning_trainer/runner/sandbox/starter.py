@@ -1,0 +1,98 @@
+"""Start a command inside a sandbox, wait for it, and end with whoever opened the sandbox.
+
+The sandbox has no network. This program listens on a port of its loopback and hands the listening socket to the
+process outside, which relays each connection to one address. It runs in images of others: any Python from 3.6, none of
+our packages.
+"""
+
+import array
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import NoReturn
+
+_ABOVE = 200  # descriptors of ours are moved above those that the command knows by number
+_NOT_FOUND, _NOT_STARTED, _SIGNALLED, _ABANDONED = 127, 126, 128, 125  # exit statuses, as a shell's
+
+
+def main(path: str, port: str, numbers: str, *words: str) -> None:
+    """Run `words`, with descriptors of these numbers; offer `port` by the socket at `path`, unless it is 0."""
+    line = _join(path, [int(number) for number in numbers.split(",") if number])
+    _offer(line, int(port))
+    _make_home(os.environ["HOME"])
+    try:
+        command = subprocess.Popen(words, close_fds=False)  # noqa: S603 - the user's own command
+    except FileNotFoundError as error:
+        _end(str(error.filename) + ": not found in the sandbox", _NOT_FOUND)
+    except OSError as error:
+        _end(str(error), _NOT_STARTED)
+    threading.Thread(target=_end_with, args=(line,), daemon=True).start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: command.send_signal(number))
+    os._exit(_wait(command.pid))
+
+
+def _join(path: str, numbers: "list[int]") -> socket.socket:
+    """Connect to the process outside, and take the descriptors that the command is to have."""
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.connect(path)
+        line = socket.socket(fileno=fcntl.fcntl(opened.fileno(), fcntl.F_DUPFD_CLOEXEC, _ABOVE))
+    sent: array.array[int] = array.array("i")
+    _, ancillary, _, _ = line.recvmsg(1, socket.CMSG_SPACE(len(numbers) * sent.itemsize))
+    for _level, _kind, data in ancillary:
+        sent.frombytes(data[: len(data) - len(data) % sent.itemsize])
+    moved = [fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for given in sent]
+    for given in sent:
+        os.close(given)
+    for given, number in zip(moved, numbers):  # noqa: B905 - `strict` is newer than this program may need
+        os.dup2(given, number)
+    return line
+
+
+def _offer(line: socket.socket, port: int) -> None:
+    """Hand out a socket that listens in here; without a port, say that there is none."""
+    if not port:
+        line.sendall(b"-")
+        return
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(128)
+        line.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))])
+
+
+def _make_home(home: str) -> None:
+    """Make the home folder, where git finds an author."""
+    os.makedirs(home, exist_ok=True)  # noqa: PTH103
+    with contextlib.suppress(FileExistsError), open(os.path.join(home, ".gitconfig"), "x") as file:  # noqa: PTH118, PTH123
+        file.write("[user]\n\tname = agent\n\temail = agent@localhost\n")
+
+
+def _end_with(line: socket.socket) -> None:
+    """End all of the sandbox when the process outside has ended: a container would outlive it."""
+    with contextlib.suppress(OSError):
+        line.recv(1)
+    os._exit(_ABANDONED)
+
+
+def _wait(pid: int) -> int:
+    """Return the command's exit status. As the first process of a container we get the orphans, too."""
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            return os.WEXITSTATUS(status) if os.WIFEXITED(status) else _SIGNALLED + os.WTERMSIG(status)
+
+
+def _end(message: str, status: int) -> "NoReturn":
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
