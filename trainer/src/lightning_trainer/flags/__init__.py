@@ -1,0 +1,1 @@
+"""Options that several commands share, declared once with their help text and completion."""
