@@ -41,7 +41,7 @@ for module in ("record.pipeline", "store.sql.store", "store.http", "record.deliv
     importlib.import_module(f"lightning_spans.{module}")
 from lightning_trainer.cli import COMMANDS
 for name, each in COMMANDS.items():
-    importlib.import_module(f"lightning_trainer.cli.{each.room}.{name}")
+    importlib.import_module(each.module)
 for name in ("gateway.app", "gateway.auth.register", "report.progress", "models", "config.train"):
     importlib.import_module(f"lightning_trainer.{name}")
 print("imported")

@@ -18,12 +18,12 @@ from lightning_spans.record.delivery.outbox import Spool
 from lightning_spans.schema.spans import Span
 from lightning_spans.store import open_store
 from lightning_trainer.backends.torch.learner import TorchLearner
-from lightning_trainer.cli.records import view as view_command
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.auth.register import write_private
 from lightning_trainer.gateway.http.serving import ServerThread, Tls
 from lightning_trainer.kits.compare import compare
 from lightning_trainer.kits.evaluation import folder as evaluation_folder
+from lightning_trainer.kits.view import command as view_command
 from lightning_trainer.models import check_folder
 from lightning_trainer.run import folders as run_folders
 from support.models.tiny import make_tiny_model

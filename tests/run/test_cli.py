@@ -303,7 +303,7 @@ def test_an_unknown_algorithm_is_told_those_that_train(folder: Path) -> None:
 
 
 def test_tab_offers_algorithms_and_credits() -> None:
-    from lightning_trainer.cli.complete import for_option
+    from lightning_trainer.flags.complete import for_option
 
     offered = {name: for_option(name) for name in ("algorithm", "credit")}
     found = {name: {item.value for item in complete(None, None, "")} for name, complete in offered.items()}  # type: ignore[misc,arg-type]

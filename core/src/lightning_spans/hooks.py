@@ -242,7 +242,7 @@ def lightning_register_environments(register: Callable[[str, Any], None]) -> Non
 
 @hookspec
 def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
-    """Register by name: commands of ``lightning-rl``, each a `click.Command`."""
+    """Register by name: commands of ``lightning-rl``, each a `click.Command` or `lightning_trainer.commands.Listed`."""
 
 
 @hookspec

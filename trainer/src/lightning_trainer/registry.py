@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import pkgutil
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any, Final, Literal, TypeAlias
 
 import pluggy
@@ -16,6 +18,7 @@ import pluggy
 from lightning_spans import hooks
 from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import NO_FORMAT
+from lightning_trainer.commands import Listed
 
 Kind: TypeAlias = Literal["algorithm", "backend", "command", "credit", "engine", "environment", "tool format"]
 
@@ -98,11 +101,31 @@ def offered(kind: Kind) -> list[str]:
 
 
 def load_plugins() -> None:
-    """Import and register the trainer's own plugin and every installed one, once in a process."""
+    """Import and register the trainer's own plugin, its kits and every installed plugin, once in a process."""
     _load(hooks.manager())
 
 
 @functools.cache
+def kit_commands() -> dict[str, Listed]:
+    """Return the commands of the kits, by name. Importing what registers them imports nothing else of a kit."""
+    found: dict[str, Listed] = {}
+    for module in _kits().values():
+        module.lightning_register_commands(found.__setitem__)
+    return found
+
+
+@functools.cache
+def _kits() -> dict[str, Any]:
+    """Import what registers each kit: a folder in `kits/` with a module `plugin`."""
+    home = import_module(f"{__package__}.kits")
+    return {
+        each.name: import_module(f"{home.__name__}.{each.name}.plugin") for each in pkgutil.iter_modules(home.__path__)
+    }
+
+
+@functools.cache
 def _load(_manager: pluggy.PluginManager) -> None:
+    for name, module in _kits().items():
+        hooks.register(module, f"kit {name}")
     hooks.load(hooks.TRAINER)  # an error; another plugin that does not load is logged and left out
     hooks.load_all()

@@ -1,4 +1,4 @@
-"""`lightning-rl`: one file for each command, in the folder of what it is about, imported when the command is called."""
+"""`lightning-rl`: one file for each command, here or in its kit, imported when the command is called."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record import stalls
+from lightning_trainer import registry
+from lightning_trainer.commands import Listed
 from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report.terminal import PrintableFormatter, printable
 
@@ -20,51 +23,55 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 
-class Listed(NamedTuple):
-    """A command as the help lists it.
-
-    Attributes:
-        room: the folder of its module, which has the command's name and holds it as `command`.
-        help: the help's line.
-    """
-
-    room: str
-    help: str
-
-
-COMMANDS: Final = {
-    "init": Listed("setup", "Create a small project that is ready to train, in the framework you choose."),
+FRAME: Final = {
+    "init": Listed(
+        "lightning_trainer.cli.setup.init",
+        "Create a small project that is ready to train, in the framework you choose.",
+    ),
     "agents": Listed(
-        "training", "List the agents of a program: calls, tokens, tool errors, rewards, and what would be trained."
+        "lightning_trainer.cli.training.agents",
+        "List the agents of a program: calls, tokens, tool errors, rewards, and what would be trained.",
     ),
-    "train": Listed("training", "Train the agents you name."),
-    "sft": Listed("training", "Supervised fine-tuning on conversations from files, stores or a larger model."),
-    "eval": Listed(
-        "training", "Evaluate a model, a run or an endpoint: mean reward with its interval, and pass@k, by agent."
+    "train": Listed("lightning_trainer.cli.training.train", "Train the agents you name."),
+    "tasks": Listed(
+        "lightning_trainer.cli.training.tasks", "Measure how hard each task is, and keep the tasks that have a signal."
     ),
-    "prompts": Listed("training", "Optimise the system prompts of the agents you name."),
-    "compare": Listed(
-        "training", "Compare training, rejection sampling and prompts with the same budget on the same held-out tasks."
+    "runs": Listed(
+        "lightning_trainer.cli.records.runs", "List runs and compare them: rewards, cost, and how their options differ."
     ),
-    "tasks": Listed("training", "Measure how hard each task is, and keep the tasks that have a signal."),
-    "runs": Listed("records", "List runs and compare them: rewards, cost, and how their options differ."),
-    "serve": Listed("servers", "Serve a trained checkpoint behind an OpenAI-compatible endpoint."),
-    "server": Listed("servers", "Run store, gateway and trace receiver for several machines."),
-    "runner": Listed("servers", "Claim rollouts from a server and run the agent on them."),
-    "view": Listed("records", "Show a run in a web page: groups, rollouts, calls, tokens, credit."),
-    "traces": Listed("records", "Show traces, as trees or as JSON lines."),
-    "fork": Listed("records", "Replay a recorded rollout with one model call changed."),
-    "replay": Listed(
-        "records", "Replay recorded rollouts against new code or another model, and report which still succeed."
+    "serve": Listed(
+        "lightning_trainer.cli.servers.serve", "Serve a trained checkpoint behind an OpenAI-compatible endpoint."
     ),
-    "export": Listed(
-        "records", "Write traces as data for other trainers and viewers: conversations, pairs, tokens, spans."
+    "server": Listed(
+        "lightning_trainer.cli.servers.server", "Run store, gateway and trace receiver for several machines."
     ),
-    "prune": Listed("records", "Delete old traces, by age, origin or id."),
-    "key": Listed("servers", "Create, list and revoke the keys of a server."),
-    "blame": Listed("records", "Show which agents earned the reward in a run: credit by agent and turn."),
-    "doctor": Listed("setup", "Check this installation and say how to fix what does not work."),
+    "runner": Listed("lightning_trainer.cli.servers.runner", "Claim rollouts from a server and run the agent on them."),
+    "traces": Listed("lightning_trainer.cli.records.traces", "Show traces, as trees or as JSON lines."),
+    "prune": Listed("lightning_trainer.cli.records.prune", "Delete old traces, by age, origin or id."),
+    "key": Listed("lightning_trainer.cli.servers.key", "Create, list and revoke the keys of a server."),
+    "blame": Listed(
+        "lightning_trainer.cli.records.blame", "Show which agents earned the reward in a run: credit by agent and turn."
+    ),
+    "doctor": Listed(
+        "lightning_trainer.cli.setup.doctor", "Check this installation and say how to fix what does not work."
+    ),
 }
+
+
+def _in_order(kits: Mapping[str, Listed]) -> dict[str, Listed]:
+    """Return the commands of the frame and of the kits, each of these after the one that it names."""
+    names = list(FRAME)
+    waiting = dict(kits)
+    while waiting:
+        name = next((name for name, each in waiting.items() if each.after in names), None)
+        if name is None:
+            names += waiting
+            break
+        names.insert(names.index(waiting.pop(name).after) + 1, name)
+    return {name: FRAME.get(name) or kits[name] for name in names}
+
+
+COMMANDS: Final = _in_order(registry.kit_commands())
 
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -81,8 +88,7 @@ class LazyGroup(click.Group):
         """Import a command."""
         if cmd_name not in COMMANDS:
             return _plugin_commands().get(cmd_name)
-        command: click.Command = import_module(f"{__name__}.{COMMANDS[cmd_name].room}.{cmd_name}").command
-        return command
+        return _imported(COMMANDS[cmd_name])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -138,18 +144,21 @@ class LazyGroup(click.Group):
             ctx.exit(130)
 
 
+def _imported(listed: Listed) -> click.Command:
+    command: click.Command = import_module(listed.module).command
+    return command
+
+
 def _plugin_commands() -> dict[str, click.Command]:
     """Return the commands that plugins register by the hook `lightning_register_commands`.
 
     Raises:
         ConfigError: one has the name of a command of ours.
     """
-    from lightning_trainer import registry
-
-    found: dict[str, click.Command] = registry.registered("command")
+    found = {name: each for name, each in registry.registered("command").items() if COMMANDS.get(name) is not each}
     if taken := sorted(found.keys() & COMMANDS.keys()):
         raise ConfigError(f"a plugin registers the command {taken[0]!r}, which lightning-rl has. Give it another name.")
-    return found
+    return {name: _imported(each) if isinstance(each, Listed) else each for name, each in found.items()}
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

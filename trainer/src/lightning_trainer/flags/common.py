@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.cli.complete import for_option
+from lightning_trainer.flags.complete import for_option
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

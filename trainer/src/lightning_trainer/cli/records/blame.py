@@ -11,7 +11,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.store.urls import without_secrets
-from lightning_trainer.cli.options import (
+from lightning_trainer.flags.common import (
     given,
     key_file_option,
     print_json,

@@ -12,7 +12,7 @@ from typing import Final
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.cli.options import key_file_option, reading, store_option
+from lightning_trainer.flags.common import key_file_option, reading, store_option
 
 _EXAMPLE: Final = (
     "From cron, so that live traces are kept for 30 days: "

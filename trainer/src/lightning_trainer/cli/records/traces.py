@@ -14,7 +14,7 @@ import click
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import name_of, selects
 from lightning_spans.schema.spans import CHAT, EXECUTE_TOOL, TOOL_ARGUMENTS, TOOL_RESULT
-from lightning_trainer.cli.options import (
+from lightning_trainer.flags.common import (
     given,
     key_file_option,
     print_json,

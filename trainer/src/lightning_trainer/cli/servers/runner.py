@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.cli.options import print_json, read_key, take_work, work_options
+from lightning_trainer.flags.common import print_json, read_key, take_work, work_options
 
 if TYPE_CHECKING:
     from lightning_spans.store.http import HttpStore

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from lightning_trainer.cli.options import given
 from lightning_trainer.cli.servers.serving import tls_options
+from lightning_trainer.flags.common import given
 
 
 @click.command(name="serve")

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import click
 
-from lightning_trainer.cli.options import DEFAULT_STORE, name_by_option
 from lightning_trainer.cli.servers.serving import tls_options
+from lightning_trainer.flags.common import DEFAULT_STORE, name_by_option
 
 if TYPE_CHECKING:
     from lightning_trainer.gateway.settings import Routing

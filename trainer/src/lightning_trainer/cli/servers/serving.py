@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from lightning_spans.errors import ConfigError, StoreError
-from lightning_trainer.cli.options import print_json
+from lightning_trainer.flags.common import print_json
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lightning_trainer.cli.options import print_json, read_key, screen
+from lightning_trainer.flags.common import print_json, read_key, screen
 
 
 @click.command(name="doctor")

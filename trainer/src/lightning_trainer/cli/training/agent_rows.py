@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lightning_trainer.cli.options import print_json, screen
+from lightning_trainer.flags.common import print_json, screen
 from lightning_trainer.report.terminal import decimal, printable, tokens
 
 if TYPE_CHECKING:

@@ -10,7 +10,9 @@ import click
 
 from lightning_spans.errors import LightningError, NothingToLearnError, RewardError
 from lightning_spans.schema.agents import check_known
-from lightning_trainer.cli.options import (
+from lightning_trainer.cli.training.agent_rows import print_joins, print_rows
+from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
+from lightning_trainer.flags.common import (
     given,
     key_file_option,
     name_by_option,
@@ -20,9 +22,7 @@ from lightning_trainer.cli.options import (
     take_work,
     work_options,
 )
-from lightning_trainer.cli.training.agent_rows import print_joins, print_rows
-from lightning_trainer.cli.training.environments import environment_options, with_environment
-from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
+from lightning_trainer.flags.environment import environment_options, with_environment
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json, screen
 from lightning_trainer.config.files import merge
+from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, screen
 
 if TYPE_CHECKING:
     from lightning_trainer.kits.export.files import Draft

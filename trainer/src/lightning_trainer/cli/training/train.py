@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json
 from lightning_trainer.config.files import merge
 from lightning_trainer.config.train import TrainConfig
+from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.report.terminal import decimal
 

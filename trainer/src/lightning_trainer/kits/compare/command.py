@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.cli.options import GroupedCommand, config_options, given, print_json, read_key, screen
 from lightning_trainer.config.files import merge
+from lightning_trainer.flags.common import GroupedCommand, config_options, given, print_json, read_key, screen
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:

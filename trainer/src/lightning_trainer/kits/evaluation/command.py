@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_spans.errors import AgentFailedError, ConfigError
-from lightning_trainer.cli.options import given, name_by_option, print_json, read_key, screen, take_work, work_options
-from lightning_trainer.cli.training.environments import environment_options, with_environment
+from lightning_trainer.flags.common import given, name_by_option, print_json, read_key, screen, take_work, work_options
+from lightning_trainer.flags.environment import environment_options, with_environment
 from lightning_trainer.report.terminal import decimal, printable, tokens
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from lightning_trainer.cli.options import key_file_option, print_json, reading, store_option
+from lightning_trainer.flags.common import key_file_option, print_json, reading, store_option
 from lightning_trainer.kits.export.wanted import FORMATS
 
 

@@ -10,7 +10,7 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.cli.options import given, name_by_option, print_json, read_key, take_work, work_options
+from lightning_trainer.flags.common import given, name_by_option, print_json, read_key, take_work, work_options
 from lightning_trainer.report.terminal import decimal, printable
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.cli.options import name_by_option, print_json, read_key, screen, store_option
+from lightning_trainer.flags.common import name_by_option, print_json, read_key, screen, store_option
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lightning_trainer.cli.options import name_by_option, print_json, screen, store_option
-from lightning_trainer.cli.records.fork import names, subject_of
+from lightning_trainer.flags.common import name_by_option, print_json, screen, store_option
+from lightning_trainer.kits.replay.fork_command import names, subject_of
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:

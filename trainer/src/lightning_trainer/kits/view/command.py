@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from lightning_trainer.cli.options import key_file_option, print_json, read_key, trust_option
+from lightning_trainer.flags.common import key_file_option, print_json, read_key, trust_option
 
 if TYPE_CHECKING:
     from lightning_trainer.kits.view.runs import Runs

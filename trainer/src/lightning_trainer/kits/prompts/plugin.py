@@ -1,0 +1,22 @@
+"""Prompt optimisation, registered through the hooks that anybody would use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_spans.hooks import hookimpl
+from lightning_trainer.commands import Listed
+
+
+@hookimpl
+def lightning_register_commands(register: Callable[[str, Any], None]) -> None:
+    """Register the command."""
+    register(
+        "prompts",
+        Listed(
+            "lightning_trainer.kits.prompts.command",
+            "Optimise the system prompts of the agents you name.",
+            after="eval",
+        ),
+    )
