@@ -155,7 +155,7 @@ def _plugin_commands() -> dict[str, click.Command]:
     Raises:
         ConfigError: one has the name of a command of ours.
     """
-    found = {name: each for name, each in registry.registered("command").items() if COMMANDS.get(name) is not each}
+    found = {name: each for name, each in registry.registered("command").items() if COMMANDS.get(name) != each}
     if taken := sorted(found.keys() & COMMANDS.keys()):
         raise ConfigError(f"a plugin registers the command {taken[0]!r}, which lightning-rl has. Give it another name.")
     return {name: _imported(each) if isinstance(each, Listed) else each for name, each in found.items()}
