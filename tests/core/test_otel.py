@@ -21,7 +21,8 @@ from lightning_spans import Attempt, agent, attach, hookimpl, hooks, open_store,
 from lightning_spans.errors import AttachError, ConfigError
 from lightning_spans.record import stalls
 from lightning_spans.record.delivery.http import Posts
-from lightning_spans.record.delivery.otlp import decode, flatten
+from lightning_spans.record.delivery.otlp import flatten
+from lightning_spans.record.delivery.otlp_reader import decode
 from lightning_spans.record.pipeline import live_recorder
 from lightning_spans.schema import spans as names
 

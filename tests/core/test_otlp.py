@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_spans.record.delivery.otlp import JSON, PROTOBUF, decode, encode
+from lightning_spans.record.delivery.otlp import JSON, PROTOBUF, encode
+from lightning_spans.record.delivery.otlp_reader import decode
 from lightning_spans.schema.json import from_json, to_json
 from lightning_spans.schema.spans import Span
 
@@ -144,3 +145,24 @@ def test_values_that_are_equal_but_not_the_same_keep_their_kind():
         given_one = Span(operation="chat", name="x", start_ns=0, end_ns=0, attributes={"x": value}, **ids)
         (span,) = decode(encode([given_one]))
         assert repr(span.attributes["x"]) == repr(value)
+
+
+def test_spans_share_no_value_that_can_be_changed():
+    ids = {"trace_id": "1" * 32, "span_id": "1" * 16}
+    body = encode(
+        [Span(operation="chat", name="x", start_ns=0, end_ns=0, attributes={"x": ["a"], "y": {"z": 1}}, **ids)]
+    )
+    decode(body)
+    (changed,) = decode(body)
+    changed.attributes["x"].append("b")
+    changed.attributes["y"]["z"] = 2
+    (span,) = decode(body)
+    assert span.attributes == {"x": ["a"], "y": {"z": 1}}
+
+
+def test_an_attribute_that_is_broken_is_an_error_of_the_body():
+    body = encode(
+        [Span(operation="chat", name="x", trace_id="1" * 32, span_id="1" * 16, start_ns=0, end_ns=0, agent="ab")]
+    )
+    with pytest.raises(ValueError, match="OTLP"):
+        decode(body.replace(b"\x12\x04\x0a\x02ab", b"\x12\x04\x0a\x09ab"))

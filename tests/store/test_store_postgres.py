@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from lightning_spans.errors import ConfigError, RefusedError, StoreError
 from lightning_spans.store import Store, open_store
@@ -67,9 +68,9 @@ if sys.argv[2] == "back":
     numbers.reverse()
 print("ready", flush=True)
 sys.stdin.readline()
-kept = 0
-for first in range(0, 200, 20):
-    some = numbers[first : first + 20]
+kept, batch = 0, int(sys.argv[3])
+for first in range(0, 200, batch):
+    some = numbers[first : first + batch]
     kept += store.add_spans([a_span(trace_id="t", span_id=str(n), attributes={"n": n}) for n in some])
     kept += store.add_calls([a_call(call_id=str(n), response_id=str(n), trace_id="t") for n in some])
 store.close()
@@ -77,12 +78,15 @@ print(kept)
 """
 
 
-def test_two_processes_that_send_the_same_records_keep_each_once(url: str, opened: Callable[[], SqlStore]) -> None:
+@pytest.mark.parametrize("batch", [20, 100])  # few are inserted one by one, many are copied
+def test_two_processes_that_send_the_same_records_keep_each_once(
+    url: str, opened: Callable[[], SqlStore], batch: int
+) -> None:
     store, pipe = opened(), subprocess.PIPE
     command = [sys.executable, "-c", OVERLAP, url]
     with (
-        subprocess.Popen([*command, "forth"], stdin=pipe, stdout=pipe, text=True) as one,
-        subprocess.Popen([*command, "back"], stdin=pipe, stdout=pipe, text=True) as other,
+        subprocess.Popen([*command, "forth", str(batch)], stdin=pipe, stdout=pipe, text=True) as one,
+        subprocess.Popen([*command, "back", str(batch)], stdin=pipe, stdout=pipe, text=True) as other,
     ):
         for process in (one, other):
             assert process.stdout.readline() == "ready\n"
@@ -199,3 +203,42 @@ def test_text_that_postgresql_refuses_harms_no_other_field(opened: Callable[[], 
     assert (found.name, found.attributes) == ("nul \\x00", odd.attributes)
     with pytest.raises(RefusedError):
         store.add_spans([a_span(rollout_id="nul \0")])
+
+
+def test_one_of_many_that_postgresql_refuses_does_not_harm_the_next_ones(opened: Callable[[], SqlStore]) -> None:
+    store = opened()
+    good = [a_span() for _ in range(100)]
+    with pytest.raises(RefusedError):
+        store.add_spans([*good, a_span(rollout_id="nul \0")])
+    assert store.spans() == []
+    assert (store.add_spans([*good, *good]), store.add_spans(good)) == (100, 0)
+    assert store.spans() == good
+
+
+def test_a_connection_lost_in_the_middle_of_many_records_loses_none(url: str, opened: Callable[[], SqlStore]) -> None:
+    store, killed = opened(), []
+
+    def kill_once(_connection: Any, cursor: Any, _statement: str, rows: Any, *_: object) -> None:
+        if not killed and len(rows) == 100:
+            killed.append(cursor.connection.info.backend_pid)
+            with psycopg.connect(url, autocommit=True) as other:
+                other.execute("SELECT pg_terminate_backend(%s)", killed)
+
+    event.listen(store._engine, "before_cursor_execute", kill_once)
+    spans = [a_span() for _ in range(100)]
+    assert store.add_spans(spans) == 100
+    assert (len(killed), store.spans()) == (1, spans)
+
+
+def test_many_records_of_a_user_who_may_make_no_temporary_tables_are_kept(url: str) -> None:
+    schema = url.rpartition("%3D")[2]
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute(f"CREATE ROLE plain_{schema} LOGIN; GRANT ALL ON SCHEMA {schema} TO plain_{schema}")
+        admin.execute("REVOKE TEMPORARY ON DATABASE postgres FROM PUBLIC")
+    store = SqlStore(url.replace("postgres@", f"plain_{schema}@"))
+    spans = [a_span() for _ in range(100)]
+    assert (store.add_spans(spans), store.add_spans(spans)) == (100, 0)
+    assert store.spans() == spans
+    store.close()
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("GRANT TEMPORARY ON DATABASE postgres TO PUBLIC")

@@ -1,18 +1,14 @@
-"""Spans to OpenTelemetry's protocol (OTLP) and back: protobuf and JSON."""
+"""Spans as OpenTelemetry's protocol (OTLP), and what a server answers to them. `otlp_reader` reads spans back."""
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from lightning_spans.schema import spans as names
-from lightning_spans.schema.lenient_json import read_json
 from lightning_spans.schema.spans import Json, Span, Status
-
-if TYPE_CHECKING:
-    from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
@@ -23,8 +19,8 @@ _LIFTED = {
     names.ROLLOUT_ID: "rollout_id",
     names.ATTEMPT_ID: "attempt_id",
 }
-_STATUS: dict[int, Status] = {0: "unset", 1: "ok", 2: "error"}
-_CODE: dict[Status, int] = {status: code for code, status in _STATUS.items()}
+STATUS: dict[int, Status] = {0: "unset", 1: "ok", 2: "error"}
+_CODE: dict[Status, int] = {status: code for code, status in STATUS.items()}
 _SMALL = [bytes([number]) for number in range(0x80)]
 _TIMES = struct.Struct("<BQBQ")
 _TWO = struct.Struct("BB")
@@ -50,9 +46,8 @@ def flatten(span: Span) -> dict[str, Json]:
     return flat
 
 
-def lift(attributes: Mapping[str, Json]) -> dict[str, Any]:
-    """Undo `flatten`: give keyword arguments of `Span` from OTel attributes."""
-    rest = dict(attributes)
+def lift(rest: dict[str, Json]) -> dict[str, Any]:
+    """Undo `flatten`: give keyword arguments of `Span` from OTel attributes, which become the span's own."""
     fields: dict[str, Any] = dict.fromkeys(_LIFTED.values())
     for key, field in _LIFTED.items():
         if isinstance(rest.get(key), str):  # what another library put there in another type stays an attribute
@@ -61,7 +56,8 @@ def lift(attributes: Mapping[str, Json]) -> dict[str, Any]:
     origin = rest.pop(names.ORIGIN, None)
     fields["origin"] = origin if isinstance(origin, str) and origin else names.TRAINING
     fields["operation"] = fields["operation"] or "internal"
-    return {**fields, "attributes": rest}
+    fields["attributes"] = rest
+    return fields
 
 
 # Written by hand, because in the agent's process protobuf's own objects take longer. The numbers are those of
@@ -184,40 +180,6 @@ def _other(value: Json) -> bytes:
     return _block(b"\x0a", _utf8(str(value)))
 
 
-def decode(body: bytes, content_type: str = PROTOBUF) -> list[Span]:
-    """Read an OTLP ``ExportTraceServiceRequest``, all of it or nothing.
-
-    Raises:
-        ValueError: as `read` raises it, or a span of it is wrong.
-    """
-    spans, complaints = read(body, content_type)
-    if complaints:
-        raise ValueError(complaints[0])
-    return spans
-
-
-def read(body: bytes, content_type: str = PROTOBUF) -> tuple[list[Span], list[str]]:
-    """Read an OTLP ``ExportTraceServiceRequest``. Spans of other libraries keep all their attributes.
-
-    Args:
-        body: the uncompressed request body.
-        content_type: ``application/x-protobuf`` or ``application/json``.
-
-    Returns:
-        The spans, and for each one that is wrong what is wrong with it.
-
-    Raises:
-        ValueError: the body is not OTLP, or the content type is neither of the two.
-    """
-    kind = content_type.split(";", maxsplit=1)[0].strip().lower()
-    complaints: list[str] = []
-    if kind == PROTOBUF:
-        return list(_decode_protobuf(body, complaints)), complaints
-    if kind == JSON:
-        return list(_decode_json(body, complaints)), complaints
-    raise ValueError(f"content type {content_type!r}: OTLP is {PROTOBUF} or {JSON}")
-
-
 def rejected(answer: bytes, content_type: str) -> int:
     """Read from a server's answer how many spans of the request it will never take; 0 where it does not say."""
     if not answer or content_type.split(";", maxsplit=1)[0].strip().lower() != PROTOBUF:
@@ -231,135 +193,3 @@ def rejected(answer: bytes, content_type: str) -> int:
     except DecodeError:
         return 0
     return int(response.partial_success.rejected_spans)
-
-
-def _decode_protobuf(body: bytes, complaints: list[str]) -> Iterator[Span]:
-    from google.protobuf.message import DecodeError
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    request = ExportTraceServiceRequest()
-    try:
-        request.ParseFromString(body)
-    except DecodeError as error:
-        raise ValueError(f"not an OTLP protobuf body: {error}") from None
-    for batch in request.resource_spans:
-        for scope in batch.scope_spans:
-            for span in scope.spans:
-                try:
-                    yield _span(
-                        trace_id=span.trace_id.hex(),
-                        span_id=span.span_id.hex(),
-                        parent_id=span.parent_span_id.hex(),
-                        name=span.name,
-                        start_ns=span.start_time_unix_nano,
-                        end_ns=span.end_time_unix_nano,
-                        code=span.status.code,
-                        message=span.status.message,
-                        attributes={pair.key: _read_value(pair.value) for pair in span.attributes},
-                    )
-                except ValueError as error:
-                    complaints.append(str(error))
-
-
-def _read_value(value: AnyValue) -> Json:
-    kind = value.WhichOneof("value")
-    if kind is None:
-        return None
-    if kind == "array_value":
-        return [_read_value(item) for item in value.array_value.values]
-    if kind == "kvlist_value":
-        return {pair.key: _read_value(pair.value) for pair in value.kvlist_value.values}
-    if kind == "bytes_value":
-        return value.bytes_value.hex()
-    return getattr(value, kind)
-
-
-def _decode_json(body: bytes, complaints: list[str]) -> Iterator[Span]:
-    try:
-        request = read_json(body)
-        spans = [
-            span
-            for batch in request.get("resourceSpans", [])
-            for scope in batch.get("scopeSpans", [])
-            for span in scope.get("spans", [])
-        ]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"not an OTLP JSON body: {type(error).__name__}: {error}") from None
-    for span in spans:
-        try:
-            yield _json_span(span)
-        except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-            known = type(error) is ValueError  # ours, which says what is wrong
-            complaints.append(str(error) if known else f"not an OTLP JSON span: {type(error).__name__}: {error}")
-
-
-def _json_span(span: Mapping[str, Json]) -> Span:
-    status = span.get("status") or {}  # null stands for a field's default in the JSON form of protobuf
-    return _span(
-        trace_id=span["traceId"].lower(),
-        span_id=span["spanId"].lower(),
-        parent_id=(span.get("parentSpanId") or "").lower(),
-        name=_json_text(span, "name"),
-        start_ns=int(span["startTimeUnixNano"]),
-        end_ns=int(span["endTimeUnixNano"]),
-        code=_status_code(status.get("code", 0)),
-        message=_json_text(status, "message"),
-        attributes={_json_text(p, "key"): _read_json(p.get("value") or {}) for p in span.get("attributes") or []},
-    )
-
-
-def _json_text(holder: Mapping[str, Json], name: str) -> str:
-    value = holder.get(name)
-    if not isinstance(value, str | None):
-        raise ValueError(f"a span's {name} must be a text, not {value!r:.100}")
-    return value or ""
-
-
-def _status_code(code: int | str) -> int:
-    return code if isinstance(code, int) else {"STATUS_CODE_OK": 1, "STATUS_CODE_ERROR": 2}.get(code, 0)
-
-
-def _read_json(value: Mapping[str, Json]) -> Json:
-    if "arrayValue" in value:
-        return [_read_json(item) for item in value["arrayValue"].get("values") or []]
-    if "kvlistValue" in value:
-        pairs = value["kvlistValue"].get("values") or []
-        return {_json_text(pair, "key"): _read_json(pair.get("value") or {}) for pair in pairs}
-    if "intValue" in value:
-        return int(value["intValue"])  # proto3 JSON writes 64-bit integers as strings
-    if "doubleValue" in value:
-        return float(value["doubleValue"])
-    return next(iter(value.values()), None)
-
-
-def _span(
-    *,
-    trace_id: str,
-    span_id: str,
-    parent_id: str,
-    name: str,
-    start_ns: int,
-    end_ns: int,
-    code: int,
-    message: str,
-    attributes: dict[str, Json],
-) -> Span:
-    if not _is_hex(trace_id, 32) or not _is_hex(span_id, 16) or (parent_id and not _is_hex(parent_id, 16)):
-        raise ValueError(f"span {name!r}: ids must be 32 and 16 hex digits, not {trace_id!r} and {span_id!r}")
-    if not 0 <= start_ns < 2**63 or not 0 <= end_ns < 2**63:
-        raise ValueError(f"span {name!r}: its times, {start_ns} and {end_ns}, are no Unix times in nanoseconds")
-    return Span(
-        name=name,
-        trace_id=trace_id,
-        span_id=span_id,
-        parent_id=parent_id or None,
-        start_ns=start_ns,
-        end_ns=max(start_ns, end_ns),
-        status=_STATUS.get(code, "unset"),
-        status_message=message,
-        **lift(attributes),
-    )
-
-
-def _is_hex(text: str, digits: int) -> bool:
-    return len(text) == digits and all(c in "0123456789abcdef" for c in text) and bool(text.strip("0"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, Final
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, text
 from sqlalchemy.exc import DBAPIError, NoSuchModuleError, OperationalError
 
 from lightning_spans.errors import ConfigError
-from lightning_spans.store.sql.database import Database
+from lightning_spans.store.sql.database import INTO, Database
 from lightning_spans.store.sql.schema import metadata
 
 logger = logging.getLogger("lightning_spans")
@@ -28,6 +29,8 @@ _SESSION: Final = (
     # A writer that was stopped in the middle of a transaction must not hold the others up for ever.
     "SET idle_in_transaction_session_timeout = '30s'",
 )
+_MANY: Final = 50  # rows from which a COPY costs less than an INSERT of each
+_MAY_COPY: Final = "SELECT has_database_privilege(current_database(), 'TEMPORARY')"
 _TABLES_KEY: Final = 0x6C69676874  # of the advisory lock under which tables are made and changed
 # serialization_failure, deadlock_detected, lock_not_available; what a server says that stops, starts or is full
 _PASSING: Final = frozenset({"40001", "40P01", "55P03", "57P01", "57P02", "57P03", "53300"})
@@ -72,14 +75,40 @@ def _open_engine(url: URL) -> Engine:
     except (ModuleNotFoundError, NoSuchModuleError) as error:
         raise ConfigError(f"{_MISSING} ({error}).") from None
     event.listen(engine, "connect", _on_connect)
+    event.listen(engine, "do_executemany", _copy)
     return engine
 
 
-def _on_connect(connection: Any, _record: object) -> None:
+def _on_connect(connection: Any, record: Any) -> None:
     with connection.cursor() as cursor:
         for statement in _SESSION:
             cursor.execute(statement)
+        record.info[_MAY_COPY] = cursor.execute(_MAY_COPY).fetchone()[0]
     connection.commit()
+
+
+def _copy(cursor: Any, _statement: str, rows: Sequence[Sequence[Any]], context: Any) -> bool:
+    """Insert many new rows by COPY, for about half of the CPU time of one INSERT each.
+
+    COPY fails where a row is there already, so the rows go through a temporary table. It is emptied when the
+    transaction ends, and before: the transaction may hold the writes of several callers.
+
+    Returns:
+        Whether it was done: few rows, and those of a user who may make no temporary tables, are left to SQLAlchemy.
+    """
+    table, names = context.execution_options.get(INTO, (None, ()))
+    if table is None or len(rows) < _MANY or not context.root_connection.info[_MAY_COPY]:
+        return False
+    columns = ", ".join(table.c[name].name for name in names)
+    passing = f"new_{table.name}"
+    like = f"SELECT {columns} FROM {table.name}"  # noqa: S608 - our own names, as below
+    cursor.execute(f"CREATE TEMPORARY TABLE IF NOT EXISTS {passing} ON COMMIT DELETE ROWS AS {like} WITH NO DATA")
+    cursor.execute(f"DELETE FROM {passing}")  # noqa: S608
+    with cursor.copy(f"COPY {passing} ({columns}) FROM STDIN") as copy:
+        for row in rows:
+            copy.write_row(row)
+    cursor.execute(f"INSERT INTO {table.name} ({columns}) SELECT * FROM {passing} ON CONFLICT DO NOTHING")  # noqa: S608
+    return True
 
 
 def _lock(connection: Connection) -> None:

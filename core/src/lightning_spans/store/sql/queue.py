@@ -346,6 +346,6 @@ def cancel(connection: Connection, rollout_ids: Sequence[str]) -> int:
 def consume_group(connection: Connection, group_id: str, consumer: str) -> bool:
     """Mark a group as trained on, unless another was first."""
     row = {"group_id": group_id, "consumer": consumer, "consumed_ns": time.time_ns()}
-    insert_new(connection, consumed_groups, row)
+    insert_new(connection, consumed_groups, [row])
     first = connection.scalar(select(consumed_groups.c.consumer).where(consumed_groups.c.group_id == group_id))
     return first == consumer

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lightning_spans.record.delivery import otlp
+from lightning_spans.record.delivery import otlp, otlp_reader
 from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
 from lightning_spans.schema.json import from_json, to_json
@@ -258,7 +258,7 @@ class RecordedPromises:
         spans = found.spans
         assert sorted(found.heard, key=_place) == sorted(spans, key=_place)
         assert [from_json(Span, json.loads(json.dumps(to_json(span)))) for span in spans] == spans
-        assert otlp.decode(otlp.encode(spans)) == spans
+        assert otlp_reader.decode(otlp.encode(spans)) == spans
 
 
 def _check_tool_calls(found: Recording) -> None:

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
-from lightning_spans.record.delivery import otlp
+from lightning_spans.record.delivery import otlp_reader
 from lightning_spans.schema.spans import Span
 from lightning_spans.testing.plugins.script import Json, Reply, Script, answer, follow, pieces
 
@@ -96,7 +96,7 @@ class ScriptedServer:
     @property
     def spans(self) -> list[Span]:
         """The spans so far, each once, as a store keeps them: what is not confirmed in time is delivered again."""
-        found = {span.span_id: span for delivery in self.traces for span in otlp.decode(delivery.raw)}
+        found = {span.span_id: span for delivery in self.traces for span in otlp_reader.decode(delivery.raw)}
         return list(found.values())
 
     def close(self) -> None:

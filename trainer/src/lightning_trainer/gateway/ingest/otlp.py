@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from starlette.types import Receive, Scope, Send
 
 from lightning_spans.errors import QueueFullError, RefusedError, StoreError
-from lightning_spans.record.delivery.otlp import JSON, PROTOBUF, read
+from lightning_spans.record.delivery.otlp import JSON, PROTOBUF
+from lightning_spans.record.delivery.otlp_reader import read
 from lightning_spans.record.production import EVERYTHING, Live, sampled
 from lightning_spans.schema.spans import LIVE, Span
 from lightning_trainer.gateway.auth.access import Access
