@@ -13,12 +13,12 @@ import pytest
 from bombs import CHAT, GZIP, JSON, OTLP, PROTOBUF, USER, _listed, spans_protobuf
 
 from lightning_spans.record.delivery import otlp
+from lightning_spans.schema import lenient_json
 from lightning_trainer.gateway.auth.quotas import HOUR_S, Quotas
 from lightning_trainer.gateway.http import weight
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.ingest import genai
 from lightning_trainer.gateway.ingest import otlp as receiver
-from lightning_trainer.gateway.intake import intake
 from lightning_trainer.gateway.settings import Limits
 from support.fakes import FakeEngine, served
 
@@ -38,7 +38,7 @@ def unread(monkeypatch):
         return parse
 
     monkeypatch.setattr(receiver, "read", parser("OTLP"))
-    monkeypatch.setattr(intake.orjson, "loads", parser("JSON"))
+    monkeypatch.setattr(lenient_json.orjson, "loads", parser("JSON"))
     return reached
 
 
