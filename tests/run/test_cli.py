@@ -227,7 +227,7 @@ def test_every_option_of_a_run_is_a_flag() -> None:
     [
         ("none.jsonl", None, ["none.jsonl does not exist"]),
         ("empty.jsonl", "", ["empty.jsonl is empty"]),
-        ("bad.jsonl", '{"q": 1}\n{"q": \n', ["bad.jsonl, line 2", "not JSON"]),
+        ("bad.jsonl", '{"q": 1}\n{"q": \n{\n', ["bad.jsonl, line 2", "not JSON"]),
         ("bad.csv", "q,a\n1\n", ["bad.csv, line 2"]),
         ("list.json", '{"q": 1}', ["list.json", "a list of objects"]),
     ],

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import sys
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -35,21 +37,18 @@ def test_csv_values_may_hold_line_breaks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("t.jsonl", '{"a": 1}\n{"a": \n', "line 2: not JSON"),
-        ("t.jsonl", '{"a": 1}\n\n[1]\n', "line 3: a task must be an object"),
-        ("t.jsonl", '{"a": NaN}\n', "line 1: not JSON: NaN"),
-        ("t.jsonl", '{"a": 123456789012345678901234567890}\n', "line 1: this task can't be stored"),
-        ("t.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "line 2: not UTF-8"),
+        ("t.jsonl", '{"a": \n', "line 1: not JSON"),
+        ("t.jsonl", '{"a": 1}\n\n[1]\n2\n', "line 3: a row must be an object .* 2 of 3 rows can't be read"),
+        ("t.jsonl", b'{"a": "\xff"}\n', "line 1: not UTF-8"),
         ("t.json", '[{"a": 1},\n {"a" 2}]', "line 2: not JSON"),
         ("t.json", '{"a": 1}', "must hold a list"),
         ("t.json", "[1]", "item 1 of the list"),
-        ("t.csv", "a,b\n1,2\n3\n", "line 3: not 2 values"),
         ("t.csv", "a,b\n1,2,3\n", "line 2: not 2 values"),
         ("t.csv", 'a\n"x\n', "line 2: not CSV"),
         ("t.csv", "a,b,a\n1,2,3\n", "two columns are called 'a'. Rename one"),
         ("t.csv", "a;b\n1;2\n", "one column, 'a;b'. Separate values by commas"),
         ("t.json", '{"a": 1}\n{"a": 2}\n', "line 2: not JSON: .* name the file .jsonl"),
-        ("t.jsonl", '[{"a": 1}, {"a": 2}]\n', "A list of tasks is a .json file"),
+        ("t.jsonl", '[{"a": 1}, {"a": 2}]\n', "A list of rows is a .json file"),
         ("t.jsonl", "", "is empty"),
         ("t.jsonl", "\n \n", "is empty"),
         ("t.json", "", "is empty"),
@@ -108,13 +107,60 @@ def test_a_parquet_file_and_a_data_sets_folder_are_tasks(tmp_path: Path) -> None
         load_tasks(tmp_path / "broken.parquet")
 
 
-@pytest.mark.parametrize("value", [dt.datetime(2026, 1, 1), float("nan"), b"x"])
-def test_parquet_values_that_no_task_can_keep_are_errors_with_their_row(tmp_path: Path, value: object) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pa.table({"q": ["one", "two"], "x": [None, value]}), tmp_path / "tasks.parquet")
-    with pytest.raises(DataError, match="row 2: this task can't be stored"):
-        load_tasks(tmp_path / "tasks.parquet")
+ODD_ROWS = b"""\xef\xbb\xbf{"a": 1180591620717411303424, "b": [NaN, 1e400], "c": "\\ud83d"}
+{"a": 1
+{"a": 2, "a": 3}
+{"a": "\xff"}
+"""
+
+
+def test_rows_that_cannot_be_read_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = file(tmp_path, "t.jsonl", ODD_ROWS)
+    assert load_tasks(path) == load_tasks(path) == [{"a": 2**70, "b": [None, None], "c": "\ufffd"}, {"a": 3}]
+    (warned,) = caplog.messages
+    assert "2 of 4 rows are left out. line 2: not JSON" in warned
+    assert "line 4: not UTF-8" in warned
+    assert load_tasks(file(tmp_path, "t.csv", "a,b\n1,2\n3\n")) == [{"a": "1", "b": "2"}]
+    assert "line 3: not 2 values" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(dt.datetime(2026, 1, 1), "timestamp"), (b"x", "binary"), (Decimal(1), "decimal"), ([{"x": dt.date.max}], "date")],
+)
+def test_a_column_that_json_cannot_hold_is_refused_by_name_unless_it_is_left_out(
+    tmp_path: Path, value: object, kind: str
+) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"q": ["one"], "n": [1.0], "x": [value]}), path := tmp_path / "tasks.parquet")
+    with pytest.raises(DataError, match=f"column 'x' holds {kind}.* --columns q,n"):
+        load_tasks(path)
+    assert load_tasks(path, ["n", "q"]) == [{"n": 1.0, "q": "one"}]
+    with pytest.raises(DataError, match=r"has no column 'z'\. It has q, n, x"):
+        load_tasks(path, ["z"])
+    with pytest.raises(DataError, match="has a column 'z'"):
+        load_tasks(file(tmp_path, "t.jsonl", '{"q": 1}\n'), ["z"])
+
+
+@pytest.mark.parametrize("extension", [True, False])
+def test_columns_of_json_are_read_as_data(tmp_path: Path, extension: bool) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = pa.array(['{"x": 1180591620717411303424}', None])
+    nested = pa.StructArray.from_arrays([pa.ListArray.from_arrays([0, 1, 2], texts)], ["calls"])
+    if extension:
+        kind = pa.json_(pa.string())
+        calls = pa.ListArray.from_arrays([0, 1, 2], texts.cast(kind))
+        table = pa.table({"a": texts.cast(kind), "b": pa.StructArray.from_arrays([calls], ["calls"])})
+    else:
+        made_of = {"a": {"_type": "Json"}, "b": {"calls": {"_type": "List", "feature": {"_type": "Json"}}}}
+        features = {"huggingface": json.dumps({"info": {"features": made_of}})}
+        table = pa.table({"a": texts, "b": nested}).replace_schema_metadata(features)
+    parquet.write_table(table, tmp_path / "tasks.parquet")
+    big = {"x": 2**70}
+    assert load_tasks(tmp_path / "tasks.parquet") == [
+        {"a": big, "b": {"calls": [big]}},
+        {"a": None, "b": {"calls": [None]}},
+    ]
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

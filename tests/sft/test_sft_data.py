@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from collections import Counter
 from itertools import pairwise
@@ -47,9 +48,15 @@ def test_the_usual_shapes_are_one(line: dict[str, Any]) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, DONE]}, "more than text"),
     ],
 )
-def test_what_has_not_the_fields_is_told_with_its_line(tmp_path: Path, line: dict[str, Any], told: str) -> None:
+def test_what_has_not_the_fields_is_told_with_its_line(
+    tmp_path: Path, line: dict[str, Any], told: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"messages": [USER, DONE]}) + "\n" + json.dumps(line) + "\n")
+    assert len(read_file(path, Counter())) == 1, "one bad row does not reject a file"
+    assert "1 of 2 rows are left out. line 2: " in caplog.text
+    assert told in caplog.text
+    path.write_text("\n" + json.dumps(line) + "\n")
     with pytest.raises(DataError, match="line 2") as error:
         read_file(path, Counter())
     assert told in str(error.value)
@@ -116,7 +123,7 @@ def test_parquet_is_read_without_what_other_lines_fill_in(tmp_path: Path) -> Non
     assert found[1].messages[1]["tool_calls"][0]["function"]["arguments"] == {"b": 1}
     assert found[2].messages == (USER, DONE)
     (tmp_path / "bad.parquet").write_text("x")
-    with pytest.raises(DataError, match=r"no Parquet"):
+    with pytest.raises(DataError, match="can't be read"):
         read_file(tmp_path / "bad.parquet", Counter())
 
 
@@ -148,6 +155,35 @@ def test_what_is_null_in_json_of_a_parquet_file_stays_so(tmp_path: Path) -> None
     (found,) = read_file(tmp_path / "data.parquet", Counter())
     assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"unit": None}
     assert found.tools == tuple(tools)
+
+
+def test_turns_of_sharegpt_that_call_functions_are_tool_calls() -> None:
+    call, big = {"name": "f", "arguments": {"x": 2**70}}, "1180591620717411303424"
+    turns = [
+        {"from": "human", "value": "hi"},
+        {"from": "function_call", "value": f'{{"name": "f", "arguments": {{"x": {big}}}}}'},
+        {"from": "observation", "value": "7"},
+        {"from": "gpt", "value": "hello"},
+    ]
+    found = conversation({"conversations": turns, "tools": '[{"name": "f", "parameters": {}}]'}, "here")
+    assert [message["role"] for message in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [made["function"] for made in found.messages[1]["tool_calls"]] == [call]
+    assert found.answers == (1, 3)
+    assert found.tools == ({"type": "function", "function": {"name": "f", "parameters": {}}},)
+    with pytest.raises(DataError, match="a name and arguments"):
+        conversation({"conversations": [{"from": "function_call", "value": "[]"}]}, "here")
+
+
+def test_columns_of_other_types_do_not_matter_and_json_is_read(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    said = {**DONE, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 2**70, "unit": None}}}]}
+    messages = pyarrow.array([[json.dumps(message) for message in (USER, said)]])
+    table = pyarrow.table({"messages": messages, "made": [dt.datetime(2026, 1, 1)]})
+    features = {"messages": {"_type": "List", "feature": {"_type": "Json"}}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    parquet.write_table(table, tmp_path / "data.parquet")
+    (found,) = read_file(tmp_path / "data.parquet", Counter())
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 2**70, "unit": None}
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ class TrainFields(BaseModel):
     """Training tasks: a JSON Lines, JSON, CSV or Parquet file, or the folder of a Hugging Face data set."""
     val: Path | None = None
     """Held-out tasks, evaluated before and after training."""
+    columns: tuple[str, ...] = ()
+    """Columns of data and val to read. Default: all, so each must be of a type that JSON can hold."""
     env: str | None = None
     """Environment to use instead of target and data: the module name of a verifiers environment, or the URL of an
     OpenEnv server. It provides the tasks, the loop and the reward."""

@@ -62,6 +62,21 @@ name_by_option = click.option(
     help="Name the agents of calls without an agent header: [NAME=]WHERE[:REGEX]. WHERE is system,"
     " model or header:FIELD. The first match counts. May be repeated.",
 )
+
+
+def _names(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    names = None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+    if names == ():
+        raise click.BadParameter("name at least one column.")
+    return names
+
+
+columns_option = click.option(
+    "--columns",
+    metavar="NAME,...",
+    callback=_names,
+    help="Columns of the tasks to read. Default: all, so each must be of a type that JSON can hold.",
+)
 _WORK: Final = (
     click.option(
         "--workdir",

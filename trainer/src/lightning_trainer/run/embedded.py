@@ -107,8 +107,8 @@ class Embedded:
 
     def describe(self, config: TrainConfig, progress: Progress) -> Described:
         """Run one step's rollouts and one update that nobody keeps, and say what the run, or its rest, would take."""
-        tasks = load_tasks(config.data)
-        val = load_tasks(config.val) if config.val else []
+        tasks = load_tasks(config.data, config.columns)
+        val = load_tasks(config.val, config.columns) if config.val else []
         start = self.start(config, identity_of(config, tasks))
         count = min(TRIED, config.batch_size, len(tasks))
         places = batch_at(start.step, len(tasks), config.batch_size, config.seed)[:count]

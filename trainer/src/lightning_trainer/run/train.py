@@ -59,7 +59,8 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     trackers.check(config.trackers)
     config = with_format(config)
     _check_port(config.port)
-    tasks, val = load_tasks(config.data), load_tasks(config.val) if config.val else []
+    tasks = load_tasks(config.data, config.columns)
+    val = load_tasks(config.val, config.columns) if config.val else []
     credit_of(config)  # or refuse
     rules = read_rules(config.rewards, credit=config.credit, gamma=config.gamma)
     judging = read_judge(config.reward, config.judge)

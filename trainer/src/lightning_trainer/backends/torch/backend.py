@@ -155,5 +155,7 @@ def _learning(config: TrainConfig) -> dict[str, Any]:
 
 def _steps(config: TrainConfig) -> int:
     """Return the optimiser steps of the whole run."""
-    batches = config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data)))
+    batches = (
+        config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data, config.columns)))
+    )
     return batches * config.update_epochs * config.minibatches

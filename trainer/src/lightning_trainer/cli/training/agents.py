@@ -13,6 +13,7 @@ from lightning_spans.schema.agents import check_known
 from lightning_trainer.cli.training.agent_rows import print_joins, print_rows
 from lightning_trainer.cli.training.trial import Trial, run_trial, tell_errors
 from lightning_trainer.flags.common import (
+    columns_option,
     given,
     key_file_option,
     name_by_option,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
 )
+@columns_option
 @environment_options(tasks=False)
 @click.option("--tasks", "count", default=4, show_default=True, type=click.IntRange(1), help="Run the first N tasks.")
 @click.option("--command", "program", help="The agent as a command, instead of TARGET.")
@@ -84,6 +86,7 @@ def command(
     *,
     target: str | None,
     data: Path | None,
+    columns: tuple[str, ...] | None,
     count: int,
     program: str | None,
     reward: str | None,
@@ -138,7 +141,7 @@ def command(
         subject = _subject(model, endpoint)
         trial = Trial(
             job=Job(target=target, command=program, reward=reward, needs_reward=False, work=take_work(flags)),
-            tasks=load_tasks(data)[:count],
+            tasks=load_tasks(data, columns or ())[:count],
             timeout_s=timeout_s,
             agents=chosen,
             subject=subject,

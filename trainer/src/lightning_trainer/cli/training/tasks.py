@@ -78,7 +78,7 @@ def command(
     backend = registry.by_name("backend", config.backend)
     if not isinstance(backend, Embedded):
         raise ConfigError(f"tasks are tried with a model in this process, and backend = {config.backend} has none.")
-    tasks = load_tasks(config.data)[:first]
+    tasks = load_tasks(config.data, config.columns)[:first]
     with ExitStack() as stack:  # a trial may take hours: whether its tasks can be kept is known before
         kept = stack.enter_context(closing(_draft(keep, config.data))) if keep is not None else None
         with Shown(f"trying {len(tasks)} tasks, {samples} times each") as progress:

@@ -118,7 +118,10 @@ def compare(
     """
     progress = progress or Silent()
     config.check()
-    marks = {"data": digest(load_tasks(config.train.data)), "val": digest(load_tasks(_val(config)))}
+    marks = {
+        "data": digest(load_tasks(config.train.data, config.train.columns)),
+        "val": digest(load_tasks(_val(config), config.train.columns)),
+    }
     with _folder(out, resume) as folder:
         _asked(folder, config, marks, resume)
         try:

@@ -103,7 +103,7 @@ def _sft(config: CompareConfig, folder: Path, names: Sequence[str], progress: Pr
         asked, resume = resumed(folder), folder
     else:
         shutil.rmtree(folder, ignore_errors=True)
-        tasks, resume = load_tasks(config.train.data), None
+        tasks, resume = load_tasks(config.train.data, config.train.columns), None
         size = config.train.group_size
         of_a_round = max(1, config.budget // (config.rounds * size))
         rounds = config.rounds if of_a_round <= len(tasks) else max(1, config.budget // (len(tasks) * size))
@@ -148,7 +148,7 @@ def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress
     if not (search / "prompts.json").exists():
         shutil.rmtree(search, ignore_errors=True)
         out.unlink(missing_ok=True)
-    tasks = load_tasks(train.data)
+    tasks = load_tasks(train.data, train.columns)
     if config.reflect is None:
         raise ConfigError("prompts needs a model that proposes them: --reflect [MODEL=]URL.")
     try:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lightning_spans.errors import AgentFailedError, ConfigError
-from lightning_trainer.flags.common import given, name_by_option, print_json, read_key, screen, take_work, work_options
+from lightning_trainer.flags.common import (
+    columns_option,
+    given,
+    name_by_option,
+    print_json,
+    read_key,
+    screen,
+    take_work,
+    work_options,
+)
 from lightning_trainer.flags.environment import environment_options, with_environment
 from lightning_trainer.report.terminal import decimal, printable, tokens
 
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
 )
+@columns_option
 @environment_options()
 @click.option("--tasks", type=click.IntRange(1), help="Use only the first N tasks.")
 @click.option("--samples", type=click.IntRange(1), help="Rollouts per task. [default: 1]")

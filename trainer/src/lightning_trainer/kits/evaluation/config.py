@@ -46,6 +46,7 @@ class EvalConfig:
         store: URL; None: SQLite in the folder.
         load: further options of the backend that loads weights.
         name_by: rules that name the agents of calls, see `naming`; (): those of the run.
+        columns: of the tasks to read; empty: all.
         work: of a command: where it works, and what gives its reward.
     """
 
@@ -74,6 +75,7 @@ class EvalConfig:
     store: str | None = None
     load: dict[str, Any] = field(default_factory=dict)
     name_by: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     work: Work = field(default_factory=Work)
 
     def __post_init__(self) -> None:
@@ -122,7 +124,12 @@ class EvalConfig:
             agents = None if values["agents"] is None else tuple(values["agents"])
             prompts = None if values.get("prompts") is None else Path(values["prompts"])
             made: dict[str, Any] = {"data": Path(values["data"]), "out": None, "prompts": prompts, "agents": agents}
-            made |= {"work": Work(**values["work"]), "name_by": tuple(values["name_by"]), "counting": counting}
+            made |= {
+                "work": Work(**values["work"]),
+                "name_by": tuple(values["name_by"]),
+                "columns": tuple(values.get("columns", ())),
+                "counting": counting,
+            }
             return cls(**{**values, **made})
         except (KeyError, TypeError) as error:
             raise ConfigError(f"this evaluation can't go on: its options can't be read: {error}.") from None

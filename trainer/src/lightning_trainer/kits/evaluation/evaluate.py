@@ -107,7 +107,7 @@ def evaluate(
         LightningError: an option, a file or the agent is wrong, or every sample failed.
     """
     began, progress, keys = time.monotonic(), progress or Silent(), keys or BearerKeys()
-    tasks = load_tasks(config.data)[: config.tasks]
+    tasks = load_tasks(config.data, config.columns)[: config.tasks]
     judging = _judging(config)
     subject, other = config.subject(keys.endpoint), _other(config, tasks, keys)
     config.read_prompts()  # or refuse

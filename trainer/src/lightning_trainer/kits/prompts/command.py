@@ -10,7 +10,15 @@ import click
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.agents import is_glob
-from lightning_trainer.flags.common import given, name_by_option, print_json, read_key, take_work, work_options
+from lightning_trainer.flags.common import (
+    columns_option,
+    given,
+    name_by_option,
+    print_json,
+    read_key,
+    take_work,
+    work_options,
+)
 from lightning_trainer.report.terminal import decimal, printable
 
 
@@ -22,6 +30,7 @@ from lightning_trainer.report.terminal import decimal, printable
     type=click.Path(path_type=Path),
     help="Tasks: a JSON Lines, JSON, CSV or Parquet file, a glob of such files, or the folder of a data set.",
 )
+@columns_option
 @click.option(
     "--val",
     type=click.Path(path_type=Path),

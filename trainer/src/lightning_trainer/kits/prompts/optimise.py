@@ -71,6 +71,7 @@ class PromptsConfig:
         max_attempts: tries of what failed by no fault of the model's.
         workers: worker processes; None: at most two.
         name_by: rules that name the agents of calls; see `naming`.
+        columns: of the tasks to read; empty: all.
         work: of a command: where it works, and what gives its reward.
     """
 
@@ -98,6 +99,7 @@ class PromptsConfig:
     max_attempts: int = 2
     workers: int | None = None
     name_by: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     work: Work = field(default_factory=Work)
 
 
@@ -201,9 +203,9 @@ def _routing(config: PromptsConfig) -> Routing:
 
 
 def _tasks(config: PromptsConfig) -> tuple[list[Task], list[Task]]:
-    tasks = load_tasks(config.data)
+    tasks = load_tasks(config.data, config.columns)
     if config.val is not None:
-        return tasks, load_tasks(config.val)
+        return tasks, load_tasks(config.val, config.columns)
     if len(tasks) < 2:
         raise ConfigError(f"{config.data} has one task, and one is needed to learn from and another to choose by.")
     return tasks[::2], tasks[1::2]

@@ -169,6 +169,8 @@ class RoundsConfig(SftConfig):
     """The agent as a command, instead of TARGET (rounds)."""
     tasks: Path
     """Tasks to sample on."""
+    columns: tuple[str, ...] = ()
+    """Columns of tasks and val to read (rounds). Default: all."""
     reward: str | None = None
     """Reward function `module:function`, called as score(task, result), or `judge` (rounds)."""
     judge: dict[str, Any] = Field(default_factory=dict)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_spans.errors import ConfigError, DataError
+from lightning_spans.errors import DataError
 from lightning_spans.schema.agents import path_of
-from lightning_spans.schema.json import loads
+from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.kits.export.asked import UnreadableError
 from lightning_trainer.kits.export.chat import Message, plain
+from lightning_trainer.run.datafiles.arrow import arrow_rows
+from lightning_trainer.run.datafiles.rows import FaultyRows, Row, json_lines, json_list
 
 _ROLES: Final = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -29,6 +31,12 @@ WANTED: Final = (
     " and labels"
 )
 SILENT: Final = "the assistant says nothing in it"
+_FIELDS: Final = frozenset({  # all that is read of a row; what else a file has may be of any type
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system", "tools",
+    "chosen", "rejected", "rewards", "input_ids", "labels", "prompt_ids", "chosen_ids", "rejected_ids", "answers",
+    "agent", "agent_path", "reward", "group_id", "rollout_id", "task_id",
+})  # fmt: skip
+_CALL: Final = "function_call"  # a turn of ShareGPT's shape
 _SHAPES: Final = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
@@ -89,43 +97,45 @@ def read_file(path: Path, left_out: Counter[str]) -> list[Example]:
             assistant says nothing in all of it.
     """
     found, silent = [], None
-    for number, line in read_lines(path):
+    for row, faulty in _rows(path):
         try:
-            found.append(conversation(line, f"{path}, line {number}"))
+            found.append(conversation(row.value, f"{path}, {row.where}"))
         except SilentError as error:
             silent = silent or error
             left_out[SILENT] += 1
+        except DataError as error:
+            faulty.reject(row, str(error).removeprefix(f"{path}, {row.where}: "))
     if not found:
         raise silent or DataError(f"data file {path} is empty. It must hold at least one conversation.")
     return found
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read the objects of a file, with the number of each line.
+def _rows(path: Path) -> Iterator[tuple[Row, FaultyRows]]:
+    """Read the objects of a file, each with what counts those that are left out.
 
     Raises:
-        DataError: it is missing, of another kind, or no object stands in a line.
+        DataError: it is missing, of another kind, or most rows of it can't be read.
     """
     if path.is_dir():
         raise DataError(f"data {path} is a folder. Name a .jsonl, .json or .parquet file, or a store.{_files_in(path)}")
     reader = _readers().get(path.suffix.lower())
     if reader is None:
         raise DataError(f"data file {path}: unknown kind {path.suffix!r}. Give .jsonl, .json or .parquet, or a store.")
-    try:
-        for number, line in reader(path):
-            if not isinstance(line, dict):
-                raise DataError(f"data file {path}, line {number}: not an object.")
-            yield number, line
-    except FileNotFoundError:
-        raise DataError(f"data file {path} does not exist. Check the path; it is relative to {Path.cwd()}.") from None
-    except OSError as error:
-        raise DataError(f"data file {path} can't be read: {error.strerror or error}.") from None
-    except UnicodeDecodeError:
-        raise DataError(f"data file {path}: not UTF-8 text. Save the file as UTF-8.") from None
+    if not path.exists():
+        raise DataError(f"data file {path} does not exist. Check the path; it is relative to {Path.cwd()}.")
+    faulty = FaultyRows(path)
+    for row in faulty.readable(reader(path)):
+        yield row, faulty
+    faulty.finish()
 
 
-def _readers() -> dict[str, Callable[[Path], Iterator[tuple[int, Any]]]]:
-    return {".jsonl": _json_lines, ".ndjson": _json_lines, ".json": _json_list, ".parquet": _parquet}
+def _readers() -> dict[str, Callable[[Path], Iterator[Row]]]:
+    return {
+        ".jsonl": json_lines,
+        ".ndjson": json_lines,
+        ".json": json_list,
+        ".parquet": partial(arrow_rows, needed=_FIELDS, sparse=True),
+    }
 
 
 def _files_in(folder: Path) -> str:
@@ -135,51 +145,6 @@ def _files_in(folder: Path) -> str:
         return ""
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f" It holds {', '.join(path.relative_to(folder).as_posix() for path in found[:_SHOWN])}{more}."
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open(encoding="utf-8-sig", newline="\n") as file:
-        for number, text in enumerate(file, 1):
-            if text.strip():
-                yield number, _parsed(path, number, text)
-
-
-def _json_list(path: Path) -> Iterator[tuple[int, Any]]:
-    value = _parsed(path, 1, path.read_text(encoding="utf-8-sig"))
-    if not isinstance(value, list):
-        raise DataError(f"data file {path}: a .json file must hold a list of objects.")
-    yield from enumerate(value, 1)
-
-
-def _parsed(path: Path, number: int, text: str) -> Any:
-    try:
-        return loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"data file {path}, line {number}: not JSON: {error}.") from None
-
-
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise ConfigError("Parquet needs pyarrow. Run: pip install pyarrow") from None
-    number = 0
-    try:
-        with path.open("rb") as file:
-            for batch in ParquetFile(file).iter_batches(batch_size=512):
-                for line in batch.to_pylist():
-                    number += 1
-                    yield number, {name: _known(value) for name, value in line.items()}
-    except ArrowException as error:
-        raise DataError(f"data file {path} is no Parquet: {str(error).splitlines()[0]}") from None
-
-
-def _known(value: Any) -> Any:
-    """Leave out what Parquet fills in: arguments that another line's tool has are None in this one's."""
-    if isinstance(value, Mapping):
-        return {name: _known(each) for name, each in value.items() if each is not None}
-    return [_known(each) for each in value] if isinstance(value, list) else value
 
 
 def conversation(line: Mapping[str, Any], source: str) -> Example:
@@ -243,11 +208,12 @@ def _said(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
 
 def _turns(line: Mapping[str, Any]) -> tuple[list[Message], list[int]]:
     if line.get("messages"):
-        messages = [plain(message) for message in line["messages"]]
+        sent = [_object(message) for message in line["messages"]]
+        messages = [plain(message) for message in sent]
         given = line.get("answers")
-        return messages, _learned(messages, line["messages"]) if given is None else [int(place) for place in given]
+        return messages, _learned(messages, sent) if given is None else [int(place) for place in given]
     if line.get("conversations"):
-        turns = [_turn(turn) for turn in line["conversations"]]
+        turns = [_turn(_object(turn)) for turn in line["conversations"]]
         messages = [plain(turn) for turn in turns]
         return messages, _learned(messages, turns)
     if line.get("prompt") and line.get("completion"):
@@ -285,10 +251,28 @@ def _turn(turn: Mapping[str, Any]) -> Message:
     """Return a turn of ShareGPT's shape; one of the other shape is taken, too."""
     if "role" in turn:
         return dict(turn)
+    if str(turn["from"]).lower() == _CALL:
+        return {"role": "assistant", "content": None, "tool_calls": _calls(turn["value"]), "weight": turn.get("weight")}
     role = _ROLES.get(str(turn["from"]).lower())
     if role is None:
         raise ValueError(f"a turn is from {turn['from']!r}, which is nobody known")
     return {"role": role, "content": turn["value"], "weight": turn.get("weight")}
+
+
+def _calls(value: Any) -> list[Message]:
+    """Return the calls that a turn from `function_call` holds: one or a list, as JSON text or as data."""
+    read = read_json(value) if isinstance(value, str) else value
+    calls = read if isinstance(read, list) else [read]
+    if not calls or not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise ValueError(f"a turn from {_CALL!r} must be JSON with a name and arguments, not {str(value)[:40]!r}")
+    return [
+        {"type": "function", "function": {name: call.get(name) for name in ("name", "arguments")}} for call in calls
+    ]
+
+
+def _object(value: Any) -> Any:
+    """Return a message as data; `datasets` stores some as JSON text, in a column of its type `Json`."""
+    return read_json(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
 
 
 def _messages(value: Any, role: str) -> list[Message]:
@@ -296,7 +280,7 @@ def _messages(value: Any, role: str) -> list[Message]:
         return [{"role": role, "content": value}]
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"{repr(value)[:40]} is neither a text nor messages")
-    return [plain(message) for message in value]
+    return [plain(_object(message)) for message in value]
 
 
 def _answers(messages: Sequence[Message]) -> list[int]:
@@ -304,10 +288,18 @@ def _answers(messages: Sequence[Message]) -> list[int]:
 
 
 def _tools(value: Any) -> tuple[Any, ...]:
-    tools = json.loads(value) if isinstance(value, str) and value else value
+    tools = read_json(value) if isinstance(value, str) and value else value
+    if isinstance(tools, (list, tuple)):
+        tools = [_tool(_object(tool)) for tool in tools]
     if tools and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError("tools is no list of objects")
     return tuple(tools) if tools else ()
+
+
+def _tool(tool: Any) -> Any:
+    """Return a tool in OpenAI's shape; beside ShareGPT's conversations, the function stands alone."""
+    bare = isinstance(tool, Mapping) and "function" not in tool and isinstance(tool.get("name"), str)
+    return {"type": "function", "function": tool} if bare else tool
 
 
 def _tokens(line: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -345,7 +337,12 @@ def read_pairs(path: Path) -> list[Preferred]:
     Raises:
         DataError: it is missing, empty, of another kind, or a line of it is no pair.
     """
-    found = [preferred(line, f"{path}, line {number}") for number, line in read_lines(path)]
+    found = []
+    for row, faulty in _rows(path):
+        try:
+            found.append(preferred(row.value, f"{path}, {row.where}"))
+        except DataError as error:
+            faulty.reject(row, str(error).removeprefix(f"{path}, {row.where}: "))
     if not found:
         raise DataError(f"data file {path} is empty. It must hold at least one pair.")
     return found

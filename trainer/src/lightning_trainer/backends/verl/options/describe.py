@@ -39,7 +39,7 @@ def describe(config: TrainConfig) -> str:
 
 def count_steps(config: TrainConfig) -> int:
     """Number of optimiser steps of the run."""
-    return config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data)))
+    return config.steps if config.steps is not None else config.step_count(len(load_tasks(config.data, config.columns)))
 
 
 def has_flash_attention() -> bool:

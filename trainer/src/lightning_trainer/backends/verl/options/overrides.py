@@ -223,7 +223,11 @@ def _connecting(config: TrainConfig, site: Site) -> Values:
         "data.shuffle": False,  # the data set is in the order of the run already
         "data.validation_shuffle": False,
         "trainer.total_epochs": 1,  # one pass over the run's own order of tasks, whatever the number of epochs
-        "+data.lightning": {"steps": site.steps + config.staleness, "seed": config.seed},
+        "+data.lightning": {
+            "steps": site.steps + config.staleness,
+            "seed": config.seed,
+            "columns": list(config.columns),
+        },
         "+lightning.url": site.url,
         "+lightning.key_file": str(site.key_file),
         "+lightning.config": str(site.folder / CONFIG_NAME),

@@ -22,7 +22,7 @@ class TaskDataset(Dataset[dict[str, Any]]):
 
     def __init__(self, data_files: str, config: Any, **_: Any) -> None:
         kind, path = data_files.split(":", maxsplit=1)
-        self._tasks = load_tasks(Path(path))
+        self._tasks = load_tasks(Path(path), config.lightning.columns)
         self._order = list(range(len(self._tasks)))
         if kind == "train":
             size, steps, seed = config.train_batch_size, config.lightning.steps, config.lightning.seed

@@ -53,7 +53,8 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
     began, progress = time.monotonic(), progress or Silent()
     backend: Backend = registry.by_name("backend", config.backend)
     look(config.model)  # or refuse
-    tasks, val = load_tasks(config.tasks), load_tasks(config.val) if config.val else []
+    tasks = load_tasks(config.tasks, config.columns)
+    val = load_tasks(config.val, config.columns) if config.val else []
     judging = read_judge(config.reward, config.judge)
     data = digest([*tasks, *val])
     state = RoundsState(data=data)
