@@ -84,6 +84,9 @@ class TrainFields(BaseModel):
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or `hermes` for the built-in template, which supports
     tools."""
+    system_messages: Literal["as-sent", "merge"] = "as-sent"
+    """`merge` joins leading system messages, makes later ones part of the user's message, and joins user messages that
+    follow one another, for chat templates that refuse them otherwise. Recorded with each call that it changes."""
     tool_format: str | None = None
     """Format in which the model writes tool calls, such as `hermes` or `deepseek-v3`, if its chat template does not
     show it; `none` if no agent has tools. Default: the format of the run that the model comes from, otherwise detected

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.models.merged_messages import MERGE, merge_system_messages
 
 
-def load_tokenizer(model: str | Path, chat_template: str | Path | None = None) -> Any:
+def load_tokenizer(
+    model: str | Path, chat_template: str | Path | None = None, system_messages: str | None = None
+) -> Any:
     """Load a model's tokenizer, with another chat template where one is named: a Jinja file, or ``hermes`` for ours.
+
+    With ``system_messages="merge"``, the template merges what strict templates refuse.
 
     Raises:
         ConfigError: transformers is not installed, the model has no tokenizer or no template, or one can't be read.
@@ -32,4 +37,6 @@ def load_tokenizer(model: str | Path, chat_template: str | Path | None = None) -
             raise ConfigError(f"chat template {chat_template}: {error.strerror}.") from None
     if not tokenizer.chat_template:
         raise ConfigError(f"{model} has no chat template. Name a Jinja file for it, or `hermes` for ours.")
+    if system_messages == MERGE:
+        merge_system_messages(tokenizer)
     return tokenizer

@@ -33,6 +33,7 @@ class TorchOptions:
         chat_template: Jinja text or file that replaces the tokenizer's template, or ``hermes`` for ours.
         seed: of everything that is drawn: samples without a seed of their own, and the start of LoRA adapters.
         slots: most requests that generate at once; more wait.
+        system_messages: ``merge`` joins messages that strict chat templates refuse; see `models.merged_messages`.
         tool_format: how the model writes tool calls; None: as its chat template does.
         max_model_len: most tokens of prompt and answer; None: the model's own limit.
         threads: threads of the update on a CPU; None: one for each core; ``auto``: as many as cores are free when it
@@ -82,6 +83,7 @@ class TorchOptions:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
     chat_template: str | Path | None = None
+    system_messages: Literal["as-sent", "merge"] = "as-sent"
     tool_format: str | None = None
     seed: int = 0
     slots: int = 64

@@ -33,7 +33,7 @@ def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
     config = run.config.model_copy(update={"temperature": run.config.temperature or 1.0})
     shape = read_shape(config.model)
     context = config.max_model_len or (shape.context if shape else DEFAULT_CONTEXT)
-    tokenizer = load_tokenizer(config.model, config.chat_template)
+    tokenizer = load_tokenizer(config.model, config.chat_template, config.system_messages)
     check_calls(tokenizer, config.tool_format)
     engine = VllmEngine(tokenizer, context, abilities=abilities_of(config), tool_format=config.tool_format)
     folder, keys = run.folder.absolute(), Keys.fresh()

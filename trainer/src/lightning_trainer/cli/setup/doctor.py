@@ -14,6 +14,11 @@ from lightning_trainer.flags.common import print_json, read_key, screen
 @click.option(
     "--chat-template", help="Check this Jinja file instead of the model's template, or hermes for the built-in one."
 )
+@click.option(
+    "--system-messages",
+    type=click.Choice(["as-sent", "merge"]),
+    help="Check with messages merged, as in train.",
+)
 @click.option("--tool-format", help="Format of the model's tool calls, if its chat template does not show it.")
 @click.option("--store", metavar="URL", help="Also check this store.")
 @click.option("--server", metavar="URL", help="Also check this server.")
@@ -27,6 +32,7 @@ def command(
     *,
     model: str | None,
     chat_template: str | None,
+    system_messages: str | None,
     tool_format: str | None,
     store: str | None,
     server: str | None,
@@ -52,11 +58,13 @@ def command(
         if finding.do and finding.state != "ok":
             screen().print(Text(f"       {finding.do}", style="yellow"), soft_wrap=True)
     if model is not None and not broken:
-        _print_template(model, chat_template, tool_format, as_json=as_json)
+        _print_template(model, chat_template, system_messages, tool_format, as_json=as_json)
     ctx.exit(1 if broken else 0)
 
 
-def _print_template(model: str, chat_template: str | None, tool_format: str | None, *, as_json: bool) -> None:
+def _print_template(
+    model: str, chat_template: str | None, system_messages: str | None, tool_format: str | None, *, as_json: bool
+) -> None:
     """Say what a model's chat template does; as JSON in one line, the last."""
     from lightning_trainer.gateway.prompt.doctor import examined
     from lightning_trainer.models import look
@@ -65,7 +73,7 @@ def _print_template(model: str, chat_template: str | None, tool_format: str | No
     folder = look(model).folder
     if folder is None:  # it is not fetched for this
         return
-    report = examined(load_tokenizer(folder, chat_template), tool_format)
+    report = examined(load_tokenizer(folder, chat_template, system_messages), tool_format)
     if as_json:
         print_json(report.to_json())
         return

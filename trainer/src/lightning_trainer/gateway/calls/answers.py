@@ -21,6 +21,7 @@ from lightning_trainer.gateway.prompt.template import ChatFormat
 from lightning_trainer.gateway.request.chat_request import ChatRequest, plainly, read_chat_request
 from lightning_trainer.gateway.request.pending import PendingCall
 from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.models.merged_messages import MERGE
 
 _TOKEN_BYTES: Final = 32  # no text has longer tokens on average, not even one of blanks
 _INLINE_BYTES: Final = 64 * 1024  # of messages; rendering and tokenizing these takes a few milliseconds
@@ -141,6 +142,8 @@ class Responder:
         samplings = self._samplings(request, pending, ids, routing, engine)
         if prompt is not None:
             pending.note(**{CONTINUATION: prompt.how})
+        if request.messages and self.chat.merges(request.messages):
+            pending.note(system_messages=MERGE)
             if switches := switches_of(request, self.chat):
                 pending.note(template=dict(switches))
         pending.sample(left_out={**_unmet(request, self.chat), **pending.sampled.left_out})

@@ -12,6 +12,7 @@ from lightning_trainer.gateway.formats.reader import ParsedAnswer
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.continuation import Continuations
 from lightning_trainer.gateway.prompt.template import ChatFormat, Message
+from lightning_trainer.models.merged_messages import merges, takes_any_order
 
 _SYSTEM: Final = {"role": "system", "content": "lightning_probe_system"}
 _USER: Final = {"role": "user", "content": "What is 12+7?"}
@@ -29,6 +30,8 @@ class TemplateReport:
         continuation: by kind of turn ``exact``, ``fork`` or why the next call stands alone.
         rows: training rows of a rollout with four turns of that kind, where one would do.
         system: "own message", "merged into the user's", "dropped", or the template's refusal.
+        several_system: what becomes of several system messages, or of user messages in a row: "taken", "merged" or what
+            to do.
         default_system: whether the template adds a system prompt of its own.
         injection: control tokens in messages: "kept as text", or why not.
     """
@@ -39,6 +42,7 @@ class TemplateReport:
     continuation: Mapping[str, str]
     rows: Mapping[str, int]
     system: str
+    several_system: str
     default_system: bool
     injection: str
 
@@ -54,6 +58,7 @@ class TemplateReport:
             found.append(f"next call after {kind}: {how}{cost}")
         own = ", and the template has one of its own where there is none" if self.default_system else ""
         found.append(f"system prompt: {self.system}{own}")
+        found.append(f"several system or user messages: {self.several_system}")
         found.append(f"control tokens in messages: {self.injection}")
         return found
 
@@ -78,9 +83,16 @@ def examined(tokenizer: Any, tool_format: str | None = None) -> TemplateReport:
         continuation=continuation,
         rows=rows,
         system=_system(chat),
+        several_system=_several(tokenizer),
         default_system=_adds_system(chat),
         injection=_injection(chat),
     )
+
+
+def _several(tokenizer: Any) -> str:
+    if merges(str(tokenizer.chat_template)):
+        return "merged"
+    return "taken" if takes_any_order(tokenizer) else "refused or dropped. Start with --system-messages merge"
 
 
 def _tools(chat: ChatFormat) -> str:

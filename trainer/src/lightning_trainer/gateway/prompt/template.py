@@ -19,6 +19,7 @@ from lightning_trainer.gateway.formats.table import NONE, Format, Thinking, by_n
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.marked_text import MarkedText
 from lightning_trainer.gateway.prompt.plain_text import PlainText
+from lightning_trainer.models.merged_messages import advice, are_merged, merges
 
 Message = Mapping[str, Any]
 Switches = Mapping[str, Any]  # variables of the template's own, such as enable_thinking
@@ -188,6 +189,10 @@ class ChatFormat:
         shown = [self._for_template(each) for each in messages]
         return self._template(self.plain.marked(shown), self.plain.marked(tools), prompt=prompt, switches=switches)
 
+    def merges(self, messages: Sequence[Message]) -> bool:
+        """Whether the template merges some of these messages, as `--system-messages merge` makes it do."""
+        return merges(str(self._tokenizer.chat_template)) and are_merged(messages)
+
     def knows(self, switch: str) -> bool:
         """Whether the template looks at a variable."""
         return re.search(rf"\b{re.escape(switch)}\b", str(self._tokenizer.chat_template)) is not None
@@ -264,7 +269,8 @@ class ChatFormat:
                 messages, tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False, **(switches or {})
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise bad_request(f"the model's chat template refuses this conversation: {error}") from None
+            do = advice(self._tokenizer, messages)
+            raise bad_request(f"the model's chat template refuses this conversation: {error}.{do}") from None
         return text
 
     def _for_template(self, message: Message) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lightning_trainer.judging import JUDGE
 from lightning_trainer.kits.evaluation.subjects import Endpoint
 
 METHODS: Final = ("rl", "sft", "prompts")
-_LOADING: Final = ("chat_template", "device", "dtype", "max_model_len")
+_LOADING: Final = ("chat_template", "device", "dtype", "max_model_len", "system_messages")
 _GENERATING: Final = ("slots", "generate_threads", "threads")  # of the backend's own options
 ASKED_NAME: Final = "compare.json"  # in the comparison's folder
 

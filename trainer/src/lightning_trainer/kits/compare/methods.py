@@ -121,8 +121,8 @@ def _shared(train: TrainConfig) -> dict[str, Any]:
     """Return the options that rounds take from a run: who runs, what is trained, how it samples."""
     same = (
         "target", "command", "reward", "judge", "agents", "policies", "model", "backend_options", "chat_template",
-        "dtype", "device", "seed", "workers", "concurrency", "timeout_s", "max_attempts", "temperature", "name_by",
-        "failed", "timeouts", *(each.name for each in fields(Work)),
+        "system_messages", "dtype", "device", "seed", "workers", "concurrency", "timeout_s", "max_attempts",
+        "temperature", "name_by", "failed", "timeouts", *(each.name for each in fields(Work)),
     )  # fmt: skip
     lora = ("lora_rank", "lora_alpha") if train.lora_rank else ()
     found = {name: getattr(train, name) for name in (*same, *lora)}

@@ -120,6 +120,11 @@ if TYPE_CHECKING:
     "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
 )
 @click.option(
+    "--system-messages",
+    type=click.Choice(["as-sent", "merge"]),
+    help="merge joins system and user messages that the chat template refuses otherwise, as in train.",
+)
+@click.option(
     "--tool-format", help="Format of the model's tool calls. Default: that of its run, otherwise of its chat template."
 )
 @click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
@@ -196,7 +201,7 @@ def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
         raise ConfigError("give the tasks to run: --data FILE.")
     own = {name: flags.pop(name) for name in ("success", "timeouts") if name in flags}
     counting = Counting(failed=_failed(flags.pop("failed", "lowest")), **own)
-    loading = ("chat_template", "device", "dtype", "max_model_len", "tool_format")
+    loading = ("chat_template", "device", "dtype", "max_model_len", "system_messages", "tool_format")
     load = {name: flags.pop(name) for name in loading if name in flags}
     if load and (flags.get("endpoint") or flags.get("model") is None):
         raise ConfigError(f"{', '.join(load)}: of weights that are loaded here. Give --model alone, or leave it out.")

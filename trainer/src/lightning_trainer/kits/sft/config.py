@@ -58,6 +58,8 @@ class SftConfig(BaseModel):
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template, or `hermes` for the built-in template, which supports
     tools."""
+    system_messages: Literal["as-sent", "merge"] = "as-sent"
+    """`merge` joins system and user messages that the chat template refuses otherwise, as in train."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of LoRA adapters; 0 trains all weights. With policies, the default is 16."""
     lora_alpha: float | None = Field(default=None, gt=0)
@@ -138,7 +140,7 @@ class SftConfig(BaseModel):
 
         names = (
             "chat_template", "device", "dtype", "learning_rate", "lora_alpha", "lora_rank", "max_grad_norm", "seed",
-            "weight_decay",
+            "system_messages", "weight_decay",
         )  # fmt: skip
         options = {name: getattr(self, name) for name in names}
         own = parse(self.policies)

@@ -21,6 +21,7 @@ from lightning_trainer.backends.torch.model.cache import CacheShape, SlotCache
 from lightning_trainer.backends.torch.model.step import SHORT, Chunk, StepPlan
 from lightning_trainer.backends.torch.options import TorchOptions, no_cuda, unknown_device
 from lightning_trainer.models import check_folder
+from lightning_trainer.models.merged_messages import MERGE, merge_system_messages
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBES = 8  # the first of them warms up
@@ -186,6 +187,8 @@ def _set_template(tokenizer: Any, options: TorchOptions) -> None:
         tokenizer.chat_template = template
     if not tokenizer.chat_template:
         raise ConfigError(f"{options.model} has no chat template. Name a Jinja file for it, or `hermes` for ours.")
+    if options.system_messages == MERGE:
+        merge_system_messages(tokenizer)
 
 
 def _cache_shape(causal: Any, model: Path, device: torch.device) -> CacheShape:
