@@ -101,10 +101,10 @@ def right(task: dict[str, Any]) -> str:
     """Return a task's answer as `number_in` writes what is said: 1000 for 1,000 and for 1000.0.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is not a number.
     """
     if (number := number_in(f"Answer: {task['answer']}")) is None:
-        raise ValueError(f"the task's answer is no number: {task['answer']!r}")
+        raise ValueError(f"the task's answer is not a number: {task['answer']!r}")
     return number
 
 

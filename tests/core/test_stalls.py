@@ -429,7 +429,7 @@ STALLS = [
     (store_read, "store read", "spans of"),
     (store_lease, "store write", "claim of"),
     (store_locked, "store write", "add_spans"),
-    (request_body, "request body", "a client to go on after 8 bytes"),
+    (request_body, "request body", "a client to continue after 8 bytes"),
     (engine, "engine", "the next tokens from policy"),
     (upstream, "upstream", "to answer for far"),
     (upstream_midway, "upstream", "to answer for far"),

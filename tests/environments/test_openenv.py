@@ -93,7 +93,7 @@ def test_a_servers_episodes_are_played_by_answers_and_their_rewards_added_up(pla
 async def test_an_answer_that_is_no_action_costs_a_turn_and_no_attempt(plain, monkeypatch):
     reward, bodies = await played(plain, lambda body, _: Reply(text="I think so"), monkeypatch, max_turns=3)
     assert (reward, len(bodies)) == (0.0, 3)
-    assert "This is no action here" in bodies[1]["messages"][-1]["content"]
+    assert "This is not a valid action" in bodies[1]["messages"][-1]["content"]
     assert "integer" in bodies[1]["messages"][-1]["content"]  # the server said what is wrong with it
 
 

@@ -116,7 +116,7 @@ def test_of_a_long_rollout_the_middle_is_left_out():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("the second one, I think", "no JSON"),
+        ("the second one, I think", "not JSON"),
         ('{"winner": 2}', "no list of scores"),
         ('{"scores": [{"attempt": 1, "score": 0.5}]}', "no score to attempt 2"),
         ('{"scores": [{"attempt": 1, "score": 0.5}, {"attempt": 1, "score": 0.7}]}', "attempt 1 twice"),
@@ -297,7 +297,7 @@ def test_beside_another_reward_it_is_weighed_like_a_rule():
     [
         ({}, "the judge's endpoint is missing"),
         ({"endpoint": "http://h/v1"}, "the judge's model is missing"),
-        ({"endpoint": "h", "model": "j"}, "is no URL"),
+        ({"endpoint": "h", "model": "j"}, "is not a URL"),
         ({"endpoint": "http://h/v1", "model": "j", "rubrik": "x"}, "no option 'rubrik'"),
         ({"endpoint": "http://h/v1", "model": "j", "passes": "two"}, "passes = 'two'"),
         ({"endpoint": "http://h/v1", "model": "j", "rubric": "nowhere.md"}, "can't be read"),

@@ -206,7 +206,7 @@ def test_after_a_cut_line_of_its_file_verdicts_are_kept_again(store, tmp_path):
     "url", ["http://[::1/v1", "http://", "http://\u00fc..x/v1", "http://h:99999/v1", "http://h:1\x00"]
 )
 def test_an_endpoint_that_is_no_address_is_refused(url):
-    with pytest.raises(ConfigError, match="is no URL"):
+    with pytest.raises(ConfigError, match="is not a URL"):
         read_judge("judge", {"endpoint": url, "model": "j"})
 
 

@@ -118,4 +118,4 @@ def test_what_can_not_be_said_of_a_call_harms_nothing(recorder, sink, caplog):
 
     asked = OtherCall(recorder, "lightning_x", "x", broken)
     assert asyncio.run(asked.asked(asyncio.sleep(0, "answer"), broken)) == "answer"
-    assert caplog.text.count("the agent goes on") == 2
+    assert caplog.text.count("the agent continues") == 2

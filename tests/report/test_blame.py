@@ -148,7 +148,7 @@ def test_only_what_the_run_learned_from_counts(run: Path, tmp_path: Path) -> Non
     [last] = lines(str(run), "--store", str(tmp_path / "shared.db"))
     assert (last["account"]["rollouts"], last["account"]["rewards"]) == (2, 2.0)
     refused = CliRunner().invoke(cli, ["blame", str(run), "--store", str(tmp_path / "shared.db"), "--step", "1"])
-    assert "their ids begin with run-" in refused.output
+    assert "their ids start with run-" in refused.output
 
 
 def test_another_credit_a_step_and_automatic_rewards_can_be_asked_for(run: Path) -> None:

@@ -75,5 +75,5 @@ def test_a_run_whose_options_cannot_be_read_is_listed_and_told_where_they_are_ne
         lambda: options_of(tmp_path / "a"),
         lambda: from_run(Program(), str(tmp_path / "a/lightning.db")),
     ):
-        with pytest.raises(ConfigError, match=r"config\.json (can't be read|is no JSON object)"):
+        with pytest.raises(ConfigError, match=r"config\.json (can't be read|is not a JSON object)"):
             reader()

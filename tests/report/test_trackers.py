@@ -106,5 +106,5 @@ def test_tracker_that_fails_stops_nothing_and_is_told_no_more(tmp_path: Path, ca
         log.add("train", step, {"reward": 0.5})
     log.close()
     assert failing.asked == 3
-    assert "It is told no more" in caplog.text
+    assert "It gets no further metrics" in caplog.text
     assert len(log.series("train", "reward")) == 5

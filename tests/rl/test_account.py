@@ -119,7 +119,7 @@ def test_the_share_of_joined_calls_leaves_out_those_that_begin_a_conversation():
     account = continued([BEGINS, JOINED, JOINED, JOINED, None, EDITED])
     assert account.begun == 1
     assert (account.continued, account.not_continued, account.continued_share) == (3, {EDITED: 1}, 0.75)
-    assert "3 of 4 calls that go on from an earlier one hold its own tokens" in account.lines()
+    assert "3 of 4 calls that continue an earlier one contain its tokens" in account.lines()
     assert f"1 do not: {EDITED}" in account.lines()
     metrics = account.metrics()
     assert (metrics["calls_continued"], metrics["continued_share"], metrics["calls_not_continued/history_edited"]) == (

@@ -181,7 +181,7 @@ def test_a_hub_id_without_a_hub_is_an_error_that_says_so(monkeypatch, tmp_path: 
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
     with pytest.raises(ConfigError, match="hub can't be reached"):
         models.resolve("owner/model")
-    with pytest.raises(ConfigError, match=r"owner/model@v1\.2 is no folder"):
+    with pytest.raises(ConfigError, match=r"owner/model@v1\.2 is not a folder"):
         models.resolve("owner/model@v1.2")
 
 

@@ -132,7 +132,7 @@ def test_a_long_error_loses_its_middle_and_reasoning_is_not_told() -> None:
         ({"teacher_options": {"told": ""}}, "teacher_options: told"),
         ({"teacher_options": {"hint": "try again"}}, r"the hint has no \{told\}"),
         ({"teacher_options": {"top_k": -1}}, "teacher_options: top_k"),
-        ({"teacher_options": {"weight": 0.5}}, "weight is what the teacher weighs beside rewards"),
+        ({"teacher_options": {"weight": 0.5}}, "weight is the weight of the teacher relative to the rewards"),
         ({"teacher_options": {"top_k": 0, "divergence": "forward"}}, "Leave divergence out"),
         ({"algorithm": "ppo", "teacher_options": {"top_k": 0}}, "Set top_k to 1 or more"),
     ],
@@ -268,7 +268,7 @@ def test_a_run_in_which_nothing_is_told_says_so(folder: Path, tiny_model: Path) 
     pytest.importorskip("torch")
     pytest.importorskip("openai")
     write_tasks(folder, fails=(False, False))
-    with pytest.raises(NothingToLearnError, match="no call had anything that its teacher could be told of"):
+    with pytest.raises(NothingToLearnError, match="no call had anything to give to its teacher"):
         train(config(tiny_model))
     write_tasks(folder, fails=(True, True))
     with pytest.raises(NothingToLearnError):

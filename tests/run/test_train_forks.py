@@ -203,7 +203,7 @@ def test_a_program_that_never_comes_back_to_its_call_is_refused_with_what_differ
         ({"algorithm": "ppo"}, "algorithm = ppo can't compare a call with its alternatives alone"),
         ({"algorithm": "dapo"}, "Set resample = 0"),
         ({"normalise_std": True}, "makes noise as large as work"),
-        ({"forks": 1}, "no call could be drawn so often"),
+        ({"forks": 1}, "no call could be sampled so often"),
         ({"credit": "shapley"}, "its update can point away from the gradient. Set orders = 2"),
         ({"algorithm": "tree-grpo"}, "tree-grpo is removed: it learned no faster than groups. Use grpo"),
         ({"orders": 4, "policies": "a=lora,b=lora"}, "both would take the forks of a step"),

@@ -501,7 +501,7 @@ def test_command_gets_its_task_and_its_last_line_is_the_reward(store: Store, fol
         first, second, third, fourth = (each[0] for each in results(store, ids))
     assert (first.status, second.status, third.status, fourth.status) == ("succeeded", "succeeded", "failed", "failed")
     assert rewards(store) == [("r0", "writer", 1.0, "run"), ("r1", "", 0.5, "run")]
-    assert "RewardError: the command printed 'working\\n3' at its end, which is no reward" in (third.error or "")
+    assert "RewardError: the command printed 'working\\n3' at its end, which is not accepted" in (third.error or "")
     assert "exit status 5" in (fourth.error or "")
     assert (fourth.error or "").splitlines() == ["the command ended with exit status 5:", "it went wrong"]
 

@@ -116,7 +116,7 @@ def test_a_trl_on_which_verls_workers_would_fail_is_refused(options, monkeypatch
     if "TRL_FOLDER" not in os.environ:
         pytest.skip("needs a folder with a trl of today")
     monkeypatch.syspath_prepend(os.environ["TRL_FOLDER"])
-    with pytest.raises(ConfigError, match=r"verl does not work beside this trl .*pip uninstall trl"):
+    with pytest.raises(ConfigError, match=r"verl does not work with this trl .*pip uninstall trl"):
         train(TrainConfig(**options))
     assert not options["out"].exists()
 

@@ -6,7 +6,7 @@ from typing import Final
 
 CONTINUATION: Final = "continuation"  # the name that it is written under
 UNREAD: Final = "unread_calls"
-"""Beside it: by choice, the format that an answer without calls looks like, though the request had tools."""
+"""With it: by choice, the format that an answer without calls looks like, though the request had tools."""
 OTHER: Final = "other"  # as such a format: one that is in no table
 MALFORMED: Final = "malformed"  # as such a format: the one that is read, with a fault in it
 BEGINS: Final = "begins a conversation"
@@ -24,7 +24,7 @@ FORGOTTEN: Final = "earlier calls forgotten: the gateway keeps a bounded number"
 UNFAITHFUL: Final = "tokenizer reads the new part otherwise than in its place"
 ONLY_MESSAGES: Final = "upstream was sent messages: only a server whose tokenizer is named is sent token ids"
 # Why an upstream whose tokenizer is named was sent messages all the same.
-UNKNOWN_SERVER: Final = "upstream takes no token ids: it is no vLLM, SGLang or gateway of known context"
+UNKNOWN_SERVER: Final = "upstream takes no token ids: it is not vLLM, SGLang or a gateway with known context"
 OTHER_TOKENS: Final = "upstream makes other tokens than the tokenizer named, or can't tell: it was sent messages"
 OTHER_CALLS: Final = "chat template writes tool calls in a form that is not read here: upstream was sent messages"
 ONLY_UPSTREAM_READS: Final = "request has what only the upstream reads, such as images: it was sent messages"

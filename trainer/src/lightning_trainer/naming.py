@@ -87,7 +87,7 @@ def _rule(text: str) -> NameRule:
     try:
         pattern = re.compile(found["pattern"] or r".+", re.DOTALL if found["pattern"] is None else 0)
     except re.error as error:
-        raise ConfigError(f"name-by {text!r}: {found['pattern']!r} is no regular expression: {error}.") from None
+        raise ConfigError(f"name-by {text!r}: {found['pattern']!r} is not a regular expression: {error}.") from None
     return NameRule(where, field.lower(), pattern, found["name"])  # type: ignore[arg-type]  # one of the three
 
 

@@ -18,7 +18,7 @@ from lightning_spans.schema.spans import Json
 logger = logging.getLogger("lightning_spans")
 
 Prompts: TypeAlias = Mapping[str, Mapping[str, str]]
-"""By agent: ``before``, a text that its system prompt holds, and ``after``, what stands there instead."""
+"""By agent: ``before``, a text that its system prompt holds, and ``after``, the text that replaces it."""
 
 FORMAT: Final = "lightning-prompts-1"
 _ROLES: Final = ("system", "developer")

@@ -355,7 +355,7 @@ def log_failure(plugin: str, error: Exception, span: OpenSpan | None = None) -> 
     """Log what went wrong while a framework's event was recorded, instead of raising it into the agent."""
     where = f" at span {span.operation} {span.name!r} {span.span_id}" if span is not None else ""
     logger.error(
-        "lightning: %s failed%s; the agent goes on, this event is not recorded",
+        "lightning: %s failed%s; the agent continues, this event is not recorded",
         plugin,
         where,
         exc_info=(type(error), error, error.__traceback__),

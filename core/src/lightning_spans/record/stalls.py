@@ -60,7 +60,7 @@ BOUNDS: Final[Mapping[str, float]] = {
     "teacher": 1800.0,  # of distillation: what it thinks of a batch
     "checkpoint write": 300.0,
 }
-"""Seconds after which a wait is told of, by part; ``LIGHTNING_BOUNDS="engine=30;update=7200"`` changes them."""
+"""Seconds after which a wait is reported, by part; ``LIGHTNING_BOUNDS="engine=30;update=7200"`` changes them."""
 
 _LOOK_S: Final = 0.25
 _bounds: dict[str, float] = dict(BOUNDS)
@@ -130,7 +130,7 @@ class Wait:
 
     def _over(self) -> None:
         self.told = False
-        logger.warning("lightning: %s goes on, after %.1f s", self.part, time.monotonic() - self.since)
+        logger.warning("lightning: %s continues, after %.1f s", self.part, time.monotonic() - self.since)
 
 
 _open: dict[int, Wait] = {}

@@ -217,7 +217,7 @@ class HttpStore(Store):
         try:
             return [from_json(kind, item) for item in data]
         except ValueError as error:
-            raise StoreError(f"the server at {self.name} answered what is no record: {error}") from error
+            raise StoreError(f"the server at {self.name} answered something that is not a record: {error}") from error
 
     def _ask(self, method: str, body: Mapping[str, Json], kind: type[V], *, repeatable: bool = True, **ids: str) -> V:
         """Ask for a method of the store and take its result; `ids` are parts of its path."""
@@ -255,7 +255,7 @@ class HttpStore(Store):
         return answer
 
     def _closed_message(self) -> str:
-        return f"the store at {self.name} is closed. Open it again to go on."
+        return f"the store at {self.name} is closed. Open it again to continue."
 
     def _send(self, path: str, content: bytes, *, repeatable: bool) -> httpx.Response:
         until = time.monotonic() + self._patience_s

@@ -75,7 +75,7 @@ def _of_forks(config: TrainFields) -> dict[str, bool]:
         f"alone = batch has no effect with {what}. Leave it out.": config.alone == "batch",
         f"normalise_std divides by the deviation of a few alternatives with {what}, which makes noise as large as work."
         " Leave it out.": config.normalise_std,
-        f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: no call could be drawn so often."
+        f"forks = {config.forks} is fewer than alternatives = {config.alternatives}: no call could be sampled so often."
         " Raise forks, or lower alternatives.": config.fork_count < config.alternatives,
     }
 

@@ -79,7 +79,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {path} is not TOML: {error}") from None
     try:
         if tables := [key for key, value in values.items() if isinstance(value, dict) and _is_heading(key)]:
-            raise ConfigError(f"options stand at the top of the file, not in a table. Take [{tables[0]}] out.")
+            raise ConfigError(f"options are at the top of the file, not in a table. Take [{tables[0]}] out.")
         refuse_unknown(values, TrainConfig.model_fields)
     except ConfigError as error:
         raise ConfigError(f"config file {path}: {error}") from None
@@ -102,7 +102,7 @@ def read_kept(folder: Path, otherwise: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} can't be read: {error}. {otherwise}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} is no JSON object, so it holds no options. {otherwise}")
+        raise ConfigError(f"{path} is not a JSON object, so it contains no options. {otherwise}")
     return values
 
 

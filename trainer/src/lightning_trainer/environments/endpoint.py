@@ -69,7 +69,7 @@ def endpoint(agent: str = AGENT) -> AttemptEndpoint:
     url, model = os.environ.get("OPENAI_BASE_URL"), os.environ.get("OPENAI_MODEL")
     if not (url and model):
         raise ConfigError(
-            f"nothing says what answers the environment's agent {agent!r}, which is not trained here. Set"
+            f"no model or endpoint is given for the environment's agent {agent!r}, which is not trained here. Set"
             " OPENAI_BASE_URL, OPENAI_MODEL and OPENAI_API_KEY to its endpoint, or choose it with --agents."
         )
     return AttemptEndpoint(url, model, os.environ.get("OPENAI_API_KEY") or "none")

@@ -143,7 +143,7 @@ class _Loop(ABC):
         except RuntimeError as error:  # the only one that openenv has
             if "VALIDATION_ERROR" not in str(error):
                 raise
-            return f"This is no action here. Its fields: {self._fields()}", False
+            return f"This is not a valid action. Its fields: {self._fields()}", False
         self._total += float(result.reward or 0.0)
         return _text(result.observation), bool(result.done)
 
@@ -193,7 +193,7 @@ class _Answers(_Loop):
             return value
         only = self._only()
         if only is None:
-            return "This is no JSON object. Answer with one."
+            return "This is not a JSON object. Answer with one."
         of_text = self._schema.get("properties", {}).get(only, {}).get("type") == "string"
         return {only: text if of_text else value}
 

@@ -65,5 +65,5 @@ def with_environment(flags: dict[str, Any]) -> dict[str, Any]:
     if not environment.to_open({**flags, "command": flags.get("program")}):
         return left
     if flags.get("model") is None and flags.get("endpoint") is None:
-        raise ConfigError("--env needs --model or --endpoint: nothing else says what answers.")
+        raise ConfigError("--env needs --model or --endpoint.")
     return {**left, **environment.opened(flags["env"], flags.get("env_options"), flags.get("env_tasks"))}

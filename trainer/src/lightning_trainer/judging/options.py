@@ -103,7 +103,7 @@ def _is_number(value: Any, kind: Any) -> bool:
 def _check(options: JudgeOptions) -> None:
     if not is_url(options.endpoint):
         raise ConfigError(
-            f"judge: endpoint {options.endpoint!r} is no URL. Give one, such as http://127.0.0.1:8000/v1."
+            f"judge: endpoint {options.endpoint!r} is not a URL. Give one, such as http://127.0.0.1:8000/v1."
         )
     for name, least in (("max_tokens", 1), ("passes", 1), ("retries", 0), ("concurrency", 1), ("max_chars", 200)):
         if getattr(options, name) < least:

@@ -94,7 +94,7 @@ def look(name: str | Path) -> Model:
     if name == SMOLLM2:
         return Model(name=name, kind="made", folder=made())
     if folder.is_file():
-        raise ConfigError(f"model {name} is a file. Give the folder that it lies in, with config.json beside it.")
+        raise ConfigError(f"model {name} is a file. Give its folder, which must also contain config.json.")
     if (match := _HUB_ID.fullmatch(name)) is not None:
         kept, revision = hub.cached(match[1], match[2]), match[2]
         ours = folder.parent.is_dir() or folder.parts[0] == "runs"  # `runs/tuned` is no hub's

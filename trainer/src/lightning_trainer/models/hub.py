@@ -33,7 +33,7 @@ def fetch(name: str, revision: str | None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
     except LocalEntryNotFoundError:
         asked = f"{name}@{revision}" if revision else name
-        raise ConfigError(f"{asked} is no folder here, and the model hub can't be reached. Give a folder.") from None
+        raise ConfigError(f"{asked} is not a folder, and the model hub can't be reached. Give a folder.") from None
     except GatedRepoError:
         raise ConfigError(f"{name} is gated: ask for access on its page, then run: hf auth login") from None
     except RevisionNotFoundError:

@@ -324,7 +324,7 @@ def not_heard(chosen: Sequence[str], seen: Iterable[str], steps: int) -> str | N
     taken = "1 step" if steps == 1 else f"{steps} steps"
     return (
         f"WARNING: {', '.join(silent)} not seen in {taken}, and so not trained. Agents seen: {', '.join(names)}."
-        " Training goes on, and reaches an agent as soon as it speaks. Is the name right?"
+        " Training continues and includes an agent as soon as it makes a call. Is the name right?"
     )
 
 

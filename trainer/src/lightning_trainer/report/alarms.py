@@ -207,9 +207,9 @@ def calls_unread(history: History) -> Found:
         form = of.removeprefix("/")
         if form == OTHER and share >= 0.1:  # less is what a model says that has not learned the form yet
             text = (
-                f"{share:.0%} of the answers name a tool beside arguments in a form that is not read, so they reached"
-                " the agent as text. See some with lightning-rl traces; a model that always writes so has to learn the"
-                " form that is read: lightning-rl sft."
+                f"{share:.0%} of the answers contain a tool's name and arguments in a format that is not recognised,"
+                " so they reached the agent as text. See some with lightning-rl traces. A model that always writes like"
+                " this must first learn the format: lightning-rl sft."
             )
             yield of, text
         elif form != OTHER and share >= 0.02:

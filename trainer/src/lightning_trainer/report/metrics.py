@@ -120,8 +120,8 @@ class MetricLog:
             self._trackers[tracker] += 1
             given_up = self._trackers[tracker] >= _TRIES
             logger.warning(
-                "%s did not take the numbers of step %d (%s); they stand in %s%s",
-                tracker.name, step, error, self._path, ". It is told no more" if given_up else "",
+                "%s did not accept the metrics of step %d (%s); they are in %s%s",
+                tracker.name, step, error, self._path, ". It gets no further metrics" if given_up else "",
             )  # fmt: skip
             if given_up:
                 del self._trackers[tracker]

@@ -158,9 +158,9 @@ class Shown:
         name, done, total = self._phase
         what = f"{name}{f' ({done} of {total})' if total else ''}"
         text = (
-            f"\nstopping: {what} {'is cut off' if name.startswith(_CUT) else 'is waited for'}, then what was learned is"
-            " saved. Ctrl-C again ends at once: what came after the last checkpoint is lost then, all of it where there"
-            " is none yet.\n"
+            f"\nstopping: {what} {'is cut off' if name.startswith(_CUT) else 'has to end first'}, then what was"
+            " learned is saved. Press Ctrl-C again to end at once: everything after the last checkpoint is then lost,"
+            " or all of it if there is none yet.\n"
         )
         os.write(2, text.encode())  # not through the console, which may be in the middle of a line
 

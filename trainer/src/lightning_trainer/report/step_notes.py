@@ -58,9 +58,9 @@ def all_flat(steps: int, rewards: Sequence[float | None], config: TrainConfig) -
     """Say that the first steps taught nothing, and what to do."""
     seen = sorted({reward for reward in rewards if reward is not None})
     mean = ", ".join(f"{reward:g}" for reward in seen[:5])
-    untold = "no call had anything that its teacher could be told of"
+    untold = "no call had anything to give to its teacher"
     equal = f"the rewards of each group were all equal (mean reward {mean})"
-    tell = "Give tasks at which tools fail sometimes, or let the teacher be told more (--teacher-options told=...)."
+    tell = "Give tasks at which tools fail sometimes, or give the teacher more (--teacher-options told=...)."
     vary = (
         "Give tasks that the agent solves sometimes, a reward with more steps between bad and good, a larger "
         "--group-size, or a higher temperature."

@@ -34,14 +34,14 @@ OTHER_TEMPERATURE: Final = (
     "log-probabilities leave the temperature out: start vLLM with --logprobs-mode processed_logprobs,"
     " SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
 )
-STEERED: Final = "not drawn from the policy alone: top_p, a grammar or another parameter shaped what was drawn"
+STEERED: Final = "not sampled from the policy only: top_p, a grammar or another parameter changed the distribution"
 ALL_STEERED: Final = "every token was forced: no choice of the policy's is in it"
 TOO_LONG: Final = "longer than max_tokens"
 
 # Why a call that is trained on is not taught by the self-teacher.
 NOTHING_TOLD: Final = "nothing to tell the teacher of it"
 NO_PLACE: Final = "its prompt does not end as the chat template begins an answer"
-HINT_TOO_LONG: Final = "longer than max_model_len with what the teacher is told"
+HINT_TOO_LONG: Final = "longer than max_model_len with the text for the teacher"
 
 WHOLE: Final = "the attempt"  # what a reward that names no agent is for
 
@@ -153,7 +153,7 @@ class Account:
             found.append(f"{self.begun} calls begin a conversation")
         if self.continued_share is not None:
             going = self.continued + sum(self.not_continued.values())
-            found.append(f"{self.continued} of {going} calls that go on from an earlier one hold its own tokens")
+            found.append(f"{self.continued} of {going} calls that continue an earlier one contain its tokens")
         if self.forked:
             found.append(f"{self.forked} calls fork: the chat template leaves earlier reasoning out")
         found += [f"{count} do not: {reason}" for reason, count in sorted(self.not_continued.items())]
@@ -162,7 +162,7 @@ class Account:
         found += [f"{count} have not: {reason}" for reason, count in sorted(self.unjoined.items())]
         teaching = self.taught or self.untaught
         if teaching:
-            found.append(f"{self.taught} calls taught by the policy that knows what came of them")
+            found.append(f"{self.taught} calls taught by the policy that knows their result")
         found += [f"{count} not: {reason}" for reason, count in sorted(self.untaught.items())]
         if self.rows_without_gradient:
             why = "" if teaching else ": all rewards of their group are equal"

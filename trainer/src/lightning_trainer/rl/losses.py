@@ -261,7 +261,7 @@ def _divergence(log_p_TC: Tensor, log_q_TC: Tensor) -> Tensor:
 
 def _with_tail(logprobs_TC: Tensor) -> Tensor:
     """(T, C + 1) log-probabilities, the last one of all other tokens together."""
-    held_TC = logprobs_TC.float().clamp(min=_LEAST_LOGPROB)  # 0 * inf of a token that is ruled out is no number
+    held_TC = logprobs_TC.float().clamp(min=_LEAST_LOGPROB)  # 0 * inf of a token that is ruled out is not a number
     rest_T = (1.0 - held_TC.exp().sum(-1, keepdim=True)).clamp(min=_LEAST_TAIL)
     return torch.cat([held_TC, rest_T.log()], dim=-1)
 

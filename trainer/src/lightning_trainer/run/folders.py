@@ -148,7 +148,7 @@ def _empty(folder: Path) -> None:
     if _came_to_nothing(folder):
         _clear(folder)
     if any(path.name not in (_LOCK, HOLDER) for path in folder.iterdir()):
-        then = f", or go on from it with --resume {folder}" if (folder / NEWEST).exists() else ""
+        then = f", or resume it with --resume {folder}" if (folder / NEWEST).exists() else ""
         raise ConfigError(f"{folder} is not empty. Choose another --out{then}.")
 
 

@@ -385,7 +385,7 @@ class Loop:
         )
         self._whole = True
         if flat:
-            untold = "no call has anything to be told of"
+            untold = "no call has anything to give to the teacher"
             why = untold if self._run.config.teacher == SELF else "in each group all rewards are equal"
             self._run.progress.note(f"step {self.state.step} teaches nothing: {why}")
         self._refuse_flat(final=False)

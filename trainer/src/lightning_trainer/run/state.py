@@ -134,13 +134,13 @@ def find(resume: Path) -> tuple[Path, Path]:
         raise ConfigError(f"there is no folder {resume}. Give the folder of a run.")
     if not (checkpoint / STATE_NAME).is_file() and (resume / CONFIG_NAME).is_file():
         raise ConfigError(
-            f"{resume} ended before its first checkpoint, so that there is nothing to go on from. Train anew with its"
-            f" options, which {resume / CONFIG_NAME} has, and another --out; --save-every 1 writes one after each step."
+            f"{resume} ended before its first checkpoint, so it can't be resumed. Start again with the"
+            f" options in {resume / CONFIG_NAME} and another --out; --save-every 1 writes one after each step."
         )
     if not (checkpoint / STATE_NAME).is_file() and (resume / LOG_NAME).is_file():
         raise ConfigError(
-            f"{resume} ended before its first checkpoint, while it was loading, so that there is nothing to go on from."
-            " Train anew with another --out, or delete the folder."
+            f"{resume} ended before its first checkpoint, while it was loading, so it can't be resumed."
+            " Start again with another --out, or delete the folder."
         )
     if not (checkpoint / STATE_NAME).is_file():
         raise ConfigError(
@@ -178,17 +178,18 @@ def check_resumable(state: State, checkpoint: Path) -> None:
     """Make sure that a checkpoint has what going on needs.
 
     Raises:
-        ConfigError: it holds weights alone.
+        ConfigError: it holds only weights.
     """
     if not state.resumable:
         run = checkpoint.parent.parent
         newest = (run / NEWEST).resolve()
         whole = newest != checkpoint and (newest / STATE_NAME).is_file() and read_state(newest).resumable
-        first = f"Go on from the newest, which is whole: --resume {run}. Or start" if whole else "Start"
-        then = "" if whole else " A run without --checkpoint weights keeps what going on needs."
+        first = f"Resume from the newest complete one: --resume {run}. Or start" if whole else "Start"
+        then = "" if whole else " A run without --checkpoint weights keeps what --resume needs."
         raise ConfigError(
-            f"{checkpoint} holds weights alone (checkpoint = {'newest' if whole else 'weights'}), from which no run"
-            f" goes on exactly. {first} a new run from these weights, without --resume: --model {checkpoint}.{then}"
+            f"{checkpoint} holds only weights (checkpoint = {'newest' if whole else 'weights'}), from which no"
+            f" run can be resumed exactly. {first} a new run from these weights, without --resume: --model"
+            f" {checkpoint}.{then}"
         )
 
 

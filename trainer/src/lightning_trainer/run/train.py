@@ -131,7 +131,7 @@ def _folder(config: TrainConfig, start: Start) -> Iterator[Path]:
     if start.folder is not None:
         if config.out is not None and config.out.resolve() != start.folder.resolve():
             raise ConfigError(
-                f"a run goes on in its own folder, {start.folder}, not in {config.out}. Leave --out away."
+                f"a run is resumed in its own folder, {start.folder}, not in {config.out}. Leave --out away."
             )
         with held(start.folder):
             yield start.folder

@@ -269,7 +269,7 @@ class Runner:
         if self._tasks:
             _, left = await asyncio.wait(set(self._tasks), timeout=limit_s)
             for record in self._finishing.values():
-                logger.error("the end of attempt %s can't be told before the runner ends", record.attempt_id)
+                logger.error("the end of attempt %s can't be reported before the runner ends", record.attempt_id)
             for task in left:
                 task.cancel()
 
@@ -298,7 +298,7 @@ class Runner:
                     logger.info("the result of attempt %s came too late", record.attempt_id)
                     return
                 except UnauthorizedError as error:  # the key may be renewed: the result is not at fault
-                    logger.warning("the end of attempt %s can't be told yet: %s", record.attempt_id, error)
+                    logger.warning("the end of attempt %s can't be reported yet: %s", record.attempt_id, error)
                 except RefusedError as error:
                     if ended.status == "failed":
                         logger.exception("the end of attempt %s is refused", record.attempt_id)
@@ -309,9 +309,9 @@ class Runner:
                     continue
                 except Exception as error:
                     if self._gives_up(began):
-                        logger.exception("the end of attempt %s can't be told", record.attempt_id)
+                        logger.exception("the end of attempt %s can't be reported", record.attempt_id)
                         return
-                    logger.warning("the end of attempt %s can't be told yet: %s", record.attempt_id, error)
+                    logger.warning("the end of attempt %s can't be reported yet: %s", record.attempt_id, error)
                 await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                 failures += 1
         finally:

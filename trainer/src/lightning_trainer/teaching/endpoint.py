@@ -118,7 +118,7 @@ class EndpointTeacher:
                 " It must be a vLLM server, which knows prompt_logprobs."
             ) from None
         if any(math.isnan(each) for each in found):
-            raise TeacherError(f"the teacher at {self._url} gave a log-probability that is no number.")
+            raise TeacherError(f"the teacher at {self._url} returned a log-probability that is not a number.")
         if any(each > _ROUNDING for each in found):
             raise TeacherError(f"the teacher at {self._url} gave a log-probability above 0: {found.max():g}.")
         return found
@@ -149,7 +149,7 @@ class EndpointTeacher:
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
-        raise TypeError(f"{repr(value)[:40]} is no number")
+        raise TypeError(f"{repr(value)[:40]} is not a number")
     return float(value)
 
 

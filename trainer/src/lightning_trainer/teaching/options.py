@@ -62,10 +62,10 @@ def read_self(config: TrainConfig) -> SelfOptions:
 
     refuse(
         {
-            f"teacher_options: the hint has no {PLACE}, so nothing would be told. Put it where that belongs.": (
+            f"teacher_options: the hint has no {PLACE}, so the teacher would get nothing. Put it in the right place.": (
                 PLACE not in options.hint
             ),
-            "teacher_options: weight is what the teacher weighs beside rewards, and algorithm = distil learns from"
+            "teacher_options: weight is the weight of the teacher relative to the rewards, and algorithm = distil uses"
             " none. Leave it out, or choose another algorithm.": config.algorithm == "distil" and options.weight != 1.0,
             "teacher_options: top_k = 0 has no divergence. Leave divergence out, or set top_k.": (
                 options.top_k == 0 and "divergence" in config.teacher_options

@@ -325,7 +325,7 @@ class BatchSink:
         line = self._lines[line_of(destination.url)]
         self._trying = destination
         try:
-            where = without_secrets(destination.url or "") if destination.remote else "the own store"
+            where = without_secrets(destination.url or "") if destination.remote else "the local store"
             with waiting("sink delivery", f"{where} to take {len(spans)} spans"):
                 refused = self._deliver(destination, spans) or 0
         except BatchRefusedError as error:

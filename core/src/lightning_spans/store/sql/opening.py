@@ -35,7 +35,7 @@ def open_database(url: str, *, create: bool = True) -> Database:
 def _parsed(url: str) -> URL:
     try:
         parsed = make_url(url.replace("postgres://", "postgresql://", 1) if url.startswith("postgres:") else url)
-    except (ArgumentError, ValueError):  # the second where the port is no number
+    except (ArgumentError, ValueError):  # the second where the port is not a number
         raise ConfigError(f"store {without_secrets(url)!r} is not a database URL. {_OPENS}") from None
     if parsed.get_backend_name() not in (SQLITE, POSTGRESQL):
         shown = parsed.render_as_string(hide_password=True)

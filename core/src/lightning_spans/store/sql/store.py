@@ -229,7 +229,7 @@ class SqlStore(Store):
 
     def _read(self, read: Callable[[Connection], T]) -> T:
         if self._closed:
-            raise StoreError(f"store {self.name} is closed. Open it again to go on.")
+            raise StoreError(f"store {self.name} is closed. Open it again to continue.")
         pauses = pauses_s()
         while True:
             try:

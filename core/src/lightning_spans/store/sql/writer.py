@@ -49,7 +49,7 @@ class Writer:
         self._commits: GroupCommit[_Write, Any] = GroupCommit(
             self._serve,
             name=f"lightning-store {database.name}",
-            closed=f"store {database.name} is closed. Open it again to go on.",
+            closed=f"store {database.name} is closed. Open it again to continue.",
             at_end=self._disconnect,
         )
 

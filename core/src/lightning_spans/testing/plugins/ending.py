@@ -28,7 +28,7 @@ def main(file: str, name: str, fault: str, url: str) -> None:
     logging.basicConfig()
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None:
-        raise SystemExit(f"{file} is no Python file")
+        raise SystemExit(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

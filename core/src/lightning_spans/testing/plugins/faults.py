@@ -71,7 +71,7 @@ class FaultyStore:
             late = threading.Thread(target=self._later, args=(work,))
             self._late.append(late)
             late.start()
-            raise StoreError("a fault of this test: the connection was cut, and the work goes on")
+            raise StoreError("a fault of this test: the connection was cut, and the work continues")
         if fault == "delay":
             time.sleep(self._delay_s)
         answer = work()

@@ -221,7 +221,7 @@ class MemoryStore(Store):
     @contextmanager
     def _open(self) -> Iterator[_Kept]:
         if self._closed:
-            raise StoreError("the store in memory is closed. Open it again to go on.")
+            raise StoreError("the store in memory is closed. Open it again to continue.")
         with self._kept.lock:
             yield self._kept
 

@@ -137,7 +137,7 @@ def saved_adapters(folder: Path) -> tuple[Path, tuple[str, ...]] | None:
         raise ConfigError(f"{path} can't be read: {error}. Give another checkpoint.") from None
     for name in names or ("",):
         if name in ("", "..") or Path(name).name != name or (folder / name).is_symlink():
-            raise ConfigError(f"{path} names an adapter {name!r}, which is no folder in {folder}.")
+            raise ConfigError(f"{path} names an adapter {name!r}, which is not a folder in {folder}.")
     if not source.is_dir():
         raise ConfigError(
             f"{folder} holds adapters of {source}, which is not there. Write its place as base in {path}."
@@ -185,7 +185,7 @@ def _state(folder: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{folder} is no checkpoint: it has no {STATE}. Give a folder that training wrote.") from None
+        raise ConfigError(f"{folder} is not a checkpoint: it has no {STATE}. Give one from training.") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / STATE} can't be read: {error}") from error
     if not isinstance(state, dict):

@@ -144,7 +144,7 @@ class TorchOptions:
             "betas must lie in [0, 1)": all(0 <= beta < 1 for beta in self.betas),
             "weight_decay must be 0 or more": 0 <= self.weight_decay < math.inf,
             "max_grad_norm must be above 0": self.max_grad_norm > 0,
-            "clip_low must be above 0; 1 or more is no bound": self.clip_low > 0,
+            "clip_low must be above 0; 1 or more bounds nothing": self.clip_low > 0,
             "clip_high must be above 0": self.clip_high > 0,
             "clip_dual must be above 1": self.clip_dual is None or self.clip_dual > 1,
             f"loss_aggregation must be one of {', '.join(get_args(Aggregation))}": self.loss_aggregation

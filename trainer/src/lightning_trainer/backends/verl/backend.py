@@ -110,7 +110,7 @@ def _need_a_trl_that_fits() -> None:
     if (package.parent / "experimental" / "ppo").is_dir() or "WithValueHead" in package.read_text("utf-8"):
         return
     raise ConfigError(
-        f"verl does not work beside this trl ({package}): its workers look in it for the class"
+        f"verl does not work with this trl ({package}): its workers look in it for the class"
         ' AutoModelForCausalLMWithValueHead, which it no longer has. Run: pip install "trl==0.27.0", or: pip'
         " uninstall trl"
     )

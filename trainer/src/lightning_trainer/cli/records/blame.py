@@ -139,7 +139,7 @@ def _chosen(
     groups = {group for group, step in found.items() if step.mode == mode and (not steps or step.number in steps)}
     ended = [each for each in rollouts if each.group_id in groups and each.status in ("succeeded", "failed")]
     if not ended:
-        where = f": their ids begin with {prefix_of(run)}, as its folder is called" if shared else ""
+        where = f": their ids start with {prefix_of(run)}, as its folder is called" if shared else ""
         raise ConfigError(f"no rollout of that kind has ended in this run{where}. Look with lightning-rl traces.")
     return ended
 

@@ -79,7 +79,7 @@ class Responder:
         except ValueError as error:
             raise bad_request(
                 f"a call can't be forced in the model's tool format, {calls.name}: {error}."
-                " Leave tool_choice and response_format beside tools out, and check the answer.",
+                " Leave out tool_choice, and response_format together with tools, and check the answer.",
                 "unsupported_parameter",
             ) from None
 

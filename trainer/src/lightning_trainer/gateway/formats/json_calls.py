@@ -23,7 +23,7 @@ from lightning_trainer.gateway.formats.calls import (
 
 def _named(value: Any, arguments: str = "arguments") -> WrittenCall:
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is no call")
+        raise ValueError(f"{value!r} is not a call")
     if arguments not in value:
         raise ValueError(f"a call without {arguments}")
     call_id = value.get("id")

@@ -81,7 +81,7 @@ def store_down(error: BaseException) -> Refusal:
     if isinstance(error, RefusedError):
         return bad_request(str(error))
     why = str(error).rstrip(".")
-    message = f"the store can't keep this now: {why}. Try again; if it goes on, look at /healthz and the server's log."
+    message = f"the store can't keep this now: {why}. Try again; if it fails again, see /healthz and the server's log."
     return Refusal(503, message, "server_error", "store_unavailable", {"retry-after": "1"})
 
 

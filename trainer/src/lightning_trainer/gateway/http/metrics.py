@@ -43,7 +43,7 @@ class Metrics:
         )
         share = Gauge(
             "lightning_continued_share",
-            "share of the calls that go on from an earlier one whose prompt holds its tokens",
+            "share of the calls that continue an earlier one and whose prompt contains its tokens",
             registry=self.registry,
         )
         share.set_function(lambda: continued_share(self._joined, self._alone) or 0.0)
@@ -56,7 +56,7 @@ class Metrics:
         )
         self._senders = Counter(
             "lightning_sender_spans",
-            "what became of spans in the agents' processes, as those with such a key say",
+            "spans in the agents' processes by result, as reported by processes with such a key",
             ["outcome", "key"],
             registry=self.registry,
         )

@@ -175,7 +175,7 @@ async def _read(given: dict[bytes, bytes], receive: Receive, limit: int, more: C
 
 async def _soon(receive: Receive, size: int) -> Message:
     """Return the next part of a body. `Guard` sees to it that it does not take for ever."""
-    with waiting("request body", lambda: f"a client to go on after {size} bytes"):
+    with waiting("request body", lambda: f"a client to continue after {size} bytes"):
         return await receive()
 
 
@@ -199,7 +199,7 @@ def _unpacked(body: bytes, limit: int) -> bytes:
     if not unpacker.eof:
         raise bad_request("the gzip body is cut off")
     if unpacker.unused_data:  # another member, which some read on and others don't
-        raise bad_request("something stands behind the gzip body")
+        raise bad_request("there is data after the gzip body")
     return out
 
 

@@ -258,7 +258,7 @@ def _include_usage(body: Mapping[str, Any]) -> bool:
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise wrong("stream_options", options, 'an object such as {"include_usage": true}')
     if flag(options, "include_obfuscation"):
-        raise bad_request("stream_options.include_obfuscation is not done here. Leave it out.", "unsupported_parameter")
+        raise bad_request("stream_options.include_obfuscation is not supported. Leave it out.", "unsupported_parameter")
     return flag(options, "include_usage")
 
 

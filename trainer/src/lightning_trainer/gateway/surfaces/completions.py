@@ -40,9 +40,9 @@ class CompletionsExchange:
     def __init__(self, body: Mapping[str, Any]) -> None:
         for name in ("echo", "suffix"):
             if body.get(name):
-                raise bad_request(f"{name} is not done here. Leave it out.", "unsupported_parameter")
+                raise bad_request(f"{name} is not supported. Leave it out.", "unsupported_parameter")
         if body.get("best_of") not in (None, 1, body.get("n") or 1):
-            raise bad_request("best_of draws answers that nobody sees; ask for n instead.", "unsupported_parameter")
+            raise bad_request("best_of samples answers that are not returned; use n instead.", "unsupported_parameter")
         self._top = whole(body, "logprobs", None, low=0, high=20)
         asked = {name: value for name, value in body.items() if name not in {"echo", "suffix", "best_of", "logprobs"}}
         asked["prompt"] = _prompt(body.get("prompt"))

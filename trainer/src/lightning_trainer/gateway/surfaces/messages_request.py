@@ -73,7 +73,7 @@ def _context_management(value: Any) -> dict[str, Any]:
     edits = listed("context_management", value.get("edits") if isinstance(value, dict) else value)
     for edit in edits:
         if not _kind(edit).startswith(_CLEARED):
-            raise bad_request(f"context_management: {_kind(edit)!r} is not done here.", "unsupported_parameter")
+            raise bad_request(f"context_management: {_kind(edit)!r} is not supported.", "unsupported_parameter")
     return {} if all(edit.get("keep") == "all" for edit in edits) else {"context_management": value}
 
 

@@ -50,9 +50,9 @@ def read_response(body: Mapping[str, Any], before: list[dict[str, Any]]) -> Read
     """
     for name in _REFUSED:
         if body.get(name):
-            raise bad_request(f"{name} is not done here. Leave it out.", "unsupported_parameter")
+            raise bad_request(f"{name} is not supported. Leave it out.", "unsupported_parameter")
     if body.get("truncation") not in (None, "disabled"):
-        raise bad_request("truncation is not done here: a context too long is an error.", "unsupported_parameter")
+        raise bad_request("truncation is not supported: too long a context is an error.", "unsupported_parameter")
     chat = {name: value for name, value in body.items() if name not in _TRANSLATED}
     items = Items(body.get("input"))
     tools = ResponseTools([*listed("tools", body.get("tools") or []), *items.tools], body.get("tool_choice"))
@@ -94,7 +94,7 @@ def _logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     included = body.get("include") or []
     for name in listed("include", included):
         if name not in tuple(_INCLUDED):
-            raise bad_request(f"include {name!r} is not done here. There is: {', '.join(sorted(_INCLUDED))}.")
+            raise bad_request(f"include {name!r} is not supported. Use one of: {', '.join(sorted(_INCLUDED))}.")
     chat: dict[str, Any] = {"logprobs": True} if _LOGPROBS in included else {}
     return chat | ({"top_logprobs": body["top_logprobs"]} if body.get("top_logprobs") else {})
 
@@ -156,7 +156,7 @@ class Items:
 
     def _configure(self, item: Mapping[str, Any], where: str) -> None:
         if item.keys() - {"type", "id", "role", "reasoning"}:
-            raise bad_request(f"{where}: of a configuration_update only reasoning is done here.")
+            raise bad_request(f"{where}: only reasoning is supported in a configuration_update.")
         self.reasoning = item.get("reasoning")
 
     def _say(self, kind: Any, item: Mapping[str, Any], where: str) -> None:

@@ -111,7 +111,7 @@ class Connection:
             Refusal: it is compressed, which nobody asked for.
         """
         if response.headers.get("content-encoding", "identity") != "identity":
-            raise failed(f"{response.url} sent a compressed body, which nobody asked for")
+            raise failed(f"{response.url} sent a compressed body, which the request did not accept")
         with waiting("upstream", self._waits_for) as wait:
             body = Arriving(response, wait, self._silence_s)
             try:

@@ -234,8 +234,8 @@ def _sampled(ids: Sequence[Any], logprobs: Sequence[Any], text: str, reason: str
     if len(ids) != len(logprobs):
         raise TokenProtocolError(f"gave {len(ids)} tokens and {len(logprobs)} log-probabilities")
     if not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-        raise TokenProtocolError("gave what is no token id")
+        raise TokenProtocolError("returned something that is not a token id")
     if not all(logprob is None or type(logprob) in {int, float} for logprob in logprobs):
-        raise TokenProtocolError("gave what is no log-probability")
+        raise TokenProtocolError("returned something that is not a log-probability")
     known = tuple(math.nan if logprob is None else float(logprob) for logprob in logprobs)
     return Sampled(tuple(ids), known, text, _FINISHED.get(reason or ""))

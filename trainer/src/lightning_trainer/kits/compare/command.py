@@ -87,7 +87,7 @@ def _config(resume: Path | None, reflect_key: Path | None, flags: dict[str, Any]
     if resume is not None:
         if flags:
             wrong = ", ".join("TARGET" if name == "target" else f"--{name.replace('_', '-')}" for name in flags)
-            raise ConfigError(f"a comparison that goes on has the options that it began with: leave out {wrong}.")
+            raise ConfigError(f"a resumed comparison keeps its options: leave out {wrong}.")
         return read(resume, read_key(reflect_key) if reflect_key else os.environ.get("LIGHTNING_REFLECT_KEY"))
     file, reflect, methods = flags.pop("file", None), flags.pop("reflect", None), flags.pop("methods", None)
     own = {name: flags.pop(name) for name in ("budget", "samples", "rounds", "sft") if name in flags}

@@ -191,7 +191,7 @@ def _config(resume: Path | None, flags: dict[str, Any]) -> EvalConfig:
         store = flags.pop("store", None)  # a password in its address is not kept
         if flags:
             wrong = ", ".join(f"--{name.replace('_', '-')}" for name in flags if name != "target") or "TARGET"
-            raise ConfigError(f"an evaluation that goes on has the options that it began with: leave out {wrong}.")
+            raise ConfigError(f"a resumed evaluation keeps its options: leave out {wrong}.")
         return resumed(resume) if store is None else replace(resumed(resume), store=store)
     flags = with_environment(flags)
     target, program = flags.get("target"), flags.pop("program", None)

@@ -132,7 +132,7 @@ class EvalConfig:
             }
             return cls(**{**values, **made})
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"this evaluation can't go on: its options can't be read: {error}.") from None
+            raise ConfigError(f"this evaluation can't be resumed: its options can't be read: {error}.") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,7 +88,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
     if config.say is not None and config.instead is not None:
         raise ConfigError("the forked call is answered by --with or by --say, not by both.")
     if config.dry_run and (config.say is not None or config.instead is not None):
-        raise ConfigError("a dry run draws nothing: leave out --with and --say.")
+        raise ConfigError("a dry run samples nothing: leave out --with and --say.")
     program = from_run(config.program, config.store)
     if not config.dry_run:
         refuse_judge(program)
@@ -147,7 +147,7 @@ def _check_answers(config: ForkConfig, program: Program, source: Recorded) -> No
     gateway = call.node.call is not None and call.node.answer.prompt_token_ids is not None
     elsewhere = config.instead is not None or config.say is not None
     if gateway and program.subject is None and not elsewhere:
-        raise ConfigError(f"{who} was answered by a policy: say what answers it now: --model M or --endpoint URL.")
+        raise ConfigError(f"{who} was answered by a policy. Choose the model to use: --model M or --endpoint URL.")
     trained = program.agents is None or call.agent is None or _selected(program.agents, call.agent)
     if program.subject is not None and not gateway and trained and not elsewhere and program.agents is not None:
         raise ConfigError(

@@ -72,7 +72,7 @@ def _rounds(config: RoundsConfig, resume: Path | None = None) -> None:
 
     with Shown(f"sampling and learning: {config.target or config.command} with {config.model}") as progress:
         done = rejection_sampling(config, progress, resume=resume)
-    click.echo(f"go on from it: lightning-rl train ... --model {done.checkpoint}", err=True)
+    click.echo(f"continue with it: lightning-rl train ... --model {done.checkpoint}", err=True)
     print_json(done.to_json())
 
 
@@ -82,7 +82,7 @@ def _sft(config: SftConfig, resume: Path | None = None) -> None:
 
     with Shown(f"learning from {', '.join(config.data)} with {config.model}") as progress:
         done = sft(config, progress, resume=resume)
-    click.echo(f"go on from it: lightning-rl train ... --model {done.checkpoint}", err=True)
+    click.echo(f"continue with it: lightning-rl train ... --model {done.checkpoint}", err=True)
     fitted = done.fitted
     print_json(
         {

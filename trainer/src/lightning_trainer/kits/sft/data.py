@@ -292,7 +292,7 @@ def _tools(value: Any) -> tuple[Any, ...]:
     if isinstance(tools, (list, tuple)):
         tools = [_tool(_object(tool)) for tool in tools]
     if tools and not (isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise ValueError("tools is no list of objects")
+        raise ValueError("tools is not a list of objects")
     return tuple(tools) if tools else ()
 
 

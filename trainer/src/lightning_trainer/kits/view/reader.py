@@ -105,8 +105,8 @@ class StoreReader(NullStore):
 def _parsed(url: str) -> URL:
     try:
         return make_url(url if "://" in url else f"sqlite:///{url}")
-    except (ArgumentError, ValueError):  # the second where the port is no number
-        raise ConfigError(f"store {without_secrets(url)!r} is no path and no database's URL.") from None
+    except (ArgumentError, ValueError):  # the second where the port is not a number
+        raise ConfigError(f"store {without_secrets(url)!r} is neither a path nor the URL of a database.") from None
 
 
 def _opened(url: URL) -> tuple[Engine, Callable[[Connection], int]]:

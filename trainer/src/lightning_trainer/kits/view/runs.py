@@ -161,7 +161,7 @@ def runs_in(path: Path, *, trusted: bool = False) -> list[Run]:
     found = [run for each in reversed(below) if each.is_dir() and (run := run_of(each, trusted=trusted)) is not None]
     if not found:
         raise ConfigError(
-            f"{path} is no folder of a run, and holds none. Name one, such as runs/2026-11-20, or --store."
+            f"{path} is not the folder of a run and contains none. Name one, such as runs/2026-11-20, or --store."
         )
     return found
 

@@ -171,7 +171,7 @@ def _by_agent(chosen: JudgeRule, trace: Trace) -> _Found:
     asked, found = callers(trace), _Found()
     for finding in chosen.rule(trace, **chosen.options):
         if not math.isfinite(finding.value):
-            raise ValueError(f"the rule {chosen.name} found {finding.value}, which is no finite number")
+            raise ValueError(f"the rule {chosen.name} found {finding.value}, which is not a finite number")
         if finding.node is None and chosen.agents is not None:
             raise ConfigError(f"rewards: {chosen.name} {_OF_ALL}")
         agent, path, place = _place_of(finding, asked)

@@ -197,7 +197,7 @@ def _check_pattern(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"answer_format: pattern {pattern!r} is no regular expression: {error}.") from None
+        raise ConfigError(f"answer_format: pattern {pattern!r} is not a regular expression: {error}.") from None
 
 
 def _calls(trace: Trace) -> list[tuple[Node, int, ToolCall]]:

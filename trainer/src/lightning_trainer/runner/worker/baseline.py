@@ -247,7 +247,7 @@ def _matcher(glob: str) -> Callable[[str], bool]:
     try:
         expression = re.compile(_GLOB.sub(_as_expression, plain) + inside, re.DOTALL)
     except re.error as error:
-        raise WorkFolderError(f"restore {glob!r} is no glob: {error}.") from None
+        raise WorkFolderError(f"restore {glob!r} is not a glob pattern: {error}.") from None
     return lambda path: expression.fullmatch(path) is not None
 
 

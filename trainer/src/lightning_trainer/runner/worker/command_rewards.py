@@ -115,8 +115,8 @@ def reward_of_agent(channel: RewardChannel, ended: ProcessEnd, *, needs_reward: 
     if reward is None and needs_reward:
         last = repr((ended.output.strip() or "nothing")[-80:])
         raise RewardError(
-            f"the command printed {last} at its end, which is no reward: a model could have written it. Print"
-            ' {"reward": 0.5} as the last line, or {"reward": {"NAME": 0.5}} by agent; or give --reward-from,'
+            f"the command printed {last} at its end, which is not accepted as a reward: a model could have written it."
+            ' Print {"reward": 0.5} as the last line, or {"reward": {"NAME": 0.5}} by agent; or give --reward-from,'
             " --reward-command or --reward."
         )
     return reward

@@ -75,8 +75,8 @@ def walk(root: Path, pass_by: Callable[[str], bool] = nothing, *, mend: bool = F
 def _check_bounds(root: Path, path: str, seen: int) -> None:
     if path.count("/") >= MOST_LEVELS or len(os.fsencode(path)) > _LONGEST_PATH:
         raise WorkFolderError(
-            f"{root} holds folders nested deeper than {MOST_LEVELS} levels, or paths longer than {_LONGEST_PATH} bytes."
-            f" The first begins with {path[:80]!r}."
+            f"{root} contains folders nested deeper than {MOST_LEVELS} levels, or paths longer than {_LONGEST_PATH}"
+            f" bytes. The first starts with {path[:80]!r}."
         )
     if seen > MOST_ENTRIES:
         raise WorkFolderError(f"{root} holds more than {MOST_ENTRIES:,} files and folders.")

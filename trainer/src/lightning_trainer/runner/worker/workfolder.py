@@ -70,7 +70,7 @@ def source_of(text: str, task: Mapping[str, Any] | None = None) -> Source:
     if shutil.which("git") is None:
         raise ConfigError("workdir needs git, which tells what an agent changed. Install it.")
     if revision and not source.repository:
-        raise ConfigError(f"workdir {whole!r}: {source.path} is no git repository, so it has no {revision}.")
+        raise ConfigError(f"workdir {whole!r}: {source.path} is not a git repository, so it has no {revision}.")
     return source
 
 
@@ -106,7 +106,7 @@ def check(text: str) -> None:
     if source.repository and source.revision is None and _changed(source.path):
         raise ConfigError(
             f"workdir {text!r} has changes that are not committed, and an attempt would not see them. Commit or stash"
-            f" them, or name what attempts begin with: {text}@HEAD."
+            f" them, or name the commit that attempts start from: {text}@HEAD."
         )
 
 

@@ -45,7 +45,7 @@ def saved_shape(folder: Path) -> LoraShape:
     try:
         return _shape(json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder} is no adapter of peft: {error}. Give another checkpoint.") from None
+        raise ConfigError(f"{folder} is not a PEFT adapter: {error}. Give another checkpoint.") from None
 
 
 def check_same(saved: LoraShape, now: LoraShape, place: Path) -> None:

@@ -105,9 +105,9 @@ def check(config: TrainConfig) -> None:
         "verl averages the entropy over tokens. Set loss_aggregation = token-mean, or entropy_coef = 0.": (
             config.entropy_coef > 0 and config.loss_aggregation != "token-mean"
         ),
-        "verl's trainer draws a batch once: calls are drawn again on backend = torch only. Choose another credit than"
-        " counterfactual, and leave orders out.": config.forked or config.by_coalitions,
-        "verl's trainer draws a batch once: groups are replaced on backend = torch only. Set resample = 0.": (
+        "verl's trainer samples a batch once: calls are sampled again on backend = torch only. Choose another credit"
+        " than counterfactual, and leave orders out.": config.forked or config.by_coalitions,
+        "verl's trainer samples a batch once: groups are replaced on backend = torch only. Set resample = 0.": (
             config.resample > 0
         ),
         "verl trains with one temperature for all calls, above 0. Set temperature, or leave it out for 1.": (

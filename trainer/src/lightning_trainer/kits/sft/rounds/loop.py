@@ -229,5 +229,5 @@ def _nothing(found: Score, left_out: Counter[str]) -> str:
     return (
         f"nothing of the round's samples is worth learning ({_told(found)}).\n{why}\n"
         "Give tasks that the agent solves sometimes, more --samples, or a reward with more steps between bad and good."
-        " Where it never succeeds, begin with what others said: lightning-rl sft DATA."
+        " If it never succeeds, train it on conversations first: lightning-rl sft DATA."
     )

@@ -98,7 +98,7 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
             saved = (folder / CHECKPOINT).exists()
             what = f"what was learned is in {folder / CHECKPOINT}" if saved else "before anything was learned"
             done = (folder / STATE_NAME).exists()
-            then = f". Go on after the last round with: lightning-rl sft --resume {folder}" if done else ""
+            then = f". Continue after the last round with: lightning-rl sft --resume {folder}" if done else ""
             raise Interrupted(f"stopped: {what}{then}") from None
 
 
