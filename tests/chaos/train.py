@@ -14,9 +14,10 @@ from lightning_spans.store.http import HttpStore
 from lightning_trainer.backend_protocol import OpenRun
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.report.progress import Silent
-from lightning_trainer.run.local import Local
 from lightning_trainer.run.loop import Loop
 from lightning_trainer.run.state import State, find, read_state
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.session import Session
 
 TASKS = [{"question": f"question {n}"} for n in range(12)]
 
@@ -87,7 +88,9 @@ def main(folder: Path, url: str, steps: int) -> None:
         config=config, tasks=TASKS, val=[], store=store, runner=runner, log=log, progress=Silent(),
         check=lambda: None, folder=folder,
     )  # fmt: skip
-    learner.loop = Loop(run, Local(store, runner, url), learner, state)
+    app: Any = None
+    session = Session(store=store, runner=runner, url=url, app=app, answers=AnswerSource())
+    learner.loop = Loop(run, session, learner, state)
     learner.loop.run()
 
 

@@ -27,9 +27,9 @@ from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.kits.compare import compare as room
 from lightning_trainer.kits.compare import methods
 from lightning_trainer.kits.compare.config import CompareConfig
-from lightning_trainer.kits.evaluation.subjects import Endpoint
 from lightning_trainer.kits.sft.rounds.loop import RoundLoop
 from lightning_trainer.report.progress import Silent
+from lightning_trainer.session.answers import Endpoint
 from lightning_trainer.work import Work
 
 AGENT = """

@@ -77,7 +77,7 @@ NO_TORCH = "import sys; sys.modules['torch'] = None; from lightning_trainer.cli 
 
 @pytest.mark.torch
 def test_of_what_sft_learned_the_run_says_whose_it_is(tmp_path: Path, tiny_model: Path) -> None:
-    from lightning_trainer.kits.evaluation.subjects import chosen_agents, read_subject
+    from lightning_trainer.session.answers import chosen_agents, read_subject
 
     shutil.copytree(tiny_model, tmp_path / "warm" / "checkpoint")
     (tmp_path / "warm" / "config.json").write_text('{"agents": ["writer"], "policies": {"writer": "lora"}}')
@@ -101,10 +101,10 @@ def run(folder: Path, tiny_model: Path) -> Path:
 def test_a_runs_model_writes_and_reads_as_it_did_in_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from lightning_trainer.backends.torch import backend
-    from lightning_trainer.kits.evaluation.subjects import answering, read_subject
+    from lightning_trainer.session.answers import open_answers, read_subject
 
     for more, loaded in (({}, ("pythonic", 96)), ({"tool_format": "hermes", "max_model_len": 64}, ("hermes", 64))):
-        with answering(read_subject(str(run)), **more) as found:
+        with open_answers(read_subject(str(run)), **more) as found:
             (engine,) = found.engines
             assert (engine.tool_format, engine.max_model_len) == loaded  # type: ignore[attr-defined]
     asked = []

@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_trainer.cli import cli
-from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.kits.replay.running import Program, from_run
-from lightning_trainer.naming import parse_rules
 from lightning_trainer.report.progress import Silent
-from lightning_trainer.run.local import serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.sampling import SamplingOptions
+from lightning_trainer.session.session import serve
 from lightning_trainer.work import Work
 from support.fakes import FakeEngine
 
@@ -50,10 +50,10 @@ def record(store: str, job: Job, folder: Path, *rules: str) -> None:
     runner.start()
     try:
         engine = FakeEngine(lambda prompt: f"drawn {len(prompt)}")
-        routing = Routing(agents=("*",), seed=1, unnamed="agent", name_by=parse_rules(rules))
-        with serving(kept, runner, routing=routing, engine=engine) as local:
+        answers = AnswerSource(model=engine.model, engines=[engine])
+        with serve(kept, runner, answers, SamplingOptions(seed=1, name_by=rules)) as session:
             made = Rollout(rollout_id="r", group_id="r", task={"q": "a poem"}, timeout_s=600.0)
-            (outcome,) = local.run([made], Silent(), "recording")
+            (outcome,) = session.run([made], Silent(), "recording")
             assert outcome.error is None
     finally:
         runner.stop()

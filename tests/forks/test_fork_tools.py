@@ -16,11 +16,12 @@ from lightning_spans.store import Store, open_store
 from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.forks import ForkResult, plan, recorded, result
 from lightning_trainer.gateway.replay.sessions import summary
-from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import Silent
-from lightning_trainer.run.local import Local, serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.sampling import SamplingOptions
+from lightning_trainer.session.session import Session, serve
 from support.fakes import FakeEngine
 
 pytest.importorskip("openai")
@@ -140,19 +141,19 @@ NESTED = 'call ask {"%s": "call note {\\"text\\": \\"inner\\"}"}'
 class World:
     """A server without a policy of its own, and a program that runs on it."""
 
-    def __init__(self, local: Local, own: ScriptedServer, store: Store, notes: Path) -> None:
-        self.local, self.own, self.store, self.notes = local, own, store, notes
+    def __init__(self, session: Session, own: ScriptedServer, store: Store, notes: Path) -> None:
+        self.session, self.own, self.store, self.notes = session, own, store, notes
 
     def record(self, prompt: str) -> None:
         made = Rollout(rollout_id="r", group_id="r", task={"prompt": prompt}, timeout_s=60.0, max_attempts=1)
-        (outcome,) = self.local.run([made], Silent(), "recording")
+        (outcome,) = self.session.run([made], Silent(), "recording")
         assert outcome.rewards, outcome
 
     def fork(self, name: str, **replay: Any) -> ForkResult:
         source = recorded(self.store, rollout_id="r")
         given = Replay(attempt_id=source.attempt_id, **replay)
         return result(
-            self.store, source, self.local.run(plan(source, name=name, replay=given, tokens=False), Silent(), "f")
+            self.store, source, self.session.run(plan(source, name=name, replay=given, tokens=False), Silent(), "f")
         )
 
 
@@ -175,8 +176,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
             runner.start()
             try:
                 engine = FakeEngine(lambda prompt: "nobody is asked")
-                with serving(store, runner, routing=Routing(agents=("nobody",), seed=1), engine=engine) as local:
-                    yield World(local, own, store, tmp_path / "notes")
+                answers = AnswerSource(model=engine.model, engines=[engine])
+                with serve(store, runner, answers, SamplingOptions(answered=("nobody",), seed=1)) as session:
+                    yield World(session, own, store, tmp_path / "notes")
             finally:
                 runner.stop()
                 store.close()

@@ -25,13 +25,14 @@ from lightning_spans.testing.plugins.server import ScriptedServer
 from lightning_trainer.cli import cli
 from lightning_trainer.forks import ForkResult, plan, recorded, result
 from lightning_trainer.gateway.replay.sessions import summary
-from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.told import answer_text
-from lightning_trainer.run.local import Local, serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.sampling import SamplingOptions
+from lightning_trainer.session.session import Session, serve
 from support.fakes import FakeEngine
 
 pytest.importorskip("openai")
@@ -162,21 +163,21 @@ async def clock(task):
 class World:
     """A server with a scripted policy, and a program that runs on it."""
 
-    local: Local
+    session: Session
     engine: FakeEngine
     own: ScriptedServer
     store: Store
 
     def rollout(self, name: str, **changes: Any) -> Outcome:
         made = Rollout(rollout_id=name, group_id=name, task={"q": "a poem"}, timeout_s=600.0, **changes)
-        return self.local.run([made], Silent(), "recording")[0]
+        return self.session.run([made], Silent(), "recording")[0]
 
     def fork(self, name: str, rollout_id: str, *, times: int = 1, **replay: Any) -> ForkResult:
         source = recorded(self.store, rollout_id=rollout_id)
         rollouts = plan(
             source, name=name, replay=Replay(attempt_id=source.attempt_id, **replay), times=times, tokens=False
         )
-        return result(self.store, source, self.local.run(rollouts, Silent(), "forks"))
+        return result(self.store, source, self.session.run(rollouts, Silent(), "forks"))
 
 
 @pytest.fixture
@@ -197,9 +198,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], An
         runner = Runner(Job(target=f"program:{function}", **job), workers=1, concurrency=4, logs=tmp_path)
         runner.start()
         try:
-            routing = Routing(agents=("writer", "reader", "judge"), seed=1)
-            with serving(store, runner, routing=routing, engine=engine) as local:
-                yield World(local, engine, own, store)
+            sampling = SamplingOptions(answered=("writer", "reader", "judge"), seed=1)
+            with serve(store, runner, AnswerSource(model=engine.model, engines=[engine]), sampling) as session:
+                yield World(session, engine, own, store)
         finally:
             runner.stop()
             store.close()
@@ -408,7 +409,7 @@ def test_a_temperature_holds_for_the_forked_call_and_is_refused_where_nothing_is
 def test_a_store_at_which_others_work_is_not_forked(world: Any, tmp_path: Path) -> None:
     with world("notes") as here:
         here.rollout("r")
-        here.local.runner.stop()
+        here.session.runner.stop()
         here.store.enqueue([Rollout(rollout_id="waits", group_id="g", task={})])
         words = ["fork", "program:notes", "--store", str(tmp_path / "store.db"), "--rollout", "r", "--dry-run"]
         found = CliRunner().invoke(cli, words)

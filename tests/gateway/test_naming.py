@@ -8,7 +8,7 @@ import pytest
 from lightning_spans.errors import ConfigError
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.naming import parse_rules
-from lightning_trainer.run.local import unnamed
+from lightning_trainer.session.sampling import unnamed
 from support.fakes import FakeEngine, served
 
 RULES = [

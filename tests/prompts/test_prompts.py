@@ -31,17 +31,17 @@ from lightning_spans.store.traces import traces_of
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.script import Reply
 from lightning_trainer.cli import cli
-from lightning_trainer.kits.evaluation.subjects import Endpoint
 from lightning_trainer.kits.prompts.adapter import SpansAdapter
 from lightning_trainer.kits.prompts.journal import Journal
 from lightning_trainer.kits.prompts.optimise import _Told
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection
 from lightning_trainer.kits.prompts.result import diff, write
-from lightning_trainer.kits.prompts.session import Ran, Session
+from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.runner.runner import Runner
+from lightning_trainer.session.answers import Endpoint
 from lightning_trainer.work import Work
 
 PROGRAM = """
@@ -123,14 +123,15 @@ def test_prompts_are_found_written_resumed_and_applied(folder, monkeypatch):
 
 
 def sessions_asked(monkeypatch):
-    """End each search where it would begin, and keep what it would begin with: job, subject and routing."""
+    """End each search where it would begin, and keep what it would begin with: job, subject and sampling."""
     asked = []
 
-    def started(*given, **_):
-        asked.append(given)
+    def started(job, _store, subject, sampling, **_):
+        asked.append((job, subject, sampling))
         raise ConfigError("that is enough")
 
-    monkeypatch.setattr("lightning_trainer.kits.prompts.optimise.session", started)
+    monkeypatch.setattr("lightning_trainer.kits.prompts.optimise.open_answers", lambda subject, **_: subject)
+    monkeypatch.setattr("lightning_trainer.kits.prompts.optimise.open_session", started)
     return asked
 
 
@@ -141,9 +142,9 @@ def test_a_command_works_where_it_is_told_to_while_prompts_are_looked_for(folder
     args += ["--workdir", "project", "--reward-command", "make test", "--name-by", "writer=model:m"]
     told = CliRunner().invoke(cli, ["prompts", "--command", "true", "--data", "tasks.jsonl", *args])
     assert "that is enough" in told.output
-    ((job, _, routing),) = asked
+    ((job, _, sampling),) = asked
     assert job.work == Work(workdir="project", reward_command="make test")
-    assert [rule.name for rule in routing.name_by] == ["writer"]
+    assert sampling.name_by == ("writer=model:m",)
 
 
 @pytest.mark.torch
@@ -157,7 +158,7 @@ def test_what_answers_while_prompts_are_looked_for_is_what_eval_would_ask(folder
     assert "that is enough" in rl(*args, "--model", "ran").output
     assert "that is enough" in rl(*args, "--model", "m", "--endpoint", "http://127.0.0.1:9/v1").output
     (_, _, trained), (_, server, _) = asked
-    assert (trained.agents, [rule.name for rule in trained.name_by]) == (("writer",), ["writer"])
+    assert (trained.answered, trained.name_by) == (("writer",), ("writer=model:m",))
     assert server == Endpoint("http://127.0.0.1:9/v1", "m", "secret-of-the-endpoint")
 
 
@@ -250,17 +251,17 @@ def test_rollouts_that_were_cut_are_run_once_more_and_counted(folder, monkeypatc
         monkeypatch.setenv("TEST_MODEL_URL", server.url)
         args = ["--agents", "writer,checker", "--reflect", teacher.url, "--json", "--budget", "40", "--minibatch", "2"]
 
-        def die(session: Session, *args, **kwargs) -> None:
-            plan = session._plan(args[0])
-            session.local.store.enqueue(plan)
-            first = session.local.store.claim("gone", limit=1, lease_s=600)
+        def die(runner: CandidateRunner, *args, **kwargs) -> None:
+            plan, store = runner._plan(args[0]), runner.session.store
+            store.enqueue(plan)
+            first = store.claim("gone", limit=1, lease_s=600)
             assert len(first) == 1
             raise Killed
 
         with monkeypatch.context() as patch:
             patch.setattr("lightning_trainer.kits.prompts.optimise.shutil.rmtree", lambda *a, **k: None)
             patch.setattr(Runner, "start", lambda self: None)
-            patch.setattr(Session, "run", die)
+            patch.setattr(CandidateRunner, "run", die)
             with pytest.raises(Killed):
                 rl(*args, "--out", "best.json")
         result = rl(*args, "--out", "best.json", "--resume")

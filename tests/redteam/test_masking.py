@@ -166,9 +166,9 @@ def test_no_key_can_change_what_anothers_processes_told(server):
 
 
 def test_a_database_that_is_still_starting_is_waited_for(monkeypatch, tmp_path):
-    from lightning_trainer.run import local
+    from lightning_trainer.session import session
 
-    tried, real = [], local.open_store
+    tried, real = [], session.open_store
 
     def starting(url):
         tried.append(url)
@@ -176,12 +176,12 @@ def test_a_database_that_is_still_starting_is_waited_for(monkeypatch, tmp_path):
             raise StoreError("store x can't be opened: FATAL: the database system is starting up")
         return real(str(tmp_path / "store.db"))
 
-    monkeypatch.setattr(local, "open_store", starting)
+    monkeypatch.setattr(session, "open_store", starting)
     with serving.opened_when_ready("postgresql://db/x", pause_s=0.0) as store:
         assert store.rollouts() == []
     tried.clear()
     with pytest.raises(StoreError), serving.opened_when_ready("postgresql://db/x", wait_s=-1.0):
         pass
-    monkeypatch.setattr(local, "open_store", lambda _: (_ for _ in ()).throw(StoreError("password failed")))
+    monkeypatch.setattr(session, "open_store", lambda _: (_ for _ in ()).throw(StoreError("password failed")))
     with pytest.raises(StoreError, match="password"), serving.opened_when_ready("postgresql://db/x", pause_s=0.0):
         pass

@@ -21,15 +21,16 @@ from lightning_spans.store import Store
 from lightning_trainer import TrainConfig, registry, train
 from lightning_trainer.backend_protocol import Described, OpenRun, Start
 from lightning_trainer.cli import cli
-from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.rollouts import plan
 from lightning_trainer.rl.scores import score
 from lightning_trainer.run.embedded import Embedded
-from lightning_trainer.run.local import Local, opened, routing_of, serving
 from lightning_trainer.run.train import describe
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.sampling import SamplingOptions, sampling_of
+from lightning_trainer.session.session import Session, open_database, serve
 from support.fakes import FakeEngine
 from support.training.backends import Remembering
 
@@ -65,13 +66,14 @@ class Scripted:
 
     def train(self, run: OpenRun) -> int:
         engine = FakeEngine(lambda prompt: "yes" * (1 + prompt.count("say 1")))
-        with serving(run.store, run.runner, routing=routing_of(run.config, engine.model), engine=engine) as local:
+        answers = AnswerSource.of([engine], run.config.policies)
+        with serve(run.store, run.runner, answers, sampling_of(run.config)) as session:
             run.begin()
             for step in range(run.steps):
                 rollouts = plan(
                     run.tasks, name=f"scripted:t{step}", size=1, mode="train", max_attempts=1, timeout_s=60.0
                 )
-                outcomes = local.run(rollouts, run.progress, "rollouts", check=run.check)
+                outcomes = session.run(rollouts, run.progress, "rollouts", check=run.check)
                 run.log.add("train", step, score(outcomes, run.config.failed).metrics())
         (run.folder / "checkpoint").mkdir()
         return run.steps
@@ -189,7 +191,7 @@ def test_two_runs_on_one_store_run_their_own_rollouts(tmp_path: Path, monkeypatc
     (tmp_path / "one_or_two.py").write_text("def one(task):\n    return 1.0\n\ndef two(task):\n    return 2.0\n")
     left = Rollout(rollout_id="killed:t0-0-0", group_id="killed:t0-0", task={})
     with ExitStack() as stack:
-        stores = [stack.enter_context(opened("shared.db")) for _ in range(2)]
+        stores = [stack.enter_context(open_database("shared.db")) for _ in range(2)]
         stores[0].enqueue([left])
         served = map(_served, stores, ("one_or_two:one", "one_or_two:two"))
         runs = [stack.enter_context(each) for each in served]
@@ -199,16 +201,16 @@ def test_two_runs_on_one_store_run_their_own_rollouts(tmp_path: Path, monkeypatc
 
 
 @contextmanager
-def _served(store: Store, target: str) -> Iterator[Local]:
+def _served(store: Store, target: str) -> Iterator[Session]:
     runner = Runner(Job(target=target), workers=1, concurrency=2, logs=Path("logs") / target)
     runner.start()
     try:
-        with serving(store, runner, routing=Routing()) as local:
-            yield local
+        with serve(store, runner, AnswerSource(), SamplingOptions()) as session:
+            yield session
     finally:
         runner.stop()
 
 
-def _rewards(local: Local, name: str) -> list[float]:
+def _rewards(session: Session, name: str) -> list[float]:
     rollouts = plan([{}] * 4, name=f"{name}:t0", size=2, mode="train", max_attempts=2, timeout_s=60.0)
-    return [reward.value for outcome in local.run(rollouts, Silent(), "rollouts") for reward in outcome.rewards]
+    return [reward.value for outcome in session.run(rollouts, Silent(), "rollouts") for reward in outcome.rewards]

@@ -26,7 +26,6 @@ from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.backends.torch import backend as torch_backend
 from lightning_trainer.cli import COMMANDS
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.run.local import routing_of
 from support.cli import call, told
 from support.fakes import FakeEngine
 
@@ -212,7 +211,6 @@ def test_every_command_explains_itself(name: str) -> None:
 
 
 def test_every_option_of_a_run_is_a_flag() -> None:
-    from lightning_trainer.config.train import TrainConfig
 
     text = call("train", "--help").output
     for name in set(TrainConfig.model_fields) - {"target"}:
@@ -578,29 +576,6 @@ def own_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
         yield server
 
 
-def test_agents_samples_as_training_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_trainer.kits.evaluation import subjects
-
-    (folder / "asks.py").write_text(AGENT.replace("max_tokens=5,", "max_tokens=5, top_p=0.2, temperature=0.7,"))
-    engine = FakeEngine(lambda prompt: "ok")
-
-    @contextmanager
-    def opened(subject: object) -> Iterator[subjects.Answering]:
-        yield subjects.Answering(model=engine.model, engines=(engine,))
-
-    monkeypatch.setattr(subjects, "answering", opened)
-    monkeypatch.setattr(subjects, "read_subject", lambda text: subjects.LocalModel("m"))
-    asked = ("agents", "asks:run", "--data", "tasks.jsonl", "--model", "m", "--tasks", "1", "--store", "seen.db")
-    trained = routing_of(TrainConfig(target="asks:run", data=folder / "tasks.jsonl", model="m"), "m")
-    for more in ((), ("--sampling", "asked"), ("--temperature", "0.3")):
-        result = call(*asked, *more)
-        assert result.exit_code == 0, result.output
-    as_trained, as_asked, forced = engine.samplings
-    assert (trained.plain, trained.temperature) == (True, None)
-    assert (as_trained.top_p, as_trained.temperature) == (1.0, 0.7)
-    assert (as_asked.top_p, forced.temperature) == (0.2, 0.3)
-
-
 def test_agents_says_who_would_be_trained_and_why_not(folder: Path, own_model: ScriptedServer) -> None:
     result = call("agents", "cli_agent:two", "--data", "tasks.jsonl", "--tasks", "3", "--json")
     assert result.exit_code == 0, result.output
@@ -750,7 +725,7 @@ open("answer", "w").write("19")
 def test_agents_of_a_command_shows_what_it_did_on_the_way_to_its_own_endpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from support.fakes import FakeEngine, served
+    from support.fakes import served
 
     (folder / "project").mkdir()
     (folder / "project" / "README").write_text("count")

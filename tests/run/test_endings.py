@@ -14,16 +14,17 @@ import pytest
 from lightning_spans.store import open_store
 from lightning_spans.store.traces import traces_of
 from lightning_trainer.config.train import TrainConfig
-from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.endings import Ending
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.scores import score
-from lightning_trainer.run.local import serving
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.sampling import SamplingOptions
+from lightning_trainer.session.session import serve
 from support.fakes import FakeEngine
 
 pytest.importorskip("openai")
@@ -109,11 +110,12 @@ def rolled(
     runner.start()
     store = open_store(str(folder / "store.db"))
     try:
-        with serving(store, runner, routing=Routing(agents=("writer",)), engine=engine, timeouts=timeouts) as local:
+        answers = AnswerSource(model=engine.model, engines=[engine])
+        with serve(store, runner, answers, SamplingOptions(answered=("writer",)), timeouts=timeouts) as session:
             first, *rest = plan([{}], name="r:0", size=size, mode="train", max_attempts=1, timeout_s=PATIENT_S)
             task = {"limit_s": SHORT_S} if target == "impatient" else {}
             rollouts = [replace(first, task=task, timeout_s=timeout_s), *rest]
-            outcomes = local.run(rollouts, Silent(), "rollouts")
+            outcomes = session.run(rollouts, Silent(), "rollouts")
         batch = algorithm_by_name("grpo").batch(config, outcomes, lambda ids: traces_of(store, attempt_ids=ids))
         return outcomes, batch
     finally:

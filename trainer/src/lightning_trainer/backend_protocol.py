@@ -65,7 +65,7 @@ class OpenRun:
         start: where it begins, as the backend said.
         folder: the run's.
         store: takes rollouts, and has what agents and gateway recorded.
-        runner: has started its workers, and claims nothing yet: `lightning_trainer.run.local.serving` lets it.
+        runner: has started its workers, and claims nothing yet: `lightning_trainer.session.session.serve` lets it.
         log: of metrics.
         progress: is told what happens.
         check: raises where somebody asked the program to stop. To be called between steps, and while waiting.

@@ -19,10 +19,12 @@ from lightning_trainer.report.forecast import Plan, Probe, forecast, lines
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rewards import installed
 from lightning_trainer.run.data import Task, batch_at, load_tasks
-from lightning_trainer.run.local import routing_of, serving
 from lightning_trainer.run.loop import Loop
 from lightning_trainer.run.probe import probe
 from lightning_trainer.run.state import State, check_identity, check_resumable, find, identity_of, read_state
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.sampling import sampling_of
+from lightning_trainer.session.session import serve
 from lightning_trainer.teaching.options import read_self
 from lightning_trainer.teaching.teacher import teaching
 
@@ -89,19 +91,18 @@ class Embedded:
             teacher = stack.enter_context(teaching(run.config, learner, self.learner, run.check))
             run = replace(run, check=partial(_check_all, run.check, learner.engines))
             run.check()
-            routing = routing_of(run.config, learner.engine.model)
-            local = stack.enter_context(
-                serving(
+            session = stack.enter_context(
+                serve(
                     run.store,
                     run.runner,
-                    routing=routing,
-                    engine=learner.engines,
+                    AnswerSource.of(learner.engines, run.config.policies),
+                    sampling_of(run.config),
                     port=run.config.port,
                     timeouts=run.config.timeouts,
                 )
             )
             run.begin()
-            loop = Loop(run, local, learner, state, teacher)
+            loop = Loop(run, session, learner, state, teacher)
             loop.run()
             return loop.state.step
 

@@ -39,8 +39,8 @@ from lightning_trainer.run.data import batch_at
 from lightning_trainer.run.forking import forked, planned, refuse_ended, told
 from lightning_trainer.run.group_ids import name_start
 from lightning_trainer.run.interrupts import Interrupted
-from lightning_trainer.run.local import Local
 from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, mark_best, save, unmark_best
+from lightning_trainer.session.session import Session
 from lightning_trainer.teaching.teacher import Tutor
 
 PATIENCE: Final = 3  # first steps that may all teach nothing before the run is given up
@@ -57,7 +57,9 @@ class Loop:
         tutor: of distillation; None without one.
     """
 
-    def __init__(self, run: OpenRun, local: Local, learner: Learner, state: State, tutor: Tutor | None = None) -> None:
+    def __init__(
+        self, run: OpenRun, local: Session, learner: Learner, state: State, tutor: Tutor | None = None
+    ) -> None:
         self._run = run
         self._local = local
         self._learner = learner

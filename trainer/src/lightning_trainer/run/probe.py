@@ -19,7 +19,7 @@ from lightning_trainer.judging.options import read_judge
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.forecast import Probe, Tried
-from lightning_trainer.report.progress import IMPORTING, Progress
+from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.grpo import GRPO
 from lightning_trainer.rl.rewards import installed, read_rules
@@ -27,10 +27,11 @@ from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.scores import reward_of_failures, score, total
 from lightning_trainer.rl.usage import tokens_of
 from lightning_trainer.run.folders import STORE_NAME
-from lightning_trainer.run.local import opened, routing_of, serving
 from lightning_trainer.runner.logs import temporary_folder
-from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.sampling import sampling_of
+from lightning_trainer.session.session import open_database, open_runner, serve
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.rl.rows import Row
     from lightning_trainer.run.data import Task
-    from lightning_trainer.run.local import Local
+    from lightning_trainer.runner.runner import Runner
+    from lightning_trainer.session.session import Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,29 +85,31 @@ def probe(
     judging = read_judge(config.reward, config.judge)
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder("lightning-try-"))
-        job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
-        progress.phase(IMPORTING)
-        runner = Runner(job, workers=config.worker_count(), concurrency=config.concurrency, logs=folder / "logs")
-        runner.start()
-        stack.callback(runner.stop)
+        runner = stack.enter_context(
+            open_runner(
+                Job.of(config),
+                workers=config.worker_count(),
+                concurrency=config.concurrency,
+                progress=progress,
+                logs=folder / "logs",
+            )
+        )
         rules = read_rules(config.rewards, credit=config.credit, gamma=config.gamma)
         stack.enter_context(installed(rules))
-        store = stack.enter_context(opened(str(folder / STORE_NAME)))
+        store = stack.enter_context(open_database(str(folder / STORE_NAME)))
         judge = stack.enter_context(closing(GroupJudge(judging, store, seed=config.seed))) if judging else None
         progress.phase(f"loading {config.model}")
         learner = stack.enter_context(closing(make(config)))
-        routing = routing_of(config, learner.engine.model)
-        local = stack.enter_context(
-            serving(store, runner, routing=routing, engine=learner.engines, timeouts=config.timeouts)
-        )
+        answers = AnswerSource.of(learner.engines, config.policies)
+        session = stack.enter_context(serve(store, runner, answers, sampling_of(config), timeouts=config.timeouts))
         loaded = time.monotonic() - began
-        ran = _run(config, [tasks[place] for place in places], local, judge, progress)
+        ran = _run(config, [tasks[place] for place in places], session, judge, progress)
         learned = _learn(learner, ran.rows, progress) if update else 0.0
         return _found(config, places, ran, load_seconds=loaded, update_seconds=learned)
 
 
 def _run(
-    config: TrainConfig, tasks: Sequence[Task], local: Local, judge: GroupJudge | None, progress: Progress
+    config: TrainConfig, tasks: Sequence[Task], session: Session, judge: GroupJudge | None, progress: Progress
 ) -> _Ran:
     rollouts = plan(
         tasks,
@@ -115,13 +119,13 @@ def _run(
         max_attempts=config.max_attempts,
         timeout_s=config.timeout_s,
     )
-    store, began = local.store, time.monotonic()
-    outcomes = local.run(rollouts, progress, "rollouts")
+    store, began = session.store, time.monotonic()
+    outcomes = session.run(rollouts, progress, "rollouts")
     seconds = time.monotonic() - began
-    _refuse(outcomes, local.runner)
+    _refuse(outcomes, session.runner)
     traces = traces_of(store, rollout_ids=[rollout.rollout_id for rollout in rollouts])
     if not any(trace.chats for trace in traces):
-        raise AgentFailedError(nothing_captured(len(outcomes), local.runner.attached, config.command))
+        raise AgentFailedError(nothing_captured(len(outcomes), session.runner.attached, config.command))
     if judge is not None:
         progress.phase("judging rollouts")
         began = time.monotonic()

@@ -21,18 +21,17 @@ from lightning_trainer.models import NEWEST
 from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report import trackers
 from lightning_trainer.report.metrics import MetricLog
-from lightning_trainer.report.progress import IMPORTING, Progress, Silent
+from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.algorithms.protocol import credit_of
 from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.rl.rewards import read_rules
 from lightning_trainer.run.data import Task, digest, load_tasks, shared
 from lightning_trainer.run.folders import STORE_NAME, held, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
-from lightning_trainer.run.local import opened
 from lightning_trainer.run.result import Result, result_of
-from lightning_trainer.run.state import OPEN, identity_of
-from lightning_trainer.runner.runner import Runner
+from lightning_trainer.run.state import identity_of
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.session import cancel_left_over, open_database, open_runner
 
 
 def train(config: TrainConfig, progress: Progress | None = None) -> Result:
@@ -69,7 +68,15 @@ def train(config: TrainConfig, progress: Progress | None = None) -> Result:
     with ExitStack() as stack:
         check = stack.enter_context(deferred(progress.stopping))
         folder = stack.enter_context(_folder(config, start))
-        runner = stack.enter_context(_runner(config, folder, progress))
+        runner = stack.enter_context(
+            open_runner(
+                Job.of(config),
+                workers=config.worker_count(),
+                concurrency=config.concurrency,
+                progress=progress,
+                logs=folder / "logs",
+            )
+        )
         check()
         store = stack.enter_context(_store(config, folder))
         judge = stack.enter_context(_judge(judging, store, folder, config.seed))
@@ -141,23 +148,11 @@ def _folder(config: TrainConfig, start: Start) -> Iterator[Path]:
 
 
 @contextmanager
-def _runner(config: TrainConfig, folder: Path, progress: Progress) -> Iterator[Runner]:
-    progress.phase(IMPORTING)
-    job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
-    runner = Runner(job, workers=config.worker_count(), concurrency=config.concurrency, logs=folder / "logs")
-    runner.start()
-    try:
-        yield runner
-    finally:
-        runner.stop()
-
-
-@contextmanager
 def _store(config: TrainConfig, folder: Path) -> Iterator[Store]:
     """Open the store; what an earlier life of this run left in its own is cancelled: nobody waits for it any more."""
-    with opened(config.store or str(folder / STORE_NAME)) as store:
+    with open_database(config.store or str(folder / STORE_NAME)) as store:
         if config.resume is not None and config.store is None:
-            store.cancel([r.rollout_id for status in OPEN for r in store.rollouts(status=status)])
+            cancel_left_over(store)
         yield store
 
 

@@ -79,6 +79,7 @@ class Runner:
         start: Start | None = None,
     ) -> None:
         limits.check()
+        self.job = job
         self._passed = environment
         self.name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
         self._lease_s = lease_s

@@ -11,12 +11,25 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.work import Work
 
 JUDGE: Final = "judge"  # the reward that a judge gives, once all rollouts of a group have ended
+
+
+class ProgramOptions(Protocol):
+    """Options that say what runs: every command's configuration has them."""
+
+    @property
+    def target(self) -> str | None: ...  # noqa: D102
+    @property
+    def command(self) -> str | None: ...  # noqa: D102
+    @property
+    def reward(self) -> str | None: ...  # noqa: D102
+    @property
+    def work(self) -> Work: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +55,14 @@ class Job:
         if isinstance(self.work, dict):  # as it comes to a worker
             object.__setattr__(self, "work", Work(**self.work))
         self.work.check(command=self.command, reward=self.reward)
+
+    @classmethod
+    def of(cls, options: ProgramOptions, *, needs_reward: bool = True) -> Job:
+        """Return what a configuration runs."""
+        return cls(
+            target=options.target, command=options.command, reward=options.reward, needs_reward=needs_reward,
+            work=options.work,
+        )  # fmt: skip
 
     @property
     def judged(self) -> bool:

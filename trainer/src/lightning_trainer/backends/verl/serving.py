@@ -15,7 +15,9 @@ from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.gateway.upstream.token_protocols import ADJUSTING
 from lightning_trainer.models.shape import read_shape
 from lightning_trainer.models.tokenizers import load_tokenizer
-from lightning_trainer.run import local
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.sampling import sampling_of
+from lightning_trainer.session.session import LOOPBACK, serve
 
 KEY_NAME: Final = "admin.key"
 RUNNER_KEY_NAME: Final = "runner.key"  # for runners on other machines; it can claim and end rollouts, and no more
@@ -37,11 +39,11 @@ def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
     check_calls(tokenizer, config.tool_format)
     engine = VllmEngine(tokenizer, context, abilities=abilities_of(config), tool_format=config.tool_format)
     folder, keys = run.folder.absolute(), Keys.fresh()
-    with local.serving(
+    with serve(
         run.store,
         run.runner,
-        routing=local.routing_of(config, engine.model),
-        engine=engine,
+        AnswerSource.of((engine,), config.policies),
+        sampling_of(config),
         port=config.port,
         host=_host(config),  # between the nodes of a Ray cluster nothing is encrypted, Ray's own traffic neither
         keys=keys,
@@ -78,7 +80,7 @@ def abilities_of(config: TrainConfig) -> frozenset[str]:
 def _host(config: TrainConfig) -> str:
     """Loopback on one machine; the address that other nodes reach, on several."""
     if config.nodes == 1:
-        return local.LOOPBACK
+        return LOOPBACK
     import ray.util
 
     return str(ray.util.get_node_ip_address())

@@ -72,8 +72,8 @@ def command(
     from lightning_trainer.backends.torch.backend import need_torch, open_torch
     from lightning_trainer.cli.servers.serving import Place, check_place, key_files, serve_until_stopped
     from lightning_trainer.gateway.app import create_app
-    from lightning_trainer.kits.evaluation.subjects import own_loading, read_subject
-    from lightning_trainer.run.local import opened
+    from lightning_trainer.session.answers import own_loading, read_subject
+    from lightning_trainer.session.session import open_database
 
     need_torch()
     place = Place(host, port, tls_cert, tls_key, plain_http)
@@ -82,7 +82,7 @@ def command(
     own = own_loading(read_subject(checkpoint))
     with ExitStack() as stack:  # to load weights may take minutes: whether key and calls can be kept is known before
         files = stack.enter_context(key_files(key_file))
-        kept = stack.enter_context(opened(store)) if store else NullStore()
+        kept = stack.enter_context(open_database(store)) if store else NullStore()
         click.echo(f"loading {checkpoint} ...", err=True)
         learner = stack.enter_context(
             closing(open_torch(str(folder), **own | given({"name": _name(name, folder), **options})))

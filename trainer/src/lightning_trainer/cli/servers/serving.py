@@ -62,19 +62,19 @@ def key_files(key_file: Path | None, *scopes: Scope, rotate: bool = False) -> It
 
 @contextmanager
 def opened_when_ready(url: str, *, wait_s: float = STORE_S, pause_s: float = 1.0) -> Iterator[Store]:
-    """Open a store as `run.local.opened` does, but wait for a database that is still starting.
+    """Open a store as `session.open_database` does, but wait for a database that is still starting.
 
     Raises:
         StoreError: it can't be opened for another reason, or not within so many seconds.
-        ConfigError: see `run.local.opened`.
+        ConfigError: see `session.open_database`.
     """
-    from lightning_trainer.run.local import opened
+    from lightning_trainer.session.session import open_database
 
     until = time.monotonic() + wait_s
     with ExitStack() as stack:
         while True:
             try:
-                store = stack.enter_context(opened(url))
+                store = stack.enter_context(open_database(url))
                 break
             except StoreError as error:
                 if not _STARTING.search(str(error)) or time.monotonic() > until:

@@ -27,7 +27,7 @@ from lightning_trainer.flags.environment import environment_options, with_enviro
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
-    from lightning_trainer.kits.evaluation.subjects import Subject
+    from lightning_trainer.session.answers import Subject
 
 
 @click.command(name="agents")
@@ -114,13 +114,13 @@ def command(
 
     Exit status: 0 done, 2 wrong option or file, 3 the agent failed, 4 no task got a reward.
     """
-    from lightning_trainer.kits.evaluation.subjects import name_rules
-    from lightning_trainer.naming import parse_rules
     from lightning_trainer.report.agents import overview, unrewarded
     from lightning_trainer.rl.rewards.judge import read_rules
     from lightning_trainer.rl.rewards.shown import with_automatic
     from lightning_trainer.run.data import load_tasks
     from lightning_trainer.runner.target import JUDGE, Job
+    from lightning_trainer.session.answers import name_rules
+    from lightning_trainer.session.sampling import SamplingOptions
 
     rules = read_rules(given({"rewards": automatic}).get("rewards", {}))
     chosen = tuple(name.strip() for name in names.split(",") if name.strip()) if names else None
@@ -143,12 +143,14 @@ def command(
             job=Job(target=target, command=program, reward=reward, needs_reward=False, work=take_work(flags)),
             tasks=load_tasks(data, columns or ())[:count],
             timeout_s=timeout_s,
-            agents=chosen,
             subject=subject,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            sampling=sampling or "plain",
-            name_by=parse_rules(name_by or name_rules(subject)),
+            sampling=SamplingOptions(
+                agents=chosen,
+                temperature=temperature,
+                plain=sampling != "asked",
+                max_tokens=max_tokens,
+                name_by=name_by or name_rules(subject),
+            ),
         )
         traces, reward_error = run_trial(trial, store)
     else:
@@ -198,7 +200,7 @@ def _kept(store: str, key_file: Path | None) -> list[Trace]:
 def _subject(model: str | None, url: str | None) -> Subject:
     """Say what answers: a server, a model, or, without either, what always does."""
     from lightning_trainer.gateway.http.masking import remember
-    from lightning_trainer.kits.evaluation.subjects import AsItIs, endpoint, read_subject
+    from lightning_trainer.session.answers import AsItIs, endpoint, read_subject
 
     if url is None:
         return AsItIs() if model is None else read_subject(model)

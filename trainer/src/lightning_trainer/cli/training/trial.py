@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -16,12 +16,13 @@ from lightning_trainer.report.terminal import printable
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
-    from lightning_trainer.gateway.settings import Routing
-    from lightning_trainer.kits.evaluation.subjects import Answering, Subject
-    from lightning_trainer.naming import NameRule
     from lightning_trainer.rl.rollouts import Outcome
     from lightning_trainer.run.data import Task
     from lightning_trainer.runner.target import Job
+    from lightning_trainer.session.answers import Subject
+    from lightning_trainer.session.sampling import SamplingOptions
+
+_AT_ONCE: Final = 4  # tasks in each worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +32,8 @@ class Trial:
     job: Job
     tasks: Sequence[Task]
     timeout_s: float
-    agents: tuple[str, ...] | None
     subject: Subject
-    max_tokens: int | None
-    temperature: float | None
-    sampling: str
-    name_by: tuple[NameRule, ...]
+    sampling: SamplingOptions
 
 
 def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
@@ -49,65 +46,49 @@ def run_trial(trial: Trial, store: str) -> tuple[list[Trace], str | None]:
 
     from lightning_spans.record.unrecorded import lines
     from lightning_spans.store.traces import traces_of
-    from lightning_trainer.config.workers import cores
-    from lightning_trainer.kits.evaluation.subjects import answering
+    from lightning_trainer.config.workers import worker_count
     from lightning_trainer.report.agents import no_gateway_saw, nothing_captured
     from lightning_trainer.report.progress import Silent
     from lightning_trainer.rl.rollouts import plan
-    from lightning_trainer.run.local import opened, serving
     from lightning_trainer.runner.logs import temporary_folder
-    from lightning_trainer.runner.runner import Runner
+    from lightning_trainer.session.answers import open_answers
+    from lightning_trainer.session.session import open_session
 
     job, tasks = trial.job, trial.tasks
     name = f"agents-{uuid.uuid4().hex[:8]}:a"
     rollouts = plan(tasks, name=name, size=1, mode="agents", max_attempts=1, timeout_s=trial.timeout_s)
     with ExitStack() as stack:
         logs = stack.enter_context(temporary_folder("lightning-logs-"))
-        runner = Runner(job, workers=min(cores(), len(tasks)), concurrency=4, logs=logs)
-        stack.callback(runner.stop)
-        runner.start()
-        kept, answers = stack.enter_context(opened(store)), stack.enter_context(answering(trial.subject))
-        engines = list(answers.engines) or None
-        local = stack.enter_context(
-            serving(kept, runner, routing=_routing(trial, answers), engine=engines, upstreams=answers.upstreams)
+        session = stack.enter_context(
+            open_session(
+                job,
+                store,
+                open_answers(trial.subject),
+                trial.sampling,
+                workers=worker_count(None, len(tasks), 1),
+                concurrency=_AT_ONCE,
+                progress=Silent(),
+                logs=logs,
+            )
         )
+        at_home, runner = session.answers.model is None, session.runner
         reward_error = None
         try:
-            _tell(local.run(rollouts, Silent(), "tasks"), logs, at_home=answers.model is None)
+            _tell(session.run(rollouts, Silent(), "tasks"), logs, at_home=at_home)
         except RewardError as error:  # told after what was seen
             reward_error = str(error)
-        traces = traces_of(kept, rollout_ids=[rollout.rollout_id for rollout in rollouts])
+        traces = traces_of(session.store, rollout_ids=[rollout.rollout_id for rollout in rollouts])
         missed = lines(runner.unrecorded)
         if not any(trace.chats for trace in traces):
             if reward_error is not None:
                 raise RewardError(reward_error)
-            if job.command is not None and answers.model is None:
+            if job.command is not None and at_home:
                 raise AgentFailedError(no_gateway_saw(job.command, len(rollouts)))
             told = nothing_captured(len(rollouts), runner.attached, job.command)
             raise AgentFailedError("\n".join([told, *missed]))
         for line in missed:
             click.echo(f"WARNING: {printable(line)}", err=True)
         return traces, reward_error
-
-
-def _routing(trial: Trial, answers: Answering) -> Routing:
-    """Say which calls the model answers: of the agents that are named, else of all that have a name."""
-    from lightning_trainer.gateway.settings import Routing
-    from lightning_trainer.run.local import unnamed
-
-    if answers.model is None:
-        return Routing()
-    return Routing(
-        agents=tuple(answers.policies.by_agent) or trial.agents or ("*",),
-        model=answers.model,
-        policies=answers.policies,
-        seed=0,
-        temperature=trial.temperature,
-        plain=trial.sampling == "plain",
-        max_tokens=trial.max_tokens,
-        unnamed=unnamed(trial.job.command, trial.agents, trial.name_by),
-        name_by=trial.name_by,
-    )
 
 
 def _tell(outcomes: Sequence[Outcome], logs: Path, *, at_home: bool) -> None:

@@ -13,7 +13,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.config.train import TrainConfig
 from lightning_trainer.judging import JUDGE
-from lightning_trainer.kits.evaluation.subjects import Endpoint
+from lightning_trainer.session.answers import Endpoint
 
 METHODS: Final = ("rl", "sft", "prompts")
 _LOADING: Final = ("chat_template", "device", "dtype", "max_model_len", "system_messages")

@@ -20,7 +20,7 @@ from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.usage import is_replayed, tokens_of
 from lightning_trainer.run.data import Task, batch_at, load_tasks
 from lightning_trainer.run.folders import STORE_NAME, read_config
-from lightning_trainer.run.local import opened
+from lightning_trainer.session.session import open_database
 from lightning_trainer.work import Work
 
 _AT_ONCE: Final = 64  # traces in memory
@@ -138,8 +138,8 @@ def _loaded(train: TrainConfig) -> dict[str, Any]:
 
 
 def _prompts(config: CompareConfig, folder: Path, names: Sequence[str], progress: Progress) -> Made:
-    from lightning_trainer.kits.evaluation.subjects import read_subject
     from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
+    from lightning_trainer.session.answers import read_subject
 
     began, train = time.monotonic(), config.train
     folder.mkdir(exist_ok=True)
@@ -225,7 +225,7 @@ def _counted(store: Path) -> tuple[int, int] | tuple[None, None]:
     """
     if not store.exists():
         return None, None
-    with opened(str(store)) as kept:
+    with open_database(str(store)) as kept:
         ids = learned_from([rollout.rollout_id for rollout in kept.rollouts()])
         tokens = 0
         for first in range(0, len(ids), _AT_ONCE):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.prompts import Prompts, read_prompts
 from lightning_trainer import registry
-from lightning_trainer.kits.evaluation.subjects import AsItIs, Subject, read_subject
 from lightning_trainer.kits.evaluation.summary import Counting
 from lightning_trainer.rl.rollouts import Failed
+from lightning_trainer.session.answers import AsItIs, Subject, endpoint, read_subject
+from lightning_trainer.session.sampling import SamplingOptions
 from lightning_trainer.work import Work
 
 
@@ -89,11 +90,20 @@ class EvalConfig:
             ConfigError: it is given wrongly.
         """
         if self.endpoint is not None:
-            from lightning_trainer.kits.evaluation.subjects import endpoint
-
-            found = endpoint(self.endpoint, key=key)
-            return replace(found, model=self.model)
+            return endpoint(self.endpoint, model=self.model, key=key)
         return AsItIs() if self.model is None else read_subject(self.model, key=key)
+
+    @property
+    def sampling_options(self) -> SamplingOptions:
+        """How calls are sampled, but for prompts."""
+        return SamplingOptions(
+            agents=self.agents,
+            temperature=self.temperature,
+            plain=self.sampling == "plain",
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            name_by=self.name_by,
+        )
 
     def read_prompts(self) -> Prompts:
         """Read the prompts that are put in the place of the agents' own; {} for none.

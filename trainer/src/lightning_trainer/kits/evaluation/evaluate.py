@@ -20,7 +20,13 @@ from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import BearerKeys, EvalConfig
 from lightning_trainer.kits.evaluation.measurement import Measurement
 from lightning_trainer.kits.evaluation.samples import Sample
-from lightning_trainer.kits.evaluation.subjects import (
+from lightning_trainer.kits.evaluation.summary import Summary, difference, differences_by_agent, summarise_each
+from lightning_trainer.report.failures import most_frequent_error
+from lightning_trainer.report.progress import Progress, Silent
+from lightning_trainer.run.data import Task, digest, load_tasks
+from lightning_trainer.run.folders import held
+from lightning_trainer.run.interrupts import Interrupted, deferred
+from lightning_trainer.session.answers import (
     LocalModel,
     Subject,
     chosen_agents,
@@ -28,13 +34,7 @@ from lightning_trainer.kits.evaluation.subjects import (
     read_subject,
     refuse_unheard,
 )
-from lightning_trainer.kits.evaluation.summary import Summary, difference, differences_by_agent, summarise_each
-from lightning_trainer.report.failures import most_frequent_error
-from lightning_trainer.report.progress import Progress, Silent
-from lightning_trainer.run.data import Task, digest, load_tasks
-from lightning_trainer.run.folders import held
-from lightning_trainer.run.interrupts import Interrupted, deferred
-from lightning_trainer.run.local import opened
+from lightning_trainer.session.session import open_database
 
 _OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # that come to a model named here
 
@@ -160,7 +160,7 @@ def _measure(
     drawn = []
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
-        store = stack.enter_context(opened(config.store or str(folder / files.STORE_NAME)))
+        store = stack.enter_context(open_database(config.store or str(folder / files.STORE_NAME)))
         judge = GroupJudge(judging, store, seed=config.seed or 0, cache=folder / CACHE_NAME) if judging else None
         if judge is not None:
             stack.callback(judge.close)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -15,23 +14,20 @@ from lightning_spans.schema.agents import check_known, selects
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import Store
 from lightning_trainer.config.workers import worker_count
-from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging import JUDGE
 from lightning_trainer.judging.judge import GroupJudge, silent
 from lightning_trainer.kits.evaluation import folder as files
 from lightning_trainer.kits.evaluation.config import EvalConfig
 from lightning_trainer.kits.evaluation.samples import Sample, read_samples
-from lightning_trainer.kits.evaluation.subjects import Answering, Subject, answering
-from lightning_trainer.naming import parse_rules
 from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import most_frequent_error, where_calls_go
-from lightning_trainer.report.progress import IMPORTING, Progress
+from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.endings import LATE_LEFT_OUT_OF_FIGURES
 from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.run.data import Task
-from lightning_trainer.run.local import Local, serving, unnamed
-from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import Subject, open_answers
+from lightning_trainer.session.session import Session, open_session
 
 _AT_ONCE: Final = 512  # rollouts that are queued together
 _ENDED: Final = ("succeeded", "failed")
@@ -101,29 +97,28 @@ class Measurement:
         logs.mkdir(exist_ok=True)
         if config.counting.timeouts == "exclude":
             self.progress.note(LATE_LEFT_OUT_OF_FIGURES)
-        self.progress.phase(IMPORTING)
-        runner = self._runner(len(missing), logs)
-        with _started(runner), answering(self.subject, **config.load) as answers:
-            self.check()
-            with serving(
-                self.store,
-                runner,
-                routing=replace(self._routing(answers), prompts=carried),
-                engine=list(answers.engines) or None,
-                upstreams=answers.upstreams,
-                timeouts=config.counting.timeouts,
-            ) as local:
-                for some in _together(missing):
-                    self._draw_some(local, answers, some, generation)
+        with open_session(
+            Job.of(config),
+            self.store,
+            open_answers(self.subject, **config.load),
+            replace(config.sampling_options, prompts=carried),
+            workers=worker_count(config.workers, len(missing), config.concurrency),
+            concurrency=config.concurrency,
+            progress=self.progress,
+            logs=logs,
+            timeouts=config.counting.timeouts,
+        ) as session:
+            for some in _together(missing):
+                self._draw_some(session, some, generation)
 
-    def _draw_some(self, local: Local, answers: Answering, places: Sequence[tuple[int, int]], generation: int) -> None:
+    def _draw_some(self, session: Session, places: Sequence[tuple[int, int]], generation: int) -> None:
         rollouts = [self._rollout(place, generation) for place in places]
         try:
-            found = local.run(rollouts, self.progress, f"samples of {self.subject.name}", check=self.check)
+            found = session.run(rollouts, self.progress, f"samples of {self.subject.name}", check=self.check)
         except BaseException:
             self._take_up()  # what has ended until now
             raise
-        self._refuse_unheard(self._add(found), answers, local.runner.attached)
+        self._refuse_unheard(self._add(found), session)
 
     def _add(self, found: Sequence[Outcome]) -> list[Sample]:
         """Have samples judged, keep them, and return them.
@@ -145,7 +140,7 @@ class Measurement:
             )
         return new
 
-    def _refuse_unheard(self, samples: Sequence[Sample], answers: Answering, attached: Sequence[str]) -> None:
+    def _refuse_unheard(self, samples: Sequence[Sample], session: Session) -> None:
         """Refuse an evaluation in which something else was measured than what was named.
 
         Raises:
@@ -154,11 +149,11 @@ class Measurement:
         seen = {name for sample in samples for name in sample.usage if name}
         if self.config.agents is not None and seen and not any(selects(self.config.agents, name) for name in seen):
             check_known(self.config.agents, seen)
-        if answers.model is None or all(sample.status == "failed" for sample in samples):
+        if session.answers.model is None or all(sample.status == "failed" for sample in samples):
             return
         calls = [usage for sample in samples for usage in sample.usage.values()]
         if not calls:
-            raise LightningError(nothing_captured(len(samples), attached, self.config.command))
+            raise LightningError(nothing_captured(len(samples), session.runner.attached, self.config.command))
         elsewhere = sum(usage.elsewhere for usage in calls)
         made = sum(usage.calls for usage in calls)
         if made and elsewhere == made:
@@ -228,38 +223,6 @@ class Measurement:
             max_attempts=self.config.max_attempts,
             timeout_s=self.config.timeout_s,
         )
-
-    def _runner(self, work: int, logs: Path) -> Runner:
-        config = self.config
-        job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
-        workers = worker_count(config.workers, work, config.concurrency)
-        return Runner(job, workers=workers, concurrency=config.concurrency, logs=logs)
-
-    def _routing(self, answers: Answering) -> Routing:
-        config = self.config
-        if answers.model is None:
-            return Routing()
-        seed = 0 if config.seed is None and answers.engines else config.seed
-        return Routing(
-            agents=tuple(answers.policies.by_agent) or config.agents or ("*",),
-            model=answers.model,
-            policies=answers.policies,
-            seed=seed,
-            temperature=config.temperature,
-            plain=config.sampling == "plain",
-            max_tokens=config.max_tokens,
-            unnamed=unnamed(config.command, config.agents, config.name_by),
-            name_by=parse_rules(config.name_by),
-        )
-
-
-@contextmanager
-def _started(runner: Runner) -> Iterator[None]:
-    runner.start()
-    try:
-        yield
-    finally:
-        runner.stop()
 
 
 def _place(rollout_id: str) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from lightning_spans.record.prompts import system_text
 from lightning_spans.schema.agents import selects
 from lightning_spans.schema.spans import TOOL_ARGUMENTS, TOOL_RESULT
 from lightning_trainer.kits.prompts.journal import Journal
-from lightning_trainer.kits.prompts.session import Ran, Session
+from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
 from lightning_trainer.rl.rewards.callers import request_of
 from lightning_trainer.rl.scores import agents_totals, total
 from lightning_trainer.rl.told import chat_messages, text_of
@@ -28,15 +28,15 @@ class SpansAdapter:
     """GEPA's adapter (`gepa.core.adapter.GEPAAdapter`).
 
     Args:
-        session: runs the program.
+        runner: runs the program.
         before: the agents' own prompts.
         journal: of what was run already.
     """
 
     propose_new_texts = None  # GEPA's own way of asking
 
-    def __init__(self, session: Session, before: Mapping[str, str], journal: Journal) -> None:
-        self._session = session
+    def __init__(self, runner: CandidateRunner, before: Mapping[str, str], journal: Journal) -> None:
+        self._runner = runner
         self._before = before
         self._journal = journal
         self._lowest = 0.0  # of all scores so far: what a failure has, so that no prompt gains by failing
@@ -50,7 +50,7 @@ class SpansAdapter:
         """
         from gepa import EvaluationBatch
 
-        self._session.check()
+        self._runner.check()
         prompts = {
             agent: {"before": old, "after": candidate[agent]}
             for agent, old in self._before.items()
@@ -62,7 +62,7 @@ class SpansAdapter:
             came_to = self._run(batch, prompts, capture_traces)
             self._journal.add(ROLLOUTS, asked, came_to)
         else:
-            self._session.skip(came_to["rollouts"], came_to["again"])
+            self._runner.skip(came_to["rollouts"], came_to["again"])
         self.tokens += came_to["tokens"]
         scores = came_to["scores"]
         self._lowest = min([self._lowest, *scores])
@@ -72,14 +72,14 @@ class SpansAdapter:
         self, batch: Sequence[dict[str, Any]], prompts: Mapping[str, Mapping[str, str]], capture_traces: bool
     ) -> dict[str, Any]:
         """Return what the journal keeps of a batch: scores, and what a reflecting model is told of each rollout."""
-        again = self._session.again
-        ran = self._session.run(batch, prompts)
+        again = self._runner.again
+        ran = self._runner.run(batch, prompts)
         for one in ran:
             _check_reached(one, prompts)
         told = [{agent: _records(one, agent) for agent in self._before} for one in ran]
         return {
             "rollouts": len(ran),
-            "again": self._session.again - again,
+            "again": self._runner.again - again,
             "tokens": sum(sum(tokens_of(node)) for one in ran if one.trace for node in one.trace.chats),
             "scores": scores_of(ran, self._lowest),
             "records": told if capture_traces else None,

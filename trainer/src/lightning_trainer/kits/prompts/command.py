@@ -93,11 +93,11 @@ def command(
     a diff in a file next to it. attach(prompts="FILE") applies them.
     """
     from lightning_trainer.gateway.http.masking import remember
-    from lightning_trainer.kits.evaluation.subjects import AsItIs, chosen_agents, name_rules, read_subject
-    from lightning_trainer.kits.evaluation.subjects import endpoint as server
     from lightning_trainer.kits.prompts.optimise import PromptsConfig, optimise
     from lightning_trainer.kits.prompts.reflection import read_reflection
     from lightning_trainer.report.progress import Shown
+    from lightning_trainer.session.answers import AsItIs, chosen_agents, name_rules, read_subject
+    from lightning_trainer.session.answers import endpoint as server
 
     if (target is None) == (program is None):
         raise ConfigError("name the agent: a TARGET module:function, or --command, and one of them.")

@@ -6,7 +6,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning_spans.errors import ConfigError, LightningError, UnknownAgentError
 from lightning_spans.schema.agents import check_spelling, labels, selects
-from lightning_trainer.gateway.settings import Routing
+from lightning_trainer.config.workers import cores
 from lightning_trainer.judging import JUDGE
-from lightning_trainer.kits.evaluation.subjects import AsItIs, Endpoint, Subject
 from lightning_trainer.kits.prompts import journal, result
 from lightning_trainer.kits.prompts.adapter import SpansAdapter
 from lightning_trainer.kits.prompts.reading import Prompt, read_prompts
 from lightning_trainer.kits.prompts.reflection import Reflection
-from lightning_trainer.kits.prompts.session import Ran, Session, session
-from lightning_trainer.naming import parse_rules
+from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.report.terminal import decimal
 from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
-from lightning_trainer.run.local import unnamed
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import AsItIs, Endpoint, LocalModel, Subject, open_answers
+from lightning_trainer.session.sampling import SamplingOptions
+from lightning_trainer.session.session import STORE_NAME, Session, open_session
 from lightning_trainer.work import Work
 
 if TYPE_CHECKING:
@@ -156,25 +156,9 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
     train, val = _tasks(config)
     folder = config.out.with_name(f"{config.out.name}.search")
     state = _begin(folder, train, val, config, resume=resume)
-    job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
     try:
-        with ExitStack() as stack:
-            opened = stack.enter_context(
-                session(
-                    job,
-                    config.subject,
-                    _routing(config),
-                    store=str(folder / "lightning.db"),
-                    progress=progress,
-                    check=stack.enter_context(deferred()),
-                    concurrency=config.concurrency,
-                    timeout_s=config.timeout_s,
-                    max_attempts=config.max_attempts,
-                    workers=config.workers,
-                    name=state["name"],
-                    load=config.load,
-                )
-            )
+        with deferred() as check, _session(config, folder, progress) as session:
+            opened = CandidateRunner(session, progress, check, config.timeout_s, config.max_attempts, state["name"])
             if "prompts" in state:
                 opened.skip(state["looked"], state["again"])
             else:
@@ -190,15 +174,24 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
         raise
 
 
-def _routing(config: PromptsConfig) -> Routing:
-    return Routing(
-        agents=config.answered,
-        seed=config.seed,
+def _session(config: PromptsConfig, folder: Path, progress: Progress) -> AbstractContextManager[Session]:
+    sampling = SamplingOptions(
+        agents=config.agents,
+        answered=config.answered,
         temperature=config.temperature,
         plain=config.sampling == "plain",
         max_tokens=config.max_tokens,
-        unnamed=unnamed(config.command, config.agents, config.name_by),
-        name_by=parse_rules(config.name_by),
+        seed=config.seed if isinstance(config.subject, LocalModel) else None,  # servers get the program's own
+        name_by=config.name_by,
+    )
+    return open_session(
+        Job.of(config),
+        str(folder / STORE_NAME),
+        open_answers(config.subject, **config.load),
+        sampling,
+        workers=config.workers or min(cores(), 2),
+        concurrency=config.concurrency,
+        progress=progress,
     )
 
 
@@ -249,7 +242,7 @@ def _begin(
     return state
 
 
-def _look(opened: Session, tasks: Sequence[Task], config: PromptsConfig, progress: Progress) -> dict[str, str]:
+def _look(opened: CandidateRunner, tasks: Sequence[Task], config: PromptsConfig, progress: Progress) -> dict[str, str]:
     """Run a few tasks, more while an agent is hardly heard in them, and read the prompts from what was asked."""
     most = min(len(tasks), max(_LOOK, config.budget // _MOST_LOOKS))
     ran: list[Ran] = []
@@ -284,7 +277,7 @@ def _unheard(agent: str, traces: Sequence[Trace], ran: int) -> str:
 
 def _search(
     config: PromptsConfig,
-    opened: Session,
+    opened: CandidateRunner,
     train: Sequence[Task],
     val: Sequence[Task],
     *,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError, LightningError
-from lightning_trainer.kits.evaluation.subjects import Endpoint, endpoint, only_model
 from lightning_trainer.kits.prompts.journal import Journal
 from lightning_trainer.outgoing import at_once, bearer, post_json
+from lightning_trainer.session.answers import Endpoint, endpoint, only_model
 
 PROPOSAL: Final = "proposal"
 TIMEOUT_S: Final = 300.0

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from lightning_spans.errors import AgentFailedError
 from lightning_spans.store.traces import traces_of
-from lightning_trainer.config.workers import cores
-from lightning_trainer.gateway.settings import Routing
-from lightning_trainer.kits.evaluation.subjects import Subject, answering
-from lightning_trainer.report.progress import IMPORTING, Progress
+from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
-from lightning_trainer.run.local import Local, opened, serving
-from lightning_trainer.runner.logs import temporary_folder
-from lightning_trainer.runner.runner import Runner
-from lightning_trainer.runner.target import Job
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
     from lightning_spans.schema.attempts import Rollout
-    from lightning_trainer.gateway.app import App
+    from lightning_trainer.session.session import Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +32,11 @@ class Ran:
 
 
 @dataclass
-class Session:
-    """A program that is ready to run.
+class CandidateRunner:
+    """Runs tasks under candidates.
 
     Attributes:
-        local: its server and its runner.
-        app: of that server: its routing takes the candidates to their rollouts.
+        session: the program's. The routing of its server takes the candidates to their rollouts.
         progress: told what happens.
         check: raises when somebody asked the program to stop.
         timeout_s: of an attempt.
@@ -56,8 +47,7 @@ class Session:
         again: that were begun and cut, and run once more.
     """
 
-    local: Local
-    app: App
+    session: Session
     progress: Progress
     check: Callable[[], None]
     timeout_s: float
@@ -78,10 +68,10 @@ class Session:
             AgentFailedError: not one of them ended well, or by what a model said.
         """
         rollouts = self._plan(tasks)
-        routing: Routing = self.app.state.routing
+        state = self.session.app.state
         carried = {rollout.rollout_id: prompts for rollout in rollouts} if prompts else {}
-        self.app.state.routing = replace(routing, prompts=carried)
-        found = self.local.run(rollouts, self.progress, "tasks under a candidate", check=self.check)
+        state.routing = replace(state.routing, prompts=carried)
+        found = self.session.run(rollouts, self.progress, "tasks under a candidate", check=self.check)
         self.rollouts += len(rollouts)
         if all(outcome.attempt is None and outcome.crash is None for outcome in found):
             raise AgentFailedError(
@@ -90,12 +80,12 @@ class Session:
             )
         counted = [outcome.crash or outcome.attempt for outcome in found]
         ids = [attempt.attempt_id for attempt in counted if attempt is not None]
-        traces = {trace.attempt_id: trace for trace in traces_of(self.local.store, attempt_ids=ids)}
+        traces = {trace.attempt_id: trace for trace in traces_of(self.session.store, attempt_ids=ids)}
         return [Ran(o, None if a is None else traces.get(a.attempt_id)) for o, a in zip(found, counted, strict=True)]
 
     def _plan(self, tasks: Sequence[Mapping[str, Any]]) -> list[Rollout]:
         """Name the rollouts of a batch: of those that an earlier process began, the ones that count are kept."""
-        store, begun = self.local.store, 0
+        store, begun = self.session.store, 0
         kept: dict[int, Rollout] = {}
         for turn in count():
             name = f"prompts-{self.name}.{self.rollouts}{f'.{turn}' if turn else ''}:p"
@@ -114,56 +104,3 @@ class Session:
             begun += len(tried - {rollout.rollout_id for rollout in counted})
         self.again += begun
         return [kept.get(place, rollout) for place, rollout in enumerate(planned)]
-
-
-@contextmanager
-def session(
-    job: Job,
-    subject: Subject,
-    routing: Routing,
-    *,
-    store: str,
-    progress: Progress,
-    check: Callable[[], None],
-    concurrency: int,
-    timeout_s: float,
-    max_attempts: int,
-    workers: int | None,
-    name: str,
-    load: Mapping[str, Any],
-) -> Iterator[Session]:
-    """Start the program's workers and the server that they claim from.
-
-    Args:
-        job: the program.
-        subject: what answers the calls of its agents.
-        routing: which of them, and how answers are drawn; the model is the subject's.
-        store: URL of a database.
-        progress: told what happens.
-        check: raises when somebody asked the program to stop.
-        concurrency: rollouts at once in each worker.
-        timeout_s: of an attempt.
-        max_attempts: tries of a rollout.
-        workers: worker processes; None: at most two.
-        name: of the search, unique in the store.
-        load: options of the torch backend, where the subject is loaded here.
-    """
-    apps: list[App] = []
-    with temporary_folder("lightning-logs-") as logs, ExitStack() as stack:
-        runner = Runner(job, workers=workers or min(cores(), 2), concurrency=concurrency, logs=logs)
-        progress.phase(IMPORTING)
-        stack.callback(runner.stop)
-        runner.start()
-        with opened(store) as kept, answering(subject, **load) as answers:
-            if answers.model is None:
-                routing = Routing()
-            else:
-                own = answers.policies
-                chosen = tuple(own.by_agent) or routing.agents
-                seed = routing.seed if answers.engines else None  # a server is asked as the program asks
-                routing = replace(routing, agents=chosen, model=answers.model, policies=own, seed=seed)
-            engines = list(answers.engines) or None
-            with serving(
-                kept, runner, routing=routing, engine=engines, upstreams=answers.upstreams, extend=apps.append
-            ) as local:
-                yield Session(local, apps[0], progress, check, timeout_s, max_attempts, name)

@@ -17,8 +17,8 @@ from lightning_trainer.report.terminal import decimal, printable
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from lightning_trainer.kits.evaluation.subjects import Subject
     from lightning_trainer.kits.replay.forking import ForkedAttempt
+    from lightning_trainer.session.answers import Subject
 
 _SHORT = 80  # characters of an answer that a line shows
 
@@ -155,11 +155,11 @@ def names(text: str) -> tuple[str, ...]:
 
 def subject_of(model: str | None, endpoint: str | None, key: str | None) -> Subject | None:
     """Return what answers; None: nothing was named."""
-    from lightning_trainer.kits.evaluation import subjects
+    from lightning_trainer.session import answers
 
     if endpoint is not None:
-        return subjects.endpoint(endpoint, model=model, key=key)
-    return None if model is None else subjects.read_subject(model, key=key)
+        return answers.endpoint(endpoint, model=model, key=key)
+    return None if model is None else answers.read_subject(model, key=key)
 
 
 def _instead(text: str | None, file: Path | None, subject: Subject | None, key: str | None) -> Subject | None:
@@ -169,7 +169,7 @@ def _instead(text: str | None, file: Path | None, subject: Subject | None, key: 
         ConfigError: there is no such model, or a key that is no server's.
     """
     from lightning_trainer.gateway.http.masking import remember
-    from lightning_trainer.kits.evaluation.subjects import Endpoint, read_subject
+    from lightning_trainer.session.answers import Endpoint, read_subject
 
     found = None if text is None else read_subject(text)
     if not isinstance(found, Endpoint):

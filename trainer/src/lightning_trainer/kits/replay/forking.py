@@ -12,12 +12,19 @@ from lightning_spans.schema.replays import Replay, ToolPolicy
 from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.forks.results import ForkResult, result
 from lightning_trainer.gateway.replay.record import Record
-from lightning_trainer.kits.evaluation.subjects import Subject
-from lightning_trainer.kits.replay.running import Program, from_run, refuse_idle, refuse_judge, refuse_unseen, running
-from lightning_trainer.report.progress import IMPORTING, Progress, Silent
+from lightning_trainer.kits.replay.running import (
+    Program,
+    from_run,
+    open_replays,
+    refuse_idle,
+    refuse_judge,
+    refuse_unseen,
+)
+from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import load_tasks
 from lightning_trainer.run.interrupts import deferred
-from lightning_trainer.run.local import opened
+from lightning_trainer.session.answers import Subject
+from lightning_trainer.session.session import open_database
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +100,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
     if not config.dry_run:
         refuse_judge(program)
         refuse_idle(config.program, program.subject, config.instead)
-    with opened(config.store) as store, deferred() as check:
+    with open_database(config.store) as store, deferred() as check:
         source = recorded(store, rollout_id=config.rollout, attempt_id=config.attempt)
         _check_data(config, source)
         replay = Replay(
@@ -114,8 +121,10 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
         if config.dry_run:
             program = replace(program, subject=None)
         agents = policy_agents(source.record)
-        progress.phase(IMPORTING)
-        with running(program, store, agents=agents, work=len(made), instead=config.instead) as (local, _, model):
+        with open_replays(program, store, agents=agents, work=len(made), progress=progress, instead=config.instead) as (
+            session,
+            model,
+        ):
             made = [
                 replace(
                     one,
@@ -124,7 +133,7 @@ def fork(config: ForkConfig, progress: Progress | None = None) -> ForkedAttempt:
                 )
                 for one in made
             ]
-            outcomes = local.run(made, progress, "continuations", check=check)
+            outcomes = session.run(made, progress, "continuations", check=check)
         return ForkedAttempt(source, result(store, source, outcomes))
 
 

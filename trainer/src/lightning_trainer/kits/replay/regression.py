@@ -16,11 +16,18 @@ from lightning_spans.schema.spans import Json
 from lightning_trainer.forks.planning import Recorded, plan, recorded
 from lightning_trainer.gateway.replay.sessions import why_ended
 from lightning_trainer.kits.replay.forking import policy_agents
-from lightning_trainer.kits.replay.running import Program, from_run, refuse_idle, refuse_judge, refuse_unseen, running
+from lightning_trainer.kits.replay.running import (
+    Program,
+    from_run,
+    open_replays,
+    refuse_idle,
+    refuse_judge,
+    refuse_unseen,
+)
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.scores import total
 from lightning_trainer.run.interrupts import deferred
-from lightning_trainer.run.local import opened
+from lightning_trainer.session.session import open_database
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store
@@ -127,7 +134,7 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
     refuse_judge(program)
     refuse_idle(config.program, config.program.subject)
     program = program if tried else replace(program, subject=None)  # the run's model is not what is tried
-    with opened(config.store) as store, deferred() as check:
+    with open_database(config.store) as store, deferred() as check:
         sources: dict[str, Recorded | str] = {name: _source(store, name, task) for name, task in _wanted(config, store)}
         good = {name: source for name, source in sources.items() if isinstance(source, Recorded)}
         for source in good.values():
@@ -151,9 +158,13 @@ def replay_all(config: ReplayConfig, progress: Progress | None = None) -> Regres
         found: dict[str, Replayed] = {}
         if made:
             needs = any(source.reward is not None for source in good.values())
-            with running(program, store, agents=agents, work=len(made), needs_reward=needs) as (local, app, _):
-                outcomes = local.run(list(made.values()), progress, "replays", check=check)
-                parted = {a.attempt_id: app.state.replays.parted(a.attempt_id) for o in outcomes for a in o.attempts}
+            with open_replays(program, store, agents=agents, work=len(made), progress=progress, needs_reward=needs) as (
+                session,
+                _,
+            ):
+                outcomes = session.run(list(made.values()), progress, "replays", check=check)
+                replays = session.app.state.replays
+                parted = {a.attempt_id: replays.parted(a.attempt_id) for o in outcomes for a in o.attempts}
             for name, outcome in zip(made, outcomes, strict=True):
                 found[name] = _replayed(store, name, good[name], outcome, parted=parted, success=config.success)
         return Regression(

@@ -13,28 +13,25 @@ from lightning_spans.errors import ConfigError
 from lightning_spans.schema.spans import FRAMEWORK
 from lightning_trainer.config.files import CONFIG_NAME, read_kept
 from lightning_trainer.config.workers import worker_count
-from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging import JUDGE
-from lightning_trainer.kits.evaluation.subjects import (
-    Answering,
+from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import (
+    AnswerSource,
+    AsItIs,
     LocalModel,
     Subject,
-    answering,
+    open_answers,
     read_subject,
     refuse_unheard,
 )
-from lightning_trainer.naming import parse_rules
-from lightning_trainer.policies import parse
-from lightning_trainer.run.local import Local, serving, unnamed
-from lightning_trainer.runner.logs import temporary_folder
-from lightning_trainer.runner.runner import Runner
-from lightning_trainer.runner.target import Job
+from lightning_trainer.session.sampling import SamplingOptions
+from lightning_trainer.session.session import Session, open_runner, serve
 from lightning_trainer.work import Work
 
 if TYPE_CHECKING:
     from lightning_spans.store import Store
-    from lightning_trainer.gateway.app import App
     from lightning_trainer.gateway.replay.record import Record
+    from lightning_trainer.report.progress import Progress
 
 INSTEAD = "instead"  # name of the weights that answer the forked call
 
@@ -76,6 +73,22 @@ class Program:
     load: dict[str, Any] = field(default_factory=dict)
     name_by: tuple[str, ...] = ()
     work: Work = field(default_factory=Work)
+
+    def sampling_of(self, agents: Sequence[str]) -> SamplingOptions:
+        """Return how calls are sampled that are not in the record.
+
+        Args:
+            agents: whose calls the subject answers, if `agents` does not say.
+        """
+        return SamplingOptions(
+            agents=self.agents,
+            answered=self.agents or tuple(agents),
+            temperature=self.temperature,
+            plain=self.plain,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            name_by=self.name_by,
+        )
 
 
 def from_run(program: Program, store: str) -> Program:
@@ -164,63 +177,49 @@ def refuse_judge(program: Program) -> None:
 
 
 @contextmanager
-def running(
+def open_replays(
     program: Program,
     store: Store,
     *,
     agents: Sequence[str],
     work: int,
+    progress: Progress,
     instead: Subject | None = None,
     needs_reward: bool = True,
-) -> Iterator[tuple[Local, App, str | None]]:
-    """Run the program's rollouts from a server on the store, until the block ends.
+) -> Iterator[tuple[Session, str | None]]:
+    """Open a session on the store of the records, until the block ends.
 
     Args:
         program: what runs, and what answers.
         store: has the records; the caller closes it.
-        agents: whose calls the program's subject answers, where the program does not say.
+        agents: whose calls the program's subject answers, if the program does not say.
         work: number of rollouts.
+        progress: is told what happens.
         instead: answers forked calls in the place of the subject.
         needs_reward: whether an attempt without a reward is an error.
 
     Yields:
-        The server with its runner, its app, and the name of the model that answers forked calls; None without one.
+        The session, and the name of the model that answers forked calls; None without one.
 
     Raises:
         ConfigError: a run is at work on the store.
     """
     _refuse_busy(store)
-    job = Job(
-        target=program.target, command=program.command, reward=program.reward, needs_reward=needs_reward,
-        work=program.work,
-    )  # fmt: skip
     workers = worker_count(program.workers, work, program.concurrency)
-    apps: list[App] = []
     with ExitStack() as stack:
-        logs = stack.enter_context(temporary_folder("lightning-fork-"))
-        runner = Runner(job, workers=workers, concurrency=program.concurrency, logs=logs)
-        runner.start()
-        stack.callback(runner.stop)
-        main = Answering()
-        if program.subject is not None:
-            main = stack.enter_context(answering(program.subject, **program.load))
-        other = Answering()
+        job = Job.of(program, needs_reward=needs_reward)
+        runner = stack.enter_context(
+            open_runner(job, workers=workers, concurrency=program.concurrency, progress=progress)
+        )
+        main = stack.enter_context(open_answers(program.subject or AsItIs(), **program.load))
+        other = AnswerSource()
         if instead is not None:
             load = {**program.load, "name": INSTEAD} if isinstance(instead, LocalModel) else program.load
-            other = stack.enter_context(answering(instead, **load))
+            other = stack.enter_context(open_answers(instead, **load))
             if other.policies.by_agent:
                 raise ConfigError(f"{instead.name} holds adapters of agents: name one model for the forked call.")
-        local = stack.enter_context(
-            serving(
-                store,
-                runner,
-                routing=_routing(program, main, agents),
-                engine=[*main.engines, *other.engines] or None,
-                upstreams=[*main.upstreams, *other.upstreams],
-                extend=apps.append,
-            )
-        )
-        yield local, apps[0], other.model
+        both = replace(main, engines=[*main.engines, *other.engines], upstreams=[*main.upstreams, *other.upstreams])
+        yield stack.enter_context(serve(store, runner, both, program.sampling_of(agents))), other.model
 
 
 def _refuse_busy(store: Store) -> None:
@@ -232,23 +231,3 @@ def _refuse_busy(store: Store) -> None:
             f"a run is at work on this store, or was ended on the way: {what}. Fork when it has ended; one that was"
             " killed is ended by lightning-rl train --resume."
         )
-
-
-def _routing(program: Program, main: Answering, agents: Sequence[str]) -> Routing:
-    who, rules = unnamed(program.command, program.agents, program.name_by), parse_rules(program.name_by)
-    if main.model is None:  # what comes here all the same is the forked call
-        return Routing(
-            seed=program.seed, temperature=program.temperature, max_tokens=program.max_tokens, unnamed=who,
-            name_by=rules,
-        )  # fmt: skip
-    return Routing(
-        agents=tuple(main.policies.by_agent) or program.agents or tuple(agents),
-        model=main.model,
-        policies=main.policies if main.policies.by_agent else parse({}),
-        seed=program.seed,
-        temperature=program.temperature,
-        plain=program.plain,
-        max_tokens=program.max_tokens,
-        unnamed=who,
-        name_by=rules,
-    )

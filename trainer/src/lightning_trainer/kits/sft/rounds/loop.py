@@ -13,7 +13,6 @@ from typing import Final
 
 from lightning_spans.errors import AgentFailedError, DataError, NothingToLearnError, UnknownAgentError
 from lightning_spans.schema.agents import earns
-from lightning_spans.store import Store
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.config.files import CONFIG_NAME, to_json
 from lightning_trainer.judging.judge import GroupJudge
@@ -37,7 +36,7 @@ from lightning_trainer.rl.rollouts import Failed, Outcome, plan
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import BY_TASK, Score, reward_of_failures, score
 from lightning_trainer.run.data import Task
-from lightning_trainer.run.local import Local
+from lightning_trainer.session.session import Session
 
 NOT_BETTER: Final = "earned no more than the worst of the round"
 
@@ -54,8 +53,7 @@ class RoundLoop:
     tasks: Sequence[Task]
     val: Sequence[Task]
     folder: Path
-    store: Store
-    local: Local
+    session: Session
     learner: Learner
     judge: GroupJudge | None
     log: MetricLog
@@ -117,7 +115,7 @@ class RoundLoop:
         rollouts = plan(
             tasks, name=name, size=size, mode=mode, max_attempts=config.max_attempts, timeout_s=config.timeout_s
         )  # fmt: skip
-        outcomes = self.local.run(rollouts, self.progress, what, check=self.check)
+        outcomes = self.session.run(rollouts, self.progress, what, check=self.check)
         if self.judge is not None:
             self.progress.phase("judging")
             outcomes = self.judge.judge(outcomes)
@@ -149,7 +147,7 @@ class RoundLoop:
         config = self.config
         lines, left_out = self._lines(tuple(outcome.rollout.rollout_id for outcome in outcomes))
         if not lines and not left_out:
-            raise AgentFailedError(nothing_captured(len(outcomes), self.local.runner.attached, config.command))
+            raise AgentFailedError(nothing_captured(len(outcomes), self.session.runner.attached, config.command))
         if config.min_reward is None:
             better = [line for line in lines if _is_better(line, outcomes, config.failed)]
             left_out += Counter({NOT_BETTER: len(lines) - len(better)})
@@ -183,7 +181,7 @@ class RoundLoop:
             rollout_ids=rollout_ids, some_silent=True,
         )  # fmt: skip
         try:
-            with selected(self.store, wanted) as chosen:
+            with selected(self.session.store, wanted) as chosen:
                 return list(chosen.training()), Counter(chosen.left_out)
         except UnknownAgentError as error:
             if not self.steps:

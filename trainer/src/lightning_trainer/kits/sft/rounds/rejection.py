@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from lightning_spans.errors import ConfigError
@@ -13,7 +12,6 @@ from lightning_trainer.backend_protocol import Backend
 from lightning_trainer.config.workers import worker_count
 from lightning_trainer.gateway.engine import tool_format
 from lightning_trainer.gateway.prompt.template import check_calls
-from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import read_judge
 from lightning_trainer.kits.sft.config import OF_FILES, RoundsConfig
@@ -23,18 +21,16 @@ from lightning_trainer.kits.sft.rounds.loop import RoundLoop
 from lightning_trainer.kits.sft.rounds.state import STATE_NAME, Rounds, RoundsState
 from lightning_trainer.kits.sft.sft import options_of
 from lightning_trainer.models import look
-from lightning_trainer.naming import parse_rules
-from lightning_trainer.policies import parse
 from lightning_trainer.report.metrics import MetricLog
-from lightning_trainer.report.progress import IMPORTING, Progress, Silent
+from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.run.data import digest, load_tasks
 from lightning_trainer.run.folders import STORE_NAME, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
-from lightning_trainer.run.local import UNKNOWN_POLICY, opened, serving, unnamed
-from lightning_trainer.run.state import OPEN
-from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
+from lightning_trainer.session.answers import AnswerSource
+from lightning_trainer.session.sampling import SamplingOptions
+from lightning_trainer.session.session import cancel_left_over, open_database, open_runner, serve
 
 
 def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *, resume: Path | None = None) -> Rounds:
@@ -66,10 +62,18 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
             folder = resume
             stack.enter_context(held_again(folder))
             state = _resumable(folder, data)
-        runner = stack.enter_context(_started(config, folder, len(tasks), progress))
+        runner = stack.enter_context(
+            open_runner(
+                Job.of(config),
+                workers=worker_count(config.workers, len(tasks) * config.samples, config.concurrency),
+                concurrency=config.concurrency,
+                progress=progress,
+                logs=folder / "logs",
+            )
+        )
         check()
-        store = stack.enter_context(opened(str(folder / STORE_NAME)))
-        store.cancel([r.rollout_id for status in OPEN for r in store.rollouts(status=status)])  # of an earlier life
+        store = stack.enter_context(open_database(str(folder / STORE_NAME)))
+        cancel_left_over(store)
         judge = None
         if judging is not None:
             judge = stack.enter_context(
@@ -81,14 +85,12 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         if state.weights:
             learner.load(folder / state.weights)
         log = stack.enter_context(closing(MetricLog(folder, from_step=state.steps)))
-        routing = _routing(config, learner.engine.model)
         if config.timeouts == "exclude":
             progress.note(LATE_LEFT_OUT)
-        local = stack.enter_context(
-            serving(store, runner, routing=routing, engine=learner.engines, timeouts=config.timeouts)
-        )
+        answers = AnswerSource.of(learner.engines, config.policies)
+        session = stack.enter_context(serve(store, runner, answers, _sampling(config), timeouts=config.timeouts))
         loop = RoundLoop(
-            config=config, tasks=tasks, val=val, folder=folder, store=store, local=local, learner=learner, judge=judge,
+            config=config, tasks=tasks, val=val, folder=folder, session=session, learner=learner, judge=judge,
             log=log, progress=progress, check=check, state=state, steps=state.steps,
             began=began - state.seconds,
         )  # fmt: skip
@@ -119,35 +121,18 @@ def _resumable(folder: Path, data: str) -> RoundsState:
     return state
 
 
-@contextmanager
-def _started(config: RoundsConfig, folder: Path, tasks: int, progress: Progress) -> Iterator[Runner]:
-    progress.phase(IMPORTING)
-    job = Job(target=config.target, command=config.command, reward=config.reward, work=config.work)
-    workers = worker_count(config.workers, tasks * config.samples, config.concurrency)
-    runner = Runner(job, workers=workers, concurrency=config.concurrency, logs=folder / "logs")
-    runner.start()
-    try:
-        yield runner
-    finally:
-        runner.stop()
-
-
 def _options(config: RoundsConfig, tasks: int) -> dict[str, object]:
     """Return the learner's options. How many steps are to come is not known, so the learning rate rises and stays."""
     steps = config.rounds * (config.steps or max(1, tasks * config.kept // config.batch_size))
     return {"warmup_steps": schedule(steps)[0], **options_of(config)}
 
 
-def _routing(config: RoundsConfig, model: str) -> Routing:
-    own = parse(config.policies)
-    return Routing(
-        agents=tuple(own.by_agent) or config.agents or ("*",),
-        model=UNKNOWN_POLICY if own.by_agent else model,
-        policies=own,
-        seed=config.seed,
+def _sampling(config: RoundsConfig) -> SamplingOptions:
+    return SamplingOptions(
+        agents=config.agents,
         temperature=config.temperature,
         plain=True,
         max_tokens=config.answer_tokens,
-        unnamed=unnamed(config.command, config.agents, config.name_by),
-        name_by=parse_rules(config.name_by),
+        seed=config.seed,
+        name_by=config.name_by,
     )

@@ -1,4 +1,4 @@
-"""What is evaluated: a model that is loaded here, an endpoint, or the program as it is, at its own endpoints."""
+"""The model that answers a program's agents: weights that are loaded here, a server, or the program's own endpoints."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer import registry
 from lightning_trainer.config.origin import chosen_format, options_of, run_of
 from lightning_trainer.gateway.upstream.upstream import Upstream, parse_upstream
 from lightning_trainer.models import look
@@ -77,12 +78,12 @@ Subject: TypeAlias = AsItIs | Endpoint | LocalModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answering:
-    """What answers the calls of agents.
+class AnswerSource:
+    """A model that is ready to answer the calls of agents.
 
     Attributes:
-        model: the name that they ask for; None: they go where they always go.
-        engines: loaded here.
+        model: the name under which it is requested; None: calls go to the program's own endpoints.
+        engines: that are loaded here.
         upstreams: servers elsewhere.
         policies: policy by agent, for agents that have their own.
     """
@@ -91,6 +92,11 @@ class Answering:
     engines: Sequence[Engine] = ()
     upstreams: Sequence[Upstream] = ()
     policies: Policies = field(default_factory=Policies)
+
+    @classmethod
+    def of(cls, engines: Sequence[Engine], policies: Mapping[str, str]) -> AnswerSource:
+        """Return the engines of a learner, for a run with these policies."""
+        return cls(model=engines[0].model, engines=engines, policies=parse(policies))
 
 
 def read_subject(text: str, *, key: str | None = None) -> Subject:
@@ -115,7 +121,7 @@ def endpoint(url: str, *, model: str | None = None, key: str | None = None) -> E
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"endpoint {url!r}: give a URL, such as http://127.0.0.1:8000/v1.")
-    return Endpoint(parse_upstream(f"{model or 'model'}={url}").url, model, key)
+    return Endpoint(parse_upstream(f"model={url}").url, model, key)
 
 
 def chosen_agents(subject: Subject) -> tuple[str, ...] | None:
@@ -155,41 +161,38 @@ def refuse_unheard(options: Mapping[str, object], *sides: object) -> None:
 
 
 @contextmanager
-def answering(subject: Subject, **options: Any) -> Iterator[Answering]:
-    """Open what answers.
+def open_answers(subject: Subject, **options: Any) -> Iterator[AnswerSource]:
+    """Load or reach the model that answers.
 
     Args:
-        subject: what is evaluated.
+        subject: the model.
         options: of the torch backend, for weights that are loaded here.
 
     Raises:
         ConfigError: it can't be loaded or reached.
     """
     if isinstance(subject, AsItIs):
-        yield Answering()
+        yield AnswerSource()
     elif isinstance(subject, Endpoint):
         model = subject.model or only_model(subject)
         if subject.model:
             _reach(subject)
-        yield Answering(model=model, upstreams=(Upstream(model, subject.url, subject.key),))
+        yield AnswerSource(model=model, upstreams=(Upstream(model, subject.url, subject.key),))
     else:
-        with _loaded(subject, options) as found:
+        with _load(subject, options) as found:
             yield found
 
 
 @contextmanager
-def _loaded(subject: LocalModel, options: dict[str, Any]) -> Iterator[Answering]:
-    from lightning_trainer.backends.torch.backend import open_torch
-
+def _load(subject: LocalModel, options: dict[str, Any]) -> Iterator[AnswerSource]:
     adapters = (Path(subject.model) / ADAPTERS_NAME).is_file()
     policies = parse(options_of(subject.run).get("policies") or {}) if adapters and subject.run else Policies()
     if adapters and not policies.by_agent:
         raise ConfigError(f"{subject.model} holds adapters of agents, and not whose they are. Give the run's folder.")
     name = None if adapters else _POLICY
-    with closing(open_torch(subject.model, **{"name": name, **own_loading(subject), **options})) as learner:
-        unknown = "policy"  # refused by the gateway where agents have policies of their own
-        model = unknown if adapters else learner.engine.model
-        yield Answering(model=model, engines=learner.engines, policies=policies)
+    load = registry.by_name("backend", "torch").learner
+    with closing(load(subject.model, {"name": name, **own_loading(subject), **options})) as learner:
+        yield AnswerSource(model=learner.engine.model, engines=learner.engines, policies=policies)
 
 
 def _weights(text: str) -> LocalModel:
