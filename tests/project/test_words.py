@@ -67,11 +67,6 @@ PAGES = [
     ROOT / "core/README.md",
     ROOT / "trainer/README.md",
 ]
-LATER = {  # pages that still have to be rewritten: take one out when it is done
-    "docs/decisions/size.md",
-    "docs/explanation/threat-model.md", "docs/how-to/adding-a-framework.md",
-    "docs/how-to/counterfactual.md", "docs/how-to/verl.md",
-}  # fmt: skip
 SOURCES = sorted(path for path in ROOT.glob("*/**/src/**/*.py") if ".nox" not in path.parts)
 
 
@@ -93,10 +88,7 @@ def prose(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_in_plain_english(page: Path) -> None:
-    if str(page.relative_to(ROOT)) in LATER:
-        assert find(prose(page)), "this page is done: take it out of LATER"
-    else:
-        assert find(prose(page)) == []
+    assert find(prose(page)) == []
 
 
 def helps(command: click.Command, name: str) -> Iterator[tuple[str, str]]:
