@@ -364,9 +364,10 @@ def full(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def table(session: nox.Session) -> None:
-    """Write what the docs take from files of the project: the table of tested versions, and the programs they show."""
+    """Write what the docs take from the project: tested versions, the programs that pages show, sizes of packages."""
     session.run("python3", "templates/versions_table.py")
     session.run("python3", "docs/site/snippets.py")
+    session.run("python3", "docs/site/sizes.py")
 
 
 @nox.session

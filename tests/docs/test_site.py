@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "docs" / "site"))
 import check
 import llms
 import reference
+import sizes
 import snippets
 import stage
 
@@ -88,6 +89,13 @@ def test_every_program_that_a_page_shows_is_the_one_that_is_tested():
         assert text.count("<!-- snippet: ") == len(snippets.BLOCK.findall(text)), page
         stale += [page.name] if snippets.fill(text) != text else []
     assert stale == [], "stale: nox -s table"
+
+
+def test_the_sizes_of_packages_are_those_of_the_code() -> None:
+    """Write them anew with `nox -s table`."""
+    found = sizes.rows(sizes.PAGE.read_text(encoding="utf-8"))
+    assert len(found) > 12
+    assert [row for row in found if abs(row[1] - row[2]) > 0.1 * row[2] + 100] == []
 
 
 def test_every_command_and_option_is_in_the_reference():
