@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from lightning_spans.schema.spans import (
     Span,
 )
 from lightning_spans.store.sql.store import SqlStore
-from lightning_spans.store.traces import traces_of
-from lightning_spans.testing.stores.samples import a_call, a_reward, a_rollout, an_id
+from lightning_spans.store.traces import newest_traces, traces_of
+from lightning_spans.testing.stores.samples import a_call, a_reward, a_rollout, a_span, an_id
 
 T = "0af7651916cd43dd8448eb211c80319c"
 
@@ -398,6 +399,39 @@ def test_spans_of_no_attempt_give_a_trace_for_each_trace_id(store: SqlStore) -> 
     store.add_calls([call("r1", "b"), call("r2")])
     assert sorted(len(trace) for trace in traces_of(store)) == [1, 1, 2]
     assert all(trace.attempt_id is None for trace in traces_of(store))
+
+
+def test_the_newest_traces_come_first_and_the_others_are_not_read(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.enqueue([a_rollout(rollout_id=f"r{number}") for number in range(2)])
+    store.claim("worker", limit=2)  # attempts of now, with nothing recorded
+    for number in range(500):
+        name = f"a{number}" if number % 2 else None
+        store.add_spans([a_span(start_ns=number, end_ns=number, trace_id=f"{number:032}", attempt_id=name)])
+    store.add_calls([call("alone")])
+    store.add_rewards([a_reward(attempt_id="a1"), a_reward(attempt_id="only a reward")])
+    newest = list(newest_traces(store))
+    assert sorted(map(content, newest)) == sorted(map(content, traces_of(store)))
+    assert [trace.attempt_id for trace in newest[:2]] == ["r1.1", "r0.1"]
+    spans = [node.span.start_ns for trace in newest for node in trace if trace.chats == []]
+    assert spans == sorted(spans, reverse=True)
+    assert newest[-1].attempt_id == "only a reward"
+    read: list[int] = []
+    page = SqlStore.page
+
+    def count(*args: Any, **given: Any) -> Any:
+        found = page(*args, **given)
+        read.append(len(found.records))
+        return found
+
+    monkeypatch.setattr(SqlStore, "page", count)
+    assert len(list(islice(newest_traces(store), 5))) == 5
+    assert sum(read) < 250
+
+
+def content(trace: Trace) -> tuple[str, list[str], int]:
+    return trace.attempt_id or "", ids(list(trace)), len(trace.rewards)
 
 
 def test_several_attempts_under_one_outer_span_are_told_apart(store: SqlStore) -> None:

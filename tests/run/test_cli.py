@@ -21,6 +21,7 @@ from click.testing import Result
 
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
+from lightning_spans.store.sql.store import SqlStore
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.backends.torch import backend as torch_backend
@@ -544,7 +545,7 @@ def test_traces_of_a_run(trained: tuple[Path, Result], monkeypatch: pytest.Monke
     tree = call("traces", "--store", "out/lightning.db", "--limit", "3")
     assert tree.stdout.count("attempt ") == 3
     assert "tokens, weights" in tree.stdout
-    assert "earlier traces are not shown" in tree.stderr
+    assert "Earlier traces are not shown" in tree.stderr
     one = call("traces", "--store", "out/lightning.db", "--json", "--rollout", chats[0]["rollout_id"])
     assert {json.loads(line)["rollout_id"] for line in one.stdout.splitlines()} == {chats[0]["rollout_id"]}
 
@@ -563,6 +564,19 @@ def test_traces_show_what_was_said_and_only_what_is_asked_for(
         assert "none that meets" in call("traces", *store, *none).stderr
     assert "Agents seen: " in call("traces", *store, "--agent", "wrtier").stderr
     told(call("traces", *store, "--rollout", "r-99"), "there is no rollout r-99")
+
+
+def test_a_store_that_can_not_be_written_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    store = SqlStore(f"sqlite:///{folder}/lightning.db")
+    store.add_spans([a_span(attempt_id=None, rollout_id=None, name="chat policy")])
+    store.close()
+    (folder / "lightning.db-turn").unlink(missing_ok=True)
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)
+    result = call("traces", "--store", f"{folder}/lightning.db")
+    assert (result.exit_code, "chat policy" in result.stdout) == (0, True), result.output
+    assert not (folder / "lightning.db-turn").exists()
 
 
 # --- agents -----------------------------------------------------------------------------------------------------------

@@ -45,7 +45,8 @@ def _result(store: Store, path: str, body: dict[str, Any]) -> dict[str, Any]:
             return {"kept": getattr(store, f"add_{what}")([from_json(kinds[what], item) for item in body[what]])}
         case ["query"]:
             what, after, limit = body.pop("what"), body.pop("after"), body.pop("limit", 2)
-            page = store.page(LISTINGS[what].kind, Where(**body), after=after, limit=limit)
+            back = body.pop("newest_first", False)
+            page = store.page(LISTINGS[what].kind, Where(**body), after=after, limit=limit, newest_first=back)
             return {what: [to_json(record) for record in page.records], "next": page.next}
         case ["rollouts"]:
             return {"queued": store.enqueue([from_json(Rollout, item) for item in body["rollouts"]])}

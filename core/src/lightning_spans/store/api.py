@@ -2,7 +2,8 @@
 
 Every body is a JSON object. A method's arguments are its keys, its result is under one key of the answer; records have
 the form of `schema.json`. `page` is ``POST /api/query`` with ``{"what": "spans", "after": 0, "limit": 1000}`` and the
-filters of `Where`, and answers ``{"spans": [...], "next": 4711}``, without ``next`` where there are no more.
+filters of `Where`, and answers ``{"spans": [...], "next": 4711}``, without ``next`` where there are no more. With
+``"newest_first": true`` the order is the reverse.
 ``GET /api/spans?limit=...&after=...`` is the same for short lists of filters. Errors are ``{"error": {"message",
 "type", "code"}}``; 409: the lease is lost.
 """

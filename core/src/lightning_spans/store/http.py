@@ -113,11 +113,19 @@ class HttpStore(Store):
         _check_finite(rewards)
         return self._add("add_rewards", rewards)
 
-    def page(self, kind: type[R], where: Where = ANY, *, after: int = 0, limit: int | None = PAGE) -> Page[R]:
+    def page(
+        self,
+        kind: type[R],
+        where: Where = ANY,
+        *,
+        after: int = 0,
+        limit: int | None = PAGE,
+        newest_first: bool = False,
+    ) -> Page[R]:
         """Read some records; without a limit as many as the server gives at once."""
         what, _ = listing_of(kind, where)
         given = {name: value if isinstance(value, str) else list(value) for name, value in where.given().items()}
-        asked = {"what": what, "after": after, "limit": limit}
+        asked = {"what": what, "after": after, "limit": limit, "newest_first": newest_first or None}
         body = {name: value for name, value in asked.items() if value is not None} | given
         answer = self._post("/api/query", body, what, list)
         return Page(self._records(kind, answer[what]), answer.get("next"))

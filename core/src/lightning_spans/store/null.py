@@ -30,7 +30,15 @@ class NullStore(Store):
         """Let go of rewards."""
         return len(rewards)
 
-    def page(self, kind: type[R], where: Where = ANY, *, after: int = 0, limit: int | None = PAGE) -> Page[R]:
+    def page(
+        self,
+        kind: type[R],
+        where: Where = ANY,
+        *,
+        after: int = 0,
+        limit: int | None = PAGE,
+        newest_first: bool = False,
+    ) -> Page[R]:
         """Return nothing."""
         return Page([])
 

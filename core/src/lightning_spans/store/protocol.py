@@ -140,7 +140,15 @@ class Store(Protocol):
         """Keep rewards; one already there, by reward_id, is left as it is. Returns the number newly kept."""
         ...
 
-    def page(self, kind: type[R], where: Where = ANY, *, after: int = 0, limit: int | None = PAGE) -> Page[R]:
+    def page(
+        self,
+        kind: type[R],
+        where: Where = ANY,
+        *,
+        after: int = 0,
+        limit: int | None = PAGE,
+        newest_first: bool = False,
+    ) -> Page[R]:
         """Read some records: `Span`, `Call`, `Reward`, `Rollout` or `AttemptRecord`.
 
         Pages follow each other in the order of arrival, so that what is added meanwhile comes on a later page and none
@@ -151,6 +159,7 @@ class Store(Protocol):
             where: which of them.
             after: `Page.next` of the page before; 0: from the beginning.
             limit: most records; a server gives `LARGEST_PAGE` at most. None: as many as it will give at once.
+            newest_first: in the reverse order, which never gives what is added after the first page.
 
         Raises:
             RefusedError: such records can't be filtered so.
@@ -282,10 +291,12 @@ def whole_list(store: Store, kind: type[R], where: Where = ANY) -> list[R]:
     return records if listing.started is None else sorted(records, key=listing.started)
 
 
-def each(store: Store, kind: type[R], where: Where = ANY, *, limit: int = PAGE) -> Iterator[R]:
+def each(
+    store: Store, kind: type[R], where: Where = ANY, *, limit: int = PAGE, newest_first: bool = False
+) -> Iterator[R]:
     """Read a list page by page, in the order of its pages; one page at a time is in memory."""
     after: int | None = 0
     while after is not None:
-        page = store.page(kind, where, after=after, limit=limit)
+        page = store.page(kind, where, after=after, limit=limit, newest_first=newest_first)
         yield from page.records
         after = page.next

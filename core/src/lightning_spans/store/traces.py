@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Final
@@ -17,6 +18,7 @@ from lightning_spans.schema.spans import TRAINING, Span
 from lightning_spans.store.protocol import Ids, Store, Where, each, whole_list
 
 _AT_ONCE: Final = 64  # traces in memory
+_FIRST: Final = 8  # where only the newest may be asked for
 
 
 @dataclass(slots=True)
@@ -55,13 +57,14 @@ def each_trace(
         origin: only what was recorded under this label, such as ``live``.
     """
     if rollout_ids is not None or attempt_ids is not None:
-        yield from _of_attempts(store, Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids, origin=origin))
+        wanted = Where(rollout_ids=rollout_ids, attempt_ids=attempt_ids, origin=origin)
+        yield from _built(_of_attempts(store, wanted))
         return
     where = Where(origin=origin)
     known: set[str] = set()
     for batch in _batches(attempt.attempt_id for attempt in each(store, AttemptRecord, where)):
         known.update(batch)
-        yield from _of_attempts(store, replace(where, attempt_ids=batch))
+        yield from _built(_of_attempts(store, replace(where, attempt_ids=batch)))
     unknown: dict[str, None] = {}
     outside: dict[str, None] = {}  # traces in which something says no attempt
     records: Iterator[Span | Call] = chain(each(store, Span, where), each(store, Call, where))
@@ -75,9 +78,76 @@ def each_trace(
     if origin is None:
         unknown |= dict.fromkeys(reward.attempt_id for reward in each(store, Reward))
     for batch in _batches(attempt_id for attempt_id in unknown if attempt_id not in known):
-        yield from _of_attempts(store, replace(where, attempt_ids=batch))
+        yield from _built(_of_attempts(store, replace(where, attempt_ids=batch)))
     for batch in _batches(outside):
-        yield from _outside(store, replace(where, trace_ids=batch))
+        yield from _built(_outside(store, replace(where, trace_ids=batch)))
+
+
+def newest_traces(store: Store, *, origin: str | None = None) -> Iterator[Trace]:
+    """Read traces, newest first, no more of them than are asked for; see `each_trace`.
+
+    A trace is as new as its newest record. Those of which there are only rewards come last.
+    """
+    where = Where(origin=origin)
+    lists: list[Iterator[AttemptRecord | Span | Call]] = [
+        each(store, AttemptRecord, where, limit=_AT_ONCE, newest_first=True),
+        each(store, Span, where, limit=_AT_ONCE, newest_first=True),
+        each(store, Call, where, limit=_AT_ONCE, newest_first=True),
+    ]
+    started = heapq.merge(*lists, key=_started_ns, reverse=True)
+    rewards = each(store, Reward, newest_first=True) if origin is None else ()
+    records: Iterator[AttemptRecord | Span | Call | Reward] = chain(started, rewards)
+    seen: set[str] = set()
+    size = _FIRST
+    while batch := list(islice(_new_places(records, seen), size)):
+        yield from _in_order(store, where, batch)
+        size = min(2 * size, _AT_ONCE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a record belongs: to an attempt, else to a trace, else it is a call that stands alone."""
+
+    key: str
+    of_attempt: bool = False
+    call: Call | None = None
+
+
+def _started_ns(record: AttemptRecord | Span | Call) -> int:
+    return record.started_ns if isinstance(record, AttemptRecord) else record.start_ns
+
+
+def _new_places(records: Iterable[AttemptRecord | Span | Call | Reward], seen: set[str]) -> Iterator[_Place]:
+    for record in records:
+        if record.attempt_id is not None:
+            place = _Place(record.attempt_id, of_attempt=True)
+        elif not isinstance(record, Span | Call):
+            continue
+        elif record.trace_id is not None:
+            place = _Place(record.trace_id)
+        else:
+            place = _Place("", call=record if isinstance(record, Call) else None)
+        if place.call is not None or place.key not in seen:
+            seen.add(place.key)
+            yield place
+
+
+def _in_order(store: Store, where: Where, places: Sequence[_Place]) -> Iterator[Trace]:
+    heaps: dict[str, _Heap] = {}
+    if named := [place.key for place in places if place.of_attempt]:
+        heaps |= _of_attempts(store, replace(where, attempt_ids=named))
+    if traces := [place.key for place in places if place.call is None and not place.of_attempt]:
+        heaps |= _outside(store, replace(where, trace_ids=traces))
+    for place in places:
+        if place.call is not None:
+            yield _Heap(calls=[place.call]).trace()
+        elif place.key in heaps:
+            yield heaps.pop(place.key).trace()
+    yield from _built(heaps)
+
+
+def _built(heaps: Mapping[str, _Heap]) -> Iterator[Trace]:
+    return (heap.trace() for heap in heaps.values())
 
 
 def _batches(names: Iterable[str]) -> Iterator[list[str]]:
@@ -86,7 +156,7 @@ def _batches(names: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _of_attempts(store: Store, where: Where) -> Iterator[Trace]:
+def _of_attempts(store: Store, where: Where) -> dict[str, _Heap]:
     """Read the traces of attempts, few enough to be in memory together."""
     heaps: dict[str, _Heap] = {}  # by attempt
     for attempt in whole_list(store, AttemptRecord, where):
@@ -112,10 +182,10 @@ def _of_attempts(store: Store, where: Where) -> Iterator[Trace]:
             heaps[key].calls.append(call)
     for reward in rewards:
         heaps[reward.attempt_id].rewards.append(reward)
-    return (heap.trace() for heap in heaps.values())
+    return heaps
 
 
-def _outside(store: Store, where: Where) -> Iterator[Trace]:
+def _outside(store: Store, where: Where) -> dict[str, _Heap]:
     """Read what belongs to no attempt in some traces."""
     heaps: defaultdict[str, _Heap] = defaultdict(_Heap)
     spans, calls = whole_list(store, Span, where), whole_list(store, Call, where)
@@ -128,7 +198,7 @@ def _outside(store: Store, where: Where) -> Iterator[Trace]:
     for call in calls:
         if (key := owners.of_call(call)) not in attempts:
             heaps[key].calls.append(call)
-    return (heap.trace() for heap in heaps.values())
+    return heaps
 
 
 def _new_heaps(heaps: dict[str, _Heap], records: Iterable[Span | Call | Reward]) -> Iterator[tuple[str, _Heap]]:

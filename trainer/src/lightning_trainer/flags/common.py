@@ -131,6 +131,7 @@ def reading(url: str, key_file: Path | None) -> Iterator[Store]:
         ConfigError: there is none.
     """
     from lightning_spans.store import open_store
+    from lightning_spans.store.sql.reader import SqlReader
 
     path = Path(url.removeprefix("sqlite:///")) if "://" not in url or url.startswith("sqlite:///") else None
     if path is not None and not path.is_file():
@@ -138,11 +139,16 @@ def reading(url: str, key_file: Path | None) -> Iterator[Store]:
             f"there is no store {path}. Run the agent once with attach(), or give the store of a run: "
             "--store runs/.../lightning.db"
         )
-    store = open_store(url, key=read_key(key_file))
+    store = SqlReader(url) if path is not None and not _writable(path) else open_store(url, key=read_key(key_file))
     try:
         yield store
     finally:
         store.close()
+
+
+def _writable(path: Path) -> bool:
+    """Whether a store can be opened to be written: the files that SQLite puts beside it, too."""
+    return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
 
 
 def read_key(key_file: Path | None) -> str | None:

@@ -72,12 +72,15 @@ _SOURCES: Final[Mapping[type[Any], _Source]] = {
 }
 
 
-def read_page(connection: Connection, kind: type[R], where: Where, after: int, limit: int | None) -> Page[R]:
-    """Read records in the order of their arrival; see `Store.page`."""
+def read_page(
+    connection: Connection, kind: type[R], where: Where, after: int, limit: int | None, *, newest_first: bool = False
+) -> Page[R]:
+    """Read records in the order of their arrival, or the reverse; see `Store.page`."""
     source = _SOURCES[kind]
-    query = source.rows.add_columns(source.seq).where(*_conditions(connection, source, where)).order_by(source.seq)
+    query = source.rows.add_columns(source.seq).where(*_conditions(connection, source, where))
+    query = query.order_by(source.seq.desc() if newest_first else source.seq)
     if after:
-        query = query.where(source.seq > after)
+        query = query.where(source.seq < after if newest_first else source.seq > after)
     if limit is None:
         return Page(source.records(connection, connection.execute(query).all()))
     streamed = connection.execute(query.limit(limit + 1).execution_options(stream_results=True))

@@ -102,12 +102,22 @@ class SqlStore(Store):
         """
         return self._insert(schema.rewards, _reward_values, rewards)
 
-    def page(self, kind: type[R], where: Where = ANY, *, after: int = 0, limit: int | None = PAGE) -> Page[R]:
+    def page(
+        self,
+        kind: type[R],
+        where: Where = ANY,
+        *,
+        after: int = 0,
+        limit: int | None = PAGE,
+        newest_first: bool = False,
+    ) -> Page[R]:
         """Read some records, of one moment; see `Store.page`."""
         listing_of(kind, where)
         if kind in (Rollout, AttemptRecord):
             self._settle()
-        return self._read(lambda connection: read_page(connection, kind, where, after, limit))
+        return self._read(
+            lambda connection: read_page(connection, kind, where, after, limit, newest_first=newest_first)
+        )
 
     def enqueue(self, rollouts: Sequence[Rollout]) -> int:
         """Queue rollouts; one already there is left as it is."""

@@ -88,8 +88,16 @@ class MemoryStore(Store):
         """Keep rewards; one already there is left as it is."""
         return self._add(self._kept.rewards, [(reward.reward_id, _finite(reward)) for reward in rewards])
 
-    def page(self, kind: type[R], where: Where = ANY, *, after: int = 0, limit: int | None = PAGE) -> Page[R]:
-        """Read some records in the order of their arrival."""
+    def page(
+        self,
+        kind: type[R],
+        where: Where = ANY,
+        *,
+        after: int = 0,
+        limit: int | None = PAGE,
+        newest_first: bool = False,
+    ) -> Page[R]:
+        """Read some records in the order of their arrival, or the reverse."""
         what, _ = listing_of(kind, where)
         wanted = _wanted(where)
         with self._open() as kept:
@@ -98,8 +106,10 @@ class MemoryStore(Store):
             found = [
                 (number, kept.now(record))
                 for number, record in kept.numbered(getattr(kept, what))
-                if number > after and wanted(kept.now(record))
+                if (not after or (number < after if newest_first else number > after)) and wanted(kept.now(record))
             ]
+        if newest_first:
+            found.reverse()
         more = limit is not None and len(found) > limit
         found = found[:limit] if more else found
         return Page([cast(R, record) for _, record in found], found[-1][0] if more else None)

@@ -154,9 +154,11 @@ class RecordPromises:
         third = store.page(Span, where, after=second.next or 0, limit=2)
         assert (second.records, third) == (spans[2:4], Page(spans[4:], None))
         assert list(each(store, Span, where, limit=1)) == spans
+        assert list(each(store, Span, where, limit=2, newest_first=True)) == spans[::-1]
         calls = [a_call(origin=origin, trace_id=attempt) for _ in range(3)]
         store.add_calls(calls)
         assert list(each(store, Call, Where(trace_ids=[attempt]), limit=2)) == calls
+        assert list(each(store, Call, Where(trace_ids=[attempt]), limit=2, newest_first=True)) == calls[::-1]
         rewards = [a_reward(attempt_id=attempt) for _ in range(3)]
         store.add_rewards(rewards)
         assert list(each(store, Reward, Where(attempt_ids=[attempt]), limit=2)) == rewards

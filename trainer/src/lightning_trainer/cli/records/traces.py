@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,7 @@ def command(
     logprobs, policy_version. The line of a span includes the rewards of that span. The first line of a trace also has
     the rewards of the whole attempt. Each reward has source, agent and value.
     """
-    from lightning_spans.store.traces import each_trace
+    from lightning_spans.store.traces import each_trace, newest_traces
     from lightning_trainer.rl.rewards.judge import read_rules
     from lightning_trainer.rl.rewards.shown import with_automatic
 
@@ -97,7 +98,12 @@ def command(
     seen: set[str] = set()
     with reading(store, key_file) as source:
         _refuse_unknown(source, rollouts)
-        found = each_trace(source, rollout_ids=list(rollouts) or None, origin=origin)
+        newest_only = not (rollouts or as_json or to_tasks)
+        found = (
+            newest_traces(source, origin=origin)
+            if newest_only
+            else each_trace(source, rollout_ids=list(rollouts) or None, origin=origin)
+        )
         found = _noting(found, seen) if agents else found
         judged = (one for trace in found for one in with_automatic([trace], rules))
         traces = (trace for trace in judged if wanted.takes(trace))
@@ -108,7 +114,8 @@ def command(
                 for line in _json_lines(trace):
                     print_json(line)
         else:
-            _print_newest(source, traces, limit, seen, whole=full or bool(rollouts))
+            newest = traces if newest_only else reversed(list(traces))
+            _print_newest(source, newest, limit, seen, whole=full or bool(rollouts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +165,13 @@ def _noting(traces: Iterable[Trace], seen: set[str]) -> Iterator[Trace]:
         yield trace
 
 
-def _print_newest(store: Store, traces: Iterable[Trace], limit: int, seen: set[str], *, whole: bool) -> None:
-    newest: deque[Trace] = deque(maxlen=limit)
-    number = 0
-    for number, trace in enumerate(traces, 1):  # noqa: B007 - the last is how many there are
-        newest.append(trace)
+def _print_newest(store: Store, traces: Iterator[Trace], limit: int, seen: set[str], *, whole: bool) -> None:
+    newest = list(islice(traces, limit))[::-1]
     ids = [trace.attempt_id for trace in newest if trace.attempt_id is not None]
     _print_trees(newest, {one.attempt_id: one for one in store.attempts(attempt_ids=ids)}, whole=whole)
-    if number > limit:
-        click.echo(f"{number - limit} earlier traces are not shown; --limit shows more.", err=True)
-    if not number:
+    if next(traces, None) is not None:
+        click.echo("Earlier traces are not shown; --limit shows more.", err=True)
+    if not newest:
         there = f" Agents seen: {some(sorted(seen))}." if seen else ""
         click.echo(printable(f"no traces in this store, or none that meets the conditions.{there}"), err=True)
 

@@ -104,7 +104,12 @@ def filters_of(what: str) -> dict[str, Any]:
 def query() -> type[Body]:
     """Return the body that asks for a page of any list, with lists of ids too long for an address."""
     what: Any = Literal.__getitem__(tuple(LISTINGS))
-    pages: dict[str, Any] = {"what": (what, ...), "after": (AFTER, 0), "limit": (LIMIT, PAGE)}
+    pages: dict[str, Any] = {
+        "what": (what, ...),
+        "after": (AFTER, 0),
+        "limit": (LIMIT, PAGE),
+        "newest_first": (bool, False),
+    }
     return _model("Query", pages | {name: (_taken(kind), None) for name, kind in field_types(Where).items()})
 
 

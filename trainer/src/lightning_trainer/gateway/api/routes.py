@@ -235,7 +235,9 @@ def _page(what: str) -> _Do:
     def read(asked: _Asked) -> dict[str, Any]:
         given = asked.given
         after, limit = given.pop("after"), given.pop("limit")
-        page = asked.state.store.page(LISTINGS[what].kind, Where(**given), after=after, limit=limit)
+        back = given.pop("newest_first", False)
+        where = Where(**given)
+        page = asked.state.store.page(LISTINGS[what].kind, where, after=after, limit=limit, newest_first=back)
         more = {} if page.next is None else {"next": page.next}
         return {what: [to_json(record) for record in page.records], **more}
 
