@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 
 import pytest
 
 from lightning_spans import hooks
 from lightning_spans.adapter.adapt import adapt
+from lightning_trainer.bounded import BoundedProcess
 from lightning_trainer.rl.rewards import checking, installed, read_rules
 from lightning_trainer.rl.rewards.judge import take_failures
 from support.rl.attempts import Attempt, found
@@ -24,8 +26,7 @@ def offering(schema, arguments='{"x": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Checks with less processor time, so that those that are ended cost a tenth."""
-    monkeypatch.setattr(checking, "CPU_S", 0.2)
-    monkeypatch.setattr(checking, "_CHECKER", checker := checking._Checker())
+    monkeypatch.setattr(checking, "_CHECKER", checker := BoundedProcess(Path(checking.__file__), "0.2"))
     yield
     checker.close()
 
@@ -66,7 +67,7 @@ def test_an_attempt_has_three_checks_that_take_too_long_and_no_more(monkeypatch)
         schema = {"properties": {"x": {"pattern": f"^(a+)+{number}$"}}}
         tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
         attempt.chat("w", ("add", json.dumps({"x": "a" * 50}), str(number)), tools=tools)
-    monkeypatch.setattr(checking._Checker, "ask", lambda _, question: asked.append(question) or _too_long())
+    monkeypatch.setattr(BoundedProcess, "ask", lambda _, question: asked.append(question) or _too_long())
     assert found(attempt, "tool_arguments") == {("w", number): -1 / 20 for number in range(1, 21)}
     assert len(asked) == 3
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.models.rendering import RenderError, render
 
 MERGE: Final = "merge"
 _MARK: Final = "{#- lightning-rl: system messages are merged #}"
@@ -102,7 +103,6 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: s
 
     other = {} if template is None else {"chat_template": template}
     try:
-        text: str = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **other)
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
+        return render(tokenizer, list(messages), add_generation_prompt=True, **other)
+    except (RenderError, TemplateError, TypeError, ValueError, KeyError, AttributeError):
         return None
-    return text

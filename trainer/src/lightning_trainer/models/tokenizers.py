@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer.models.merged_messages import MERGE, merge_system_messages
+from lightning_trainer.models.rendering import hermes_template
 
 
 def load_tokenizer(
@@ -29,7 +29,7 @@ def load_tokenizer(
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {model}: its tokenizer can't be loaded: {error}") from None
     if chat_template == "hermes":
-        tokenizer.chat_template = (files("lightning_trainer") / "templates" / "hermes.jinja").read_text("utf-8")
+        tokenizer.chat_template = hermes_template()
     elif chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text("utf-8")

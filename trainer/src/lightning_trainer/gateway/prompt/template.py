@@ -20,6 +20,7 @@ from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.marked_text import MarkedText
 from lightning_trainer.gateway.prompt.plain_text import PlainText
 from lightning_trainer.models.merged_messages import advice, are_merged, merges
+from lightning_trainer.models.rendering import RenderError, render
 
 Message = Mapping[str, Any]
 Switches = Mapping[str, Any]  # variables of the template's own, such as enable_thinking
@@ -265,13 +266,11 @@ class ChatFormat:
         from jinja2 import TemplateError
 
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False, **(switches or {})
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            given = {"tools": list(tools) or None, "add_generation_prompt": prompt, **(switches or {})}
+            return render(self._tokenizer, messages, **given)
+        except (RenderError, TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             do = advice(self._tokenizer, messages)
             raise bad_request(f"the model's chat template refuses this conversation: {error}.{do}") from None
-        return text
 
     def _for_template(self, message: Message) -> dict[str, Any]:
         """Return a message as the template expects it: text content, arguments as data or text, reasoning by name."""
