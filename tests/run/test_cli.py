@@ -19,6 +19,7 @@ import httpx
 import pytest
 from click.testing import Result
 
+from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Rollout
 from lightning_spans.store import open_store
 from lightning_spans.store.sql.store import SqlStore
@@ -309,6 +310,27 @@ def test_tab_offers_algorithms_and_credits() -> None:
     assert {"grpo", "distil"} <= found["algorithm"]
     assert "likelihood" not in found["algorithm"]
     assert "gigpo" in found["credit"]
+
+
+@pytest.mark.parametrize(
+    ("command", "theirs", "ours"),
+    [
+        ("train", "--lr", "--learning-rate"),
+        ("train", "--num-generations", "--group-size"),
+        ("train", "--beta", "--kl-coef"),
+        ("train", "--max_new_tokens", "--max-tokens"),
+        ("sft", "--num-train-epochs", "--epochs"),
+    ],
+)
+def test_another_trainers_option_is_answered_with_ours(command: str, theirs: str, ours: str) -> None:
+    result = call(command, "x:y", theirs, "1")
+    assert result.exit_code == 2
+    assert f"No such option '{theirs}'. Did you mean '{ours}'?" in result.output.replace("(", "").replace("\n", " ")
+
+
+def test_another_trainers_option_in_a_configuration_is_answered_with_ours() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'lr'. Did you mean 'learning_rate'"):
+        TrainConfig.model_validate({"target": "x:y", "lr": 1e-5})
 
 
 def test_unknown_flag_and_unknown_command(folder: Path) -> None:

@@ -16,6 +16,7 @@ from lightning_spans.errors import ConfigError, LightningError
 from lightning_spans.record import stalls
 from lightning_trainer import registry
 from lightning_trainer.commands import Listed
+from lightning_trainer.config.other_names import translate
 from lightning_trainer.proxies import bypass_for_loopback
 from lightning_trainer.report.terminal import PrintableFormatter, printable
 
@@ -125,6 +126,9 @@ class LazyGroup(click.Group):
         """Run the command. An error made on purpose ends with its status, an interrupt with 130."""
         try:
             return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            _suggest(error)
+            raise
         except LightningError as error:
             if ctx.obj["debug"]:
                 raise
@@ -142,6 +146,15 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt as interrupt:
             click.echo(str(interrupt) or "stopped", err=True)
             ctx.exit(130)
+
+
+def _suggest(error: click.NoSuchOption) -> None:
+    """Suggest our name for the option, if another trainer has it under the name that was given."""
+    if error.ctx is not None:
+        known = {flag for parameter in error.ctx.command.params for flag in parameter.opts}
+        ours = translate(error.option_name.lstrip("-"), {flag.lstrip("-").replace("-", "_") for flag in known})
+        if ours is not None:
+            error.possibilities = [f"--{ours.replace('_', '-')}"]
 
 
 def _imported(listed: Listed) -> click.Command:

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.config.other_names import translate
 
 
 def refuse(problems: Mapping[str, bool]) -> None:
@@ -33,7 +34,8 @@ def refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            ours = translate(key, known)
+            near = [ours] if ours else difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"Did you mean {near[0]!r}?" if near else f"Known options: {', '.join(sorted(known))}."
             raise ConfigError(f"unknown option {key!r}. {hint}")
 

@@ -1,0 +1,65 @@
+"""What other trainers call our options, so that who comes from one of them is told the name that it has here.
+
+The names are those of TRL, verl, transformers' `TrainingArguments`, OpenRLHF and PEFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+_OURS: Final = {
+    "advantage_estimator": ("algorithm",),
+    "adv_estimator": ("algorithm",),
+    "beta": ("kl_coef",),
+    "cliprange": ("clip_low",),
+    "dataset": ("data",),
+    "dataset_name": ("data",),
+    "epsilon": ("clip_low",),
+    "epsilon_high": ("clip_high",),
+    "eval_data": ("val",),
+    "eval_file": ("val",),
+    "eval_steps": ("val_every", "eval_every"),
+    "init_kl_coef": ("kl_coef",),
+    "kl_loss_coef": ("kl_coef",),
+    "lora_r": ("lora_rank",),
+    "loss_agg_mode": ("loss_aggregation",),
+    "loss_type": ("loss_aggregation", "loss"),
+    "lr": ("learning_rate",),
+    "lr_scheduler_type": ("lr_schedule",),
+    "max_completion_length": ("max_tokens", "answer_tokens"),
+    "max_length": ("max_model_len", "max_tokens"),
+    "max_new_tokens": ("max_tokens", "answer_tokens"),
+    "max_response_length": ("max_tokens", "answer_tokens"),
+    "max_seq_length": ("max_model_len", "max_tokens"),
+    "max_steps": ("steps",),
+    "model_name_or_path": ("model",),
+    "num_epochs": ("epochs",),
+    "num_generations": ("group_size", "samples"),
+    "num_iterations": ("update_epochs",),
+    "num_train_epochs": ("epochs",),
+    "output_dir": ("out",),
+    "per_device_train_batch_size": ("batch_size",),
+    "ppo_epochs": ("update_epochs",),
+    "r": ("lora_rank",),
+    "report_to": ("trackers",),
+    "resume_from_checkpoint": ("resume",),
+    "rollout_n": ("group_size",),
+    "save_steps": ("save_every",),
+    "scale_rewards": ("normalise_std",),
+    "train_batch_size": ("batch_size",),
+    "train_file": ("data",),
+    "train_files": ("data",),
+    "use_vllm": ("engine",),
+    "val_files": ("val",),
+}
+
+
+def translate(name: str, known: Container[str]) -> str | None:
+    """Return the option of ours that another trainer's option is, if it is one of those known.
+
+    Args:
+        name: as the other trainer writes it, with hyphens or underscores.
+        known: the options that there are, with underscores.
+    """
+    return next((ours for ours in _OURS.get(name.replace("-", "_"), ()) if ours in known), None)
