@@ -59,6 +59,7 @@ import lightning_autogen
 from lightning_autogen.agents import AutogenAgents
 from lightning_spans import Attempt, hooks, open_store, use_attempt
 from lightning_spans.record.context import current_agent
+from lightning_spans.record.tracing.tracers import TRACERS
 from lightning_spans.schema import spans as names
 from lightning_spans.testing import ScriptedServer
 from lightning_spans.testing.plugins.replayed import NOTES, run_twice
@@ -115,6 +116,7 @@ def note(text: str) -> str:
 
 class TestConformance(PluginConformance):
     framework = "autogen"
+    tracers = TRACERS
     unsupported: ClassVar[dict[str, str]] = {
         **dict.fromkeys(["responses", "responses_streaming"], "AutoGen's client speaks chat completions alone"),
         "choices": "AutoGen's client refuses `n`",

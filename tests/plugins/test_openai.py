@@ -30,7 +30,7 @@ from lightning_openai.events import is_whole, read_events
 from lightning_spans import Attempt, open_store, use_attempt
 from lightning_spans.chat.stream import put_together
 from lightning_spans.record.recorder import SpanRecorder
-from lightning_spans.record.tracing.tracers import make_tracer
+from lightning_spans.record.tracing.tracers import TRACERS, make_tracer
 from lightning_spans.schema import spans as names
 from lightning_spans.testing.plugins.script import Reply, ScriptedToolCall, answer, pieces
 from lightning_spans.testing.plugins.server import ScriptedServer
@@ -60,6 +60,7 @@ def text_of(completion):
 
 class TestConformance(PluginConformance):
     framework = "openai"
+    tracers = TRACERS
     unsupported = dict.fromkeys(
         ["tool_call", "parallel_tools", "tool_error", "unknown_tool", "unreadable_arguments", "nested", *REPLAYS],
         "the openai client runs no tools",

@@ -21,7 +21,6 @@ from lightning_spans.testing.plugins.script import agent_of, tool_results
 from lightning_spans.testing.plugins.server import ReceivedRequest
 
 each_scenario = pytest.mark.parametrize("scenario", SCENARIOS)
-both_tracers = pytest.mark.parametrize("tracer", TRACERS)
 _tool_scenarios = pytest.mark.parametrize("scenario", ["tool_call", "parallel_tools", "nested"])
 _CUT_SHORT = {"abandoned", "failed", "slow", "cut"}
 
@@ -32,7 +31,6 @@ class RecordedPromises:
     framework: ClassVar[str]
     program: Callable[[str], Callable[[str], Any]]
 
-    @both_tracers
     @each_scenario
     def test_every_model_call_is_one_span(self, scenario: str, tracer: str, recorded: Any) -> None:
         """Every call is one chat span: streams, failures, and all tries of one call together.
@@ -46,7 +44,6 @@ class RecordedPromises:
         assert len(found.chats) == len(first_tries) > 0
         assert {span.span_id for span in found.chats} == {span_of(request) for request in found.requests}
 
-    @both_tracers
     @each_scenario
     def test_every_call_has_its_agent(self, scenario: str, tracer: str, recorded: Any) -> None:
         """The agent on a chat span is the one whose instructions were sent, also where one name begins or ends another.
@@ -57,7 +54,6 @@ class RecordedPromises:
         for request, span in recorded(scenario, tracer).calls():
             assert span.agent == agent_of(request.body)
 
-    @both_tracers
     @each_scenario
     def test_request_and_response_are_as_sent(self, scenario: str, tracer: str, recorded: Any) -> None:
         """The bodies on a chat span are those sent and received; a stream is put together to what it amounts to.
@@ -73,7 +69,6 @@ class RecordedPromises:
                 assert span.attributes[names.RESPONSE_ID] == request.answer["id"]
                 assert span.status == "ok"
 
-    @both_tracers
     @each_scenario
     def test_token_ids_are_kept(self, scenario: str, tracer: str, recorded: Any) -> None:
         """The token ids that a server sends are on the span, one after the other for a stream.
@@ -88,7 +83,6 @@ class RecordedPromises:
             for choice, sent in zip(response["choices"], request.answer["choices"], strict=True):
                 assert choice["token_ids"] == sent["token_ids"] != []
 
-    @both_tracers
     def test_every_choice_is_kept(self, tracer: str, recorded: Any) -> None:
         """A call that asks for two choices is one span that has both, and says how many were asked for.
 
@@ -100,7 +94,6 @@ class RecordedPromises:
         assert json.loads(span.attributes[names.RESPONSE])["choices"] == request.answer["choices"]
         assert len(request.answer["choices"]) == 2
 
-    @both_tracers
     def test_namesakes_are_told_apart(self, tracer: str, recorded: Any) -> None:
         """Two agents of one name, in two teams, have spans of their own, and paths that say whose each is.
 
@@ -119,7 +112,6 @@ class RecordedPromises:
                 paths.append(around.attributes[names.AGENT_PATH])
         assert sorted(paths) == ["blue/writer", "red/writer"]
 
-    @both_tracers
     def test_an_abandoned_stream_is_closed_and_marked(self, tracer: str, recorded: Any) -> None:
         """A stream that nobody reads on is a span all the same, with what was read of it, and says so.
 
@@ -132,7 +124,6 @@ class RecordedPromises:
         assert whole.startswith(text)
         assert text != whole
 
-    @both_tracers
     @pytest.mark.parametrize("scenario", ["failed", "slow", "cut"])
     def test_a_failed_call_is_an_error(self, scenario: str, tracer: str, recorded: Any) -> None:
         """A call that failed, or that nobody waited for any longer, has status error, the kind of error and its text.
@@ -144,7 +135,6 @@ class RecordedPromises:
             assert span.status_message
             assert span.attributes[names.ERROR_TYPE]
 
-    @both_tracers
     @_tool_scenarios
     def test_every_tool_call_is_one_span(self, scenario: str, tracer: str, recorded: Any) -> None:
         """A tool call is one span with name, id, arguments, result, and the agent whose model asked for it.
@@ -154,7 +144,6 @@ class RecordedPromises:
         """
         _check_tool_calls(recorded(scenario, tracer))
 
-    @both_tracers
     def test_integers_beyond_64_bits_are_kept(self, tracer: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A tool call with an argument and a result that no 64 bits hold is recorded as any other.
 
@@ -167,7 +156,6 @@ class RecordedPromises:
         _check_tool_calls(found)
         assert str(10**30 + 7) in found.tools[0].attributes[names.TOOL_RESULT]
 
-    @both_tracers
     def test_a_tool_that_raises_is_an_error(self, tracer: str, recorded: Any) -> None:
         """A tool that raises leaves a span with status error, its arguments, and what it raised.
 
@@ -179,7 +167,6 @@ class RecordedPromises:
         assert (span.name, span.agent) == ("fail", "caller")
         assert json.loads(span.attributes[names.TOOL_ARGUMENTS]) == {"reason": "out of order"}
 
-    @both_tracers
     @pytest.mark.parametrize("scenario", ["unknown_tool", "unreadable_arguments"])
     def test_a_tool_call_that_can_not_be_carried_out_is_an_error(
         self, scenario: str, tracer: str, recorded: Any
@@ -202,7 +189,6 @@ class RecordedPromises:
         else:
             assert told == asked["function"]["arguments"]
 
-    @both_tracers
     @each_scenario
     def test_there_are_no_orphans(self, scenario: str, tracer: str, recorded: Any) -> None:
         """Every span's parent is there, is in the same trace, and began before it.
@@ -221,7 +207,6 @@ class RecordedPromises:
         if scenario in {"one_agent", "tool_call", "parallel_tools", "nested", "streaming"}:
             assert len([span for span in spans if span.parent_id is None]) == 1
 
-    @both_tracers
     def test_an_agent_inside_a_tool_is_under_the_tool(self, tracer: str, recorded: Any) -> None:
         """A tool that asks another agent keeps the tree: boss, its tool, writer, writer's call.
 
@@ -238,7 +223,6 @@ class RecordedPromises:
         agents = [step for step in line if step[0] in {names.INVOKE_AGENT, names.EXECUTE_TOOL}]
         assert agents == [(names.INVOKE_AGENT, "writer"), (names.EXECUTE_TOOL, "boss"), (names.INVOKE_AGENT, "boss")]
 
-    @each_scenario
     def test_both_tracers_give_the_same_rows(self, scenario: str, recorded: Any) -> None:
         """What lies in the store does not depend on the tracer, but for ids and times.
 
@@ -247,7 +231,6 @@ class RecordedPromises:
         first, second = (Counter(map(_without_ids, recorded(scenario, tracer).spans)) for tracer in TRACERS)
         assert first == second
 
-    @both_tracers
     @each_scenario
     def test_spans_survive_json_otlp_and_the_store(self, scenario: str, tracer: str, recorded: Any) -> None:
         """Written as JSON, as OTLP or to the store, and read again, a span is the same.

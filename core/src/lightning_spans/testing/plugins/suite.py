@@ -12,7 +12,7 @@ class TestMine(PluginConformance):
         return mine.Agent("writer", instructions("writer"), model=MODEL, base_url=url).run(PROMPTS["one_agent"])
     ...
 ```
-Each promise is kept with both tracers, and each docstring ends with what to do if it fails.
+Each docstring ends with what to do if the test fails.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lightning_spans.testing.plugins.program import (
     span_of,
     user_environment,
 )
-from lightning_spans.testing.plugins.recorded import RecordedPromises, both_tracers, each_scenario
+from lightning_spans.testing.plugins.recorded import RecordedPromises, each_scenario
 from lightning_spans.testing.plugins.replayed import REPLAY_PROMPTS, REPLAYS, ReplayPromises, noted
 from lightning_spans.testing.plugins.script import agent_of
 from lightning_spans.testing.plugins.server import ReceivedRequest, ScriptedServer
@@ -65,11 +65,14 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         framework: the plugin's name, as given to `attach()`.
         unsupported: scenarios that the framework can't do, each with the reason.
         overrides: inherited tests that are replaced, each with the reason.
+        tracers: the tracers to run the tests with. A plugin does not see the tracer, so one is enough. Add "otel" if
+            the framework itself uses OpenTelemetry.
     """
 
     framework: ClassVar[str]
     unsupported: ClassVar[dict[str, str]] = {}
     overrides: ClassVar[dict[str, str]] = {}
+    tracers: ClassVar[Sequence[str]] = ("embedded",)
     _recordings: ClassVar[dict[tuple[str, str | None], Recording]]
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -84,6 +87,13 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
                 raise TypeError(f"{cls.__name__} has no program {name!r}, and `unsupported` gives no reason for that.")
         for name in {*cls.unsupported} - {*SCENARIOS, *REPLAYS}:
             raise TypeError(f"{cls.__name__}.unsupported: there is no scenario {name!r}.")
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run each test that takes a tracer with each of `tracers`, and compare them if there are several."""
+        if "tracer" in metafunc.fixturenames:
+            metafunc.parametrize("tracer", self.tracers)
+        if metafunc.function.__name__ == "test_both_tracers_give_the_same_rows":
+            metafunc.parametrize("scenario", SCENARIOS if len(self.tracers) > 1 else [])
 
     def patched(self) -> Sequence[tuple[object, str]]:
         """Name what the plugin patches: owner and attribute. Empty where it uses public hooks alone."""
@@ -118,7 +128,6 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
 
     # What the agent sees
 
-    @both_tracers
     @each_scenario
     def test_output_is_the_same_attached_or_not(self, scenario: str, tracer: str, recorded: Any) -> None:
         """The program gives the same, and sends the same requests, but for the one header that joins them.
@@ -129,7 +138,6 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         assert attached.output == alone.output
         assert sorted(map(_sent, attached.requests)) == sorted(map(_sent, alone.requests))
 
-    @both_tracers
     def test_the_users_callbacks_still_run(self, tracer: str, recorded: Any) -> None:
         """Callbacks that the user registered see what they saw without us.
 
@@ -140,7 +148,6 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
 
     # Attach and detach
 
-    @both_tracers
     def test_attach_twice_is_attach_once(self, tracer: str, tmp_path: Path) -> None:
         """The second `attach()` gives the first attachment, and every call is still one span.
 
@@ -153,7 +160,6 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
                 first.flush(PATIENCE_S)
             assert len(_spans_in(tmp_path / "traces.db", names.CHAT)) == len(server.requests)
 
-    @both_tracers
     def test_detach_stops_recording_and_restores_everything(self, tracer: str, tmp_path: Path) -> None:
         """After `detach()` every patched attribute is the very one it was, and nothing is recorded.
 
@@ -175,7 +181,6 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
 
     # Attempts and routing
 
-    @both_tracers
     def test_attempts_never_mix_across_threads(self, tracer: str, tmp_path: Path) -> None:
         """Attempts that run at once, each in a thread, keep their spans to themselves.
 
@@ -192,7 +197,6 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
 
         self._check_attempts(start, tracer, tmp_path)
 
-    @both_tracers
     def test_attempts_never_mix_across_tasks(self, tracer: str, tmp_path: Path) -> None:
         """Attempts that run at once in one event loop keep their spans to themselves.
 
@@ -209,7 +213,6 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
 
         self._check_attempts(lambda server: asyncio.run(gather(server)), tracer, tmp_path)
 
-    @both_tracers
     def test_what_comes_after_a_run_is_no_part_of_it(self, tracer: str, tmp_path: Path) -> None:
         """An attempt and an agent that begin after a run, in the task that awaited it, are what they say.
 
@@ -254,7 +257,6 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
             by_trace.setdefault(span.trace_id, set()).add((span.rollout_id, span.attempt_id))
         assert all(len(attempts) == 1 for attempts in by_trace.values())
 
-    @both_tracers
     @pytest.mark.parametrize("scenario", ["several_agents", "asynchronous"])
     def test_only_the_named_are_rerouted(self, scenario: str, tracer: str, tmp_path: Path) -> None:
         """Calls of the agents named go to the policy under the attempt's key; those of the others stay where they were.
@@ -284,7 +286,6 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         assert {bool(span.attributes.get(names.REROUTED)) for span in chats.values()} == {True, False}
         assert all(span.attempt_id == "a" for span in policy.spans)
 
-    @both_tracers
     @pytest.mark.parametrize("scenario", ["several_agents", "streaming", "responses", "tool_call"])
     def test_the_users_credentials_never_leave(self, scenario: str, tracer: str, tmp_path: Path) -> None:
         """Nothing that the training side gets, calls or spans, has a key, an organisation or a header of the user's.
