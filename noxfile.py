@@ -357,7 +357,7 @@ def full(session: nox.Session) -> None:
     for environment in EXISTING:
         session.notify(f"environments({environment})")
     session.notify("commands")
-    session.notify("chaos", ["--kills", "2000"])
+    session.notify("chaos", ["--kills", "2000", "--pauses", "8"])
     session.notify("verl", ["-v"])
     session.notify("engines")
 

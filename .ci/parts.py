@@ -34,7 +34,7 @@ PARTS = {
     "together": ["together"],
     "interop": ["interop"],
     "matrix": ["matrix(openai-latest)"],  # the newest of the others that agree are in `together`
-    "chaos": ["chaos", "--", "--kills", "50"],
+    "chaos": ["chaos", "--", "--kills", "50", "--pauses", "4", "--pause-s", "3"],
     "ray": ["ray"],
     "wheels": ["wheels", "--", "--only", "build"],
     "clients": ["clients"],

@@ -88,6 +88,19 @@ class Run:
         process.wait()
         return True
 
+    def pause(self, part: str, seconds: float) -> bool:
+        """Stop a part with SIGSTOP, then let it go on; False where there was none."""
+        found = children(self._running["runner"].pid) if part == "agent" else [self._running[part].pid]
+        try:
+            for number in found:
+                os.kill(number, signal.SIGSTOP)
+            time.sleep(seconds)
+            for number in found:
+                os.kill(number, signal.SIGCONT)
+        except ProcessLookupError:
+            return False
+        return bool(found)
+
     def look(self) -> None:
         """Start again what has ended by itself: a runner gives up when its server is away while it starts.
 

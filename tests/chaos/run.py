@@ -1,6 +1,7 @@
 """Kill server, runner, agents and trainer at random moments, start them again, and see that nothing was lost.
 
-`python tests/chaos/run.py --kills 300 --seed 0`; with --store URL on another database than SQLite.
+`python tests/chaos/run.py --kills 300 --seed 0`; with --store URL on another database than SQLite, with --only PART for
+one part, with --pauses N to stop each part in turn for --pause-s seconds after the kills.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Sender:
                         self.kept[what].append(name)
 
 
-def disturb(run: Run, kills: int, seed: int, until: float) -> Counter[str]:
+def disturb(run: Run, kills: int, seed: int, until: float, parts: list[str]) -> Counter[str]:
     """Kill at random moments; but let the trainer make a batch before there were too many without one."""
     draw, killed, since, seen = random.Random(seed), Counter[str](), 0, 0
     while (done := killed.total()) < kills and time.monotonic() < until:
@@ -83,7 +84,7 @@ def disturb(run: Run, kills: int, seed: int, until: float) -> Counter[str]:
         if since >= MOST_WITHOUT_BATCH and time.monotonic() < until:
             run.look()
             continue
-        [part] = draw.choices(PARTS, [WEIGHTS[part] for part in PARTS])
+        [part] = draw.choices(parts, [WEIGHTS[part] for part in parts])
         if run.kill(part):
             killed[part] += 1
             since += 1
@@ -91,6 +92,23 @@ def disturb(run: Run, kills: int, seed: int, until: float) -> Counter[str]:
                 print(f"{done + 1} kills, {made} batches, {until - time.monotonic():.0f} s to the limit", flush=True)
         run.look()
     return killed
+
+
+def pause(run: Run, times: int, seconds: float, parts: list[str]) -> int:
+    """Stop parts in turn, each for so long, and wait for a batch after each."""
+    done = 0
+    for number in range(times):
+        part = parts[number % len(parts)]
+        run.look()
+        done += run.pause(part, seconds)
+        made, until = len(lines(run.folder / "batches.jsonl")), time.monotonic() + 120.0
+        while len(lines(run.folder / "batches.jsonl")) == made:
+            if time.monotonic() > until:
+                run.failures.append(f"no batch came in 120 s after the {part} was stopped for {seconds:g} s")
+                break
+            run.look()
+            time.sleep(0.25)
+    return done
 
 
 def settle(run: Run, limit_s: float = 180.0) -> None:
@@ -170,6 +188,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=36_000.0, help="most seconds of kills")
     parser.add_argument("--store", help="database of the server; SQLite by default")
+    parser.add_argument("--only", action="append", choices=PARTS, help="disturb this part alone; may be repeated")
+    parser.add_argument("--pauses", type=int, default=0, help="times that a part is stopped, after the kills")
+    parser.add_argument("--pause-s", type=float, default=60.0)
     parser.add_argument("--keep", action="store_true", help="leave the folder for a look")
     given = parser.parse_args()
     folder, began = Path(tempfile.mkdtemp(prefix="chaos-")), time.monotonic()
@@ -180,7 +201,9 @@ def main() -> None:
     run.start("trainer")
     sender = Sender(run)
     try:
-        killed = disturb(run, given.kills, given.seed, time.monotonic() + given.limit)
+        parts = given.only or list(PARTS)
+        killed = disturb(run, given.kills, given.seed, time.monotonic() + given.limit, parts)
+        paused = pause(run, given.pauses, given.pause_s, parts)
         settle(run)
     finally:
         sender.stop()
@@ -190,7 +213,10 @@ def main() -> None:
     expected = undisturbed(folder / "undisturbed", steps, 60.0 + 10.0 * steps) if steps else []
     problems = check(run, sender, expected)
     took_s = time.monotonic() - began
-    print(f"{killed.total()} kills {dict(killed)}, starts {run.starts}, {took_s:.0f} s, seed {given.seed}")
+    print(
+        f"{killed.total()} kills {dict(killed)}, {paused} pauses, starts {run.starts}, {took_s:.0f} s,"
+        f" seed {given.seed}"
+    )
     if not steps:
         problems.append("not one batch was made")
     for problem in problems[:20]:
