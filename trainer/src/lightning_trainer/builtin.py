@@ -38,11 +38,13 @@ def lightning_register_algorithms(register: Callable[[str, Any], None]) -> None:
 @hookimpl
 def lightning_register_backends(register: Callable[[str, Any], None]) -> None:
     """Register the backends."""
+    from lightning_trainer.backends.tinker import backend as tinker
     from lightning_trainer.backends.torch import backend as torch
     from lightning_trainer.backends.verl import backend as verl
 
     register("torch", torch.backend())
     register("verl", verl.VerlBackend())
+    register("tinker", tinker.TinkerBackend())
 
 
 @hookimpl

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_trainer import registry
 from lightning_trainer.choices import SELF
-from lightning_trainer.config.chosen import chosen_algorithm
+from lightning_trainer.config.chosen import OF_ONE_BACKEND, backend_options, chosen_algorithm
 from lightning_trainer.config.mistakes import refuse
 from lightning_trainer.naming import parse_rules
 
@@ -23,7 +23,9 @@ def cross_check(config: TrainFields) -> None:
     algorithm.check(config)
     parse_rules(config.name_by)
     config.work.check(command=config.command, reward=config.reward)
+    foreign = [n for n in OF_ONE_BACKEND if getattr(config, n) is not None and n not in backend_options(config.backend)]
     problems = {
+        f"{', '.join(foreign)}: an option of backend = tinker. Set backend, or leave it out.": bool(foreign),
         "Name the agent: a target module:function, or a command.": config.target is None and config.command is None,
         "target and command are two agents. Give one of them.": None not in (config.target, config.command),
         "steps and epochs are two lengths. Give one of them.": None not in (config.steps, config.epochs),

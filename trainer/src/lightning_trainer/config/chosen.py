@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from lightning_trainer import registry
+
+OF_ONE_BACKEND: Final = ("tinker_url", "max_cost", "prices")  # refused by backends that do not take them
 
 
 class ChosenAlgorithm(Protocol):
@@ -33,3 +35,14 @@ def chosen_algorithm(name: str) -> ChosenAlgorithm:
 def looks_at_forks(credit: str) -> bool:
     """Whether this credit compares forks; an unknown name is refused when credit is asked for."""
     return bool(getattr(registry.registered("credit").get(credit), "across", False))
+
+
+def backend_defaults(name: str) -> Mapping[str, Any]:
+    """Return the options that a backend sets where they are not given; an unknown name is refused elsewhere."""
+    found: Mapping[str, Any] = getattr(registry.registered("backend").get(name), "defaults", {})
+    return found
+
+
+def backend_options(name: str) -> frozenset[str]:
+    """Return the options of a run that a backend alone takes, of those in `OF_ONE_BACKEND`."""
+    return frozenset(getattr(registry.registered("backend").get(name), "takes", ()))

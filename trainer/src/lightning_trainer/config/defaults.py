@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lightning_trainer import policies
-from lightning_trainer.config.chosen import chosen_algorithm, looks_at_forks
+from lightning_trainer.config.chosen import backend_defaults, chosen_algorithm, looks_at_forks
 
 # Defaults of credit that looks at forks: a few alternatives are no sample to take a deviation of.
 _OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
@@ -14,10 +14,17 @@ _OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the defaults that depend on other options, and take lists of names as one text with commas too."""
-    filled = with_adapters(values, learning_rate=1e-4)
+    filled = with_adapters({**values, **_of_backend(values)}, learning_rate=1e-4)
     for name, value in _of_choices(filled).items():
         filled[name] = value if filled.get(name) is None else filled[name]
     return filled
+
+
+def _of_backend(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the backend that is chosen, where nothing is given."""
+    backend = values.get("backend")
+    defaults = backend_defaults(backend) if isinstance(backend, str) else {}
+    return {name: value for name, value in defaults.items() if not values.get(name)}
 
 
 def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,9 +66,17 @@ class TrainFields(BaseModel):
     """Model to start from: a model folder, a run's folder or checkpoint, a hub id (owner/model or
     owner/model@revision), or smollm2-135m."""
     backend: str = "torch"
-    """Backend that generates and updates: `torch`, `verl`, or one that a plugin registers."""
+    """Backend that generates and updates: `torch`, `verl`, `tinker` (a server that speaks the Tinker API), or one that
+    a plugin registers."""
     backend_options: dict[str, Any] = Field(default_factory=dict)
     """Further options of the backend, such as slots or micro_batch_tokens of torch."""
+    tinker_url: str | None = None
+    """URL of the Tinker server, such as http://127.0.0.1:8000. The key is read from TINKER_API_KEY (tinker)."""
+    max_cost: float | None = Field(default=None, gt=0)
+    """Maximum cost of the run in the currency of the price table: the run is saved and ends before a step that could
+    exceed it (tinker)."""
+    prices: Path | None = None
+    """JSON file with token prices by model, which replaces the built-in table (tinker)."""
     engine: str | None = None
     """Engine that samples: `embedded` (in the learner's process), `vllm` (in a separate process, for adapters), or one
     that a plugin registers. Default: vllm for adapters on CUDA if it is installed, otherwise embedded (torch)."""

@@ -71,6 +71,7 @@ class Probe:
         update_seconds: of one update on the rows of groups with a signal; 0 where none has one.
         tokens_prompt, tokens_generated: of all rollouts.
         tokens_in_rows: of the training rows, shared beginnings counted once.
+        tokens_in_calls: of the same calls, had each been a row of its own.
         calls: model calls by agent.
         earned: mean reward of each agent that was given its own.
         trained: names of the agents that would be trained.
@@ -85,6 +86,7 @@ class Probe:
     tokens_prompt: int
     tokens_generated: int
     tokens_in_rows: int
+    tokens_in_calls: int = 0
     calls: Mapping[str, int] = field(default_factory=dict)
     earned: Mapping[str, float] = field(default_factory=dict)
     trained: Sequence[str] = ()
@@ -131,6 +133,9 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
             for name, count in probe.calls.items()
         },
         "rows_tokens_step": round(probe.tokens_in_rows * scale),
+        "call_tokens_step": round(probe.tokens_in_calls * scale),
+        "learned_share": round(share, 4),
+        "validation_steps": round(plan.validations * plan.val_rollouts / max(plan.step_rollouts, 1), 4),
         "tokens_prompt_step": round(probe.tokens_prompt * scale),
         "tokens_generated_step": round(probe.tokens_generated * scale),
         "seconds_step": round(step, 1),

@@ -41,6 +41,7 @@ class Embedded:
             are not known.
         loaded: makes a learner of a model and options, without a run; None: it learns in runs alone.
         plan: says in lines what samples, and how memory is divided.
+        priced: forecasts a bill from the other facts of a dry run, as facts and as lines; None: nothing is billed.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class Embedded:
         loaded: Callable[[str, Mapping[str, Any]], Learner] | None = None,
         *,
         plan: Callable[[TrainConfig], Sequence[str]] = lambda _config: (),
+        priced: Callable[[TrainConfig, Mapping[str, Any]], tuple[Mapping[str, Any], Sequence[str]]] | None = None,
     ) -> None:
         self._opened = opened
         self._check = check
         self._sized = sized
         self._loaded = loaded
         self._plan = plan
+        self._priced = priced
 
     def learner(self, model: str, options: Mapping[str, Any]) -> Learner:
         """Load a model to learn from data: `Backend.learner`."""
@@ -126,7 +129,8 @@ class Embedded:
         )
         found = probe(config, tasks, places, partial(self._begun, start), progress, update=True)
         facts = {**forecast(found, asked), "engine": list(self._plan(config))}
-        return Described("\n".join([*lines(facts), *facts["engine"]]), facts)
+        billed, told = self._priced(config, facts) if self._priced is not None else ({}, ())
+        return Described("\n".join([*lines(facts), *facts["engine"], *told]), {**facts, **billed})
 
     def _begun(self, start: Start, config: TrainConfig) -> Learner:
         """Load the policy as it is where a run begins."""

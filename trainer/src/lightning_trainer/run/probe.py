@@ -54,6 +54,7 @@ class _Ran:
     outcomes: Sequence[Outcome]
     traces: Sequence[Trace]
     rows: Sequence[Row]
+    tokens_in_calls: int
     seconds: float
     teaching: frozenset[str]
 
@@ -140,6 +141,7 @@ def _run(
         outcomes=outcomes,
         traces=traces,
         rows=batch.rows,
+        tokens_in_calls=batch.account.tokens_in_calls,
         seconds=seconds,
         teaching=frozenset(compared - groups.flat_groups),
     )
@@ -170,6 +172,7 @@ def _found(
         tokens_prompt=sum(prompt for prompt, _ in used),
         tokens_generated=sum(answer for _, answer in used),
         tokens_in_rows=sum(len(row.tokens) for row in ran.rows),
+        tokens_in_calls=ran.tokens_in_calls,
         calls=dict(sorted(calls.items())),
         earned=score(ran.outcomes, config.failed).by_agent,
         trained=sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)}),

@@ -23,6 +23,12 @@ from lightning_trainer.flags.common import print_json, read_key, screen
 @click.option("--store", metavar="URL", help="Also check this store.")
 @click.option("--server", metavar="URL", help="Also check this server.")
 @click.option(
+    "--tinker",
+    metavar="URL",
+    help="Also try this Tinker server: creates adapters on it and trains them on a few tokens. The model is --model, as"
+    " the server names it, or its first.",
+)
+@click.option(
     "--key-file", type=click.Path(path_type=Path), help="File with the key of the server. Default: LIGHTNING_KEY."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one finding per line, as JSON.")
@@ -36,6 +42,7 @@ def command(
     tool_format: str | None,
     store: str | None,
     server: str | None,
+    tinker: str | None,
     key_file: Path | None,
     as_json: bool,
 ) -> None:
@@ -46,7 +53,8 @@ def command(
 
     styles = {"ok": "green", "broken": "red", "absent": "dim"}
     broken = False
-    for finding in examine(model=model, store=store, server=server, key=read_key(key_file)):
+    local = model if tinker is None else None
+    for finding in examine(model=local, store=store, server=server, key=read_key(key_file)):
         broken |= finding.state == "broken"
         if as_json:
             print_json(finding.to_json())
@@ -57,9 +65,25 @@ def command(
         screen().print(line, soft_wrap=True)
         if finding.do and finding.state != "ok":
             screen().print(Text(f"       {finding.do}", style="yellow"), soft_wrap=True)
-    if model is not None and not broken:
-        _print_template(model, chat_template, system_messages, tool_format, as_json=as_json)
+    if local is not None and not broken:
+        _print_template(local, chat_template, system_messages, tool_format, as_json=as_json)
+    if tinker is not None:
+        broken |= not _print_tinker(tinker, model, as_json=as_json)
     ctx.exit(1 if broken else 0)
+
+
+def _print_tinker(url: str, model: str | None, *, as_json: bool) -> bool:
+    """Say what a Tinker server can do, and return whether the backend works with it; as JSON in one line, the last."""
+    from lightning_trainer.backends.tinker.describe import describe, lines
+
+    facts = describe(url, model)
+    if as_json:
+        print_json(facts)
+    else:
+        screen().print(f"Tinker server {url}", markup=False, highlight=False)
+        for line in lines(facts):
+            screen().print(f"        {line}", soft_wrap=True, markup=False, highlight=False)
+    return bool(facts["fits"])
 
 
 def _print_template(

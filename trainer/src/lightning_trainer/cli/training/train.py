@@ -45,7 +45,8 @@ def command(*, target: str | None, file: Path | None, dry_run: bool, as_json: bo
     The program returns the reward: a number, or numbers by agent name. The last line on stdout is JSON with the rewards
     before and after training, their confidence intervals, the run's folder and its checkpoint.
 
-    Exit status: 0 done, 2 wrong option or file, 3 the agent failed, 4 nothing to learn, 130 stopped.
+    Exit status: 0 done, 2 wrong option or file, 3 the agent failed, 4 nothing to learn, 5 max_cost reached, 130
+    stopped.
     """
     from lightning_trainer.cli.training.viewed import Viewed, with_folder
     from lightning_trainer.intervals import Estimate

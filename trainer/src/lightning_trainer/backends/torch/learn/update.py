@@ -166,17 +166,25 @@ def minibatches(rows: Sequence[Row], options: TorchOptions, steps: int) -> list[
 
 
 def _corrected(part: _MicroBatch, old_P: Tensor, options: TorchOptions) -> _MicroBatch:
+    return replace(part, weights_P=corrected_weights(part.weights_P, old_P - part.recorded_P, options))
+
+
+def corrected_weights(weights_P: Tensor, gap_P: Tensor, options: TorchOptions) -> Tensor:
     """Weigh tokens by the trainer's probability over the engine's: what was drawn is the engine's.
 
     Truncated importance sampling, Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
     2025; and the mask of tokens that the two see too differently.
+
+    Args:
+        weights_P: (P,) of the loss.
+        gap_P: (P,) log-probability under the trainer less the engine's.
+        options: cap and mask.
     """
-    weights_P, gap_P = part.weights_P, old_P - part.recorded_P
     if options.importance_cap is not None:
         weights_P = weights_P * gap_P.clamp(max=math.log(options.importance_cap)).exp()
     if options.importance_mask is not None:
         weights_P = weights_P * (gap_P.abs() <= math.log(options.importance_mask))
-    return replace(part, weights_P=weights_P)
+    return weights_P
 
 
 def token_logprobs(model: LoadedModel, packed: Packed) -> tuple[Tensor, Tensor]:

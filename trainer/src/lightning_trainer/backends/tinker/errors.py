@@ -1,0 +1,57 @@
+"""What goes wrong with a Tinker server, in words that say what to do."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lightning_trainer.engines.contract import EngineError
+
+PAIRS: Final = (
+    "SkyRL 0.4.0 works with tinker 0.25 (run: pip install 'tinker>=0.25,<0.26'); the hosted service asks for tinker"
+    " 0.30.1 or later"
+)
+_LINE: Final = 300  # characters of what a server says
+
+
+class TinkerError(EngineError):
+    """A Tinker server is down, refuses, or sends what can't be."""
+
+
+def explain(error: BaseException, doing: str, url: str) -> TinkerError:
+    """Return the error of a request.
+
+    Args:
+        error: what the SDK raised.
+        doing: what the server was asked to do, after "to".
+        url: of the server.
+    """
+    said = " ".join(str(error).split())[:_LINE] or type(error).__name__
+    status = getattr(error, "status_code", None)
+    return TinkerError(f"the Tinker server {url} failed to {doing}: {said}.{_advice(status, said, error)}")
+
+
+def _advice(status: int | None, said: str, error: BaseException) -> str:
+    """Say what to do about an error; empty where nobody knows."""
+    low = said.lower()
+    mismatch = isinstance(error, AssertionError | AttributeError | TypeError) or "proto response" in low
+    cases = (
+        (mismatch, f"The SDK and the server do not match: {PAIRS}."),
+        (
+            status in (401, 403) or "api_key" in low or "unauthorized" in low,
+            "Set TINKER_API_KEY to a key of this server.",
+        ),
+        (status == 402 or "billing" in low, "Look at the account's balance, then continue with --resume."),
+        (
+            "maximum number of lora" in low,
+            (
+                "Adapters of a program that was killed stay for some minutes (5 on SkyRL): wait, or start the server"
+                " with a larger max_lora_adapters."
+            ),
+        ),
+        (
+            status == 404 or "not found" in low or "not loaded" in low,
+            "The server no longer has this adapter or checkpoint. Continue from the last one with --resume.",
+        ),
+        ("rank" in low, "Choose another --lora-rank."),
+    )
+    return next((f" {advice}" for applies, advice in cases if applies), "")

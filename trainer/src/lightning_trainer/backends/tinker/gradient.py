@@ -1,0 +1,99 @@
+"""From rows and the log-probabilities of now to what each token's log-probability should move by. No server here.
+
+The gradient of a loss L with respect to the weights is the sum over tokens of dL/dlogp times the gradient of logp. The
+losses are those of every backend; here they give dL/dlogp, and the server does the rest.
+
+Axes: P trained tokens of several rows, K of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_trainer.backends.torch.learn.update import corrected_weights
+from lightning_trainer.backends.torch.options import TorchOptions
+from lightning_trainer.rl.algorithms import algorithm_by_name
+from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
+from lightning_trainer.rl.losses import kl_divergence
+from lightning_trainer.rl.rows import Row
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Read:
+    """A row with what is known of its trained tokens, all (K,) float32.
+
+    Attributes:
+        row: it.
+        weights: what each token counts in the loss of the step.
+        old: log-probabilities that ratios compare with.
+        reference: log-probabilities under the starting policy; None where no divergence is asked for.
+    """
+
+    row: Row
+    weights: Floats
+    old: Floats
+    reference: Floats | None = None
+
+
+def token_gradients(
+    parts: Sequence[Read], now: Sequence[Floats], options: TorchOptions
+) -> tuple[list[Floats], dict[str, float]]:
+    """Return for each row (K,) minus the derivative of the loss by the log-probability, and sums of what is watched.
+
+    Args:
+        parts: rows of one optimiser step.
+        now: for each (K,) log-probabilities under the weights of now.
+        options: loss, clip range and divergence.
+    """
+    logprobs_P = _joined(now).requires_grad_()
+    old_P, recorded_P = (
+        _joined([part.old for part in parts]),
+        _joined([_own(part.row.logprobs, part) for part in parts]),
+    )
+    weights_P = _joined([part.weights for part in parts])
+    if options.old_logprobs == "recompute":
+        weights_P = corrected_weights(weights_P, old_P - recorded_P, options)
+    lengths = torch.tensor([length for part in parts for length in part.row.lengths])
+    tokens = TrainedTokens(
+        logprobs_P,
+        old_P,
+        _joined([_own(part.row.advantages, part) for part in parts]),
+        weights_P,
+        torch.arange(len(lengths)).repeat_interleave(lengths),
+    )
+    clip = Clip(options.clip_low, options.clip_high, options.clip_dual)
+    result = algorithm_by_name(options.algorithm).policy_loss(tokens, clip)
+    loss = result.loss
+    known = [part.reference for part in parts if part.reference is not None]
+    in_loss = bool(known) and options.kl_in == "loss"
+    base_P = _joined(known) if known else recorded_P
+    kl_P = kl_divergence(logprobs_P, base_P, options.kl_estimator if in_loss else "k3")
+    if in_loss:
+        loss = loss + options.kl_coef * (weights_P * kl_P).sum()
+    (slope_P,) = torch.autograd.grad(loss, logprobs_P)
+    now_P = logprobs_P.detach()
+    watched = {
+        "loss": float(loss.detach() if not in_loss else result.loss.detach()),
+        "clip_fraction": float(result.clipped.sum()),
+        "kl": float(kl_P.detach().sum()),
+        "logprob_gap": float((now_P - recorded_P).abs().sum()),
+        "tokens": float(len(now_P)),
+        "ratio_max": float(result.ratios.max()) if len(now_P) else 0.0,
+    }
+    ends = np.cumsum([len(each) for each in now])[:-1]
+    return np.split((-slope_P).numpy(), ends), watched
+
+
+def _own(values: NDArray[np.floating], part: Read) -> Floats:
+    return values[part.row.mask].astype(np.float32)
+
+
+def _joined(arrays: Sequence[Floats]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(np.float32))

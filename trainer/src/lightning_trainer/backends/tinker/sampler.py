@@ -1,0 +1,181 @@
+"""What samples: the policies of a Tinker server as engines of the gateway.
+
+The API has no streaming: an answer comes whole. It has either stop strings or stop tokens; tokens that end an answer go
+first, and a stop string cuts the answer here. What is kept is the same as if the server had stopped there; the tokens
+behind it are paid for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final
+
+from lightning_trainer.backends.tinker.bill import Bill, Tokens
+from lightning_trainer.backends.tinker.errors import TinkerError
+from lightning_trainer.backends.tinker.service import Service, sdk
+from lightning_trainer.gateway.engine import Sampled, Sampling
+from lightning_trainer.gateway.prompt.text_stream import TextStream
+from lightning_trainer.gateway.upstream.errors import failed
+
+_LOOK_S: Final = 0.05
+_ENDS_S: Final = 3600.0  # that answers under way are waited for before weights change
+
+
+class Gate:
+    """Lets answers through, or holds them back while a server's weights change under them."""
+
+    def __init__(self) -> None:
+        self._state = threading.Condition()
+        self._inside, self._shut = 0, False
+
+    @asynccontextmanager
+    async def passed(self) -> AsyncIterator[None]:
+        """Count an answer that is under way; it waits before while the gate is shut."""
+        while not self._enter():  # noqa: ASYNC110 - callers are on several event loops
+            await asyncio.sleep(_LOOK_S)
+        try:
+            yield
+        finally:
+            with self._state:
+                self._inside -= 1
+                self._state.notify_all()
+
+    def _enter(self) -> bool:
+        with self._state:
+            if not self._shut:
+                self._inside += 1
+            return not self._shut
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        """Wait until no answer is under way, and hold the next ones back inside the block.
+
+        Raises:
+            TinkerError: answers do not end.
+        """
+        with self._state:
+            self._shut = True
+        try:
+            with self._state:
+                if not self._state.wait_for(lambda: not self._inside, _ENDS_S):
+                    raise TinkerError(f"answers are under way for {_ENDS_S:g} s. Lower timeout_s.")
+            yield
+        finally:
+            with self._state:
+                self._shut = False
+
+
+class TinkerEngine:
+    """One policy on the server: `Engine`. An answer ends on the weights that it began with.
+
+    Args:
+        name: of the policy.
+        held: tokenizer, longest context, tokens that end an answer, and the format of tool calls.
+        service: where it is sampled.
+        bill: counts what is sampled.
+        gate: shut while weights change that it samples from.
+        seed: of sampling without a seed of its own.
+    """
+
+    abilities: frozenset[str] = frozenset()
+
+    def __init__(
+        self, name: str, held: Mapping[str, Any], service: Service, bill: Bill, *, gate: Gate, seed: int
+    ) -> None:
+        self.model = name
+        self.tokenizer = held["tokenizer"]
+        self.max_model_len: int = held["max_model_len"]
+        self.tool_format = held["tool_format"]
+        self._ends: frozenset[int] = held["end_tokens"]
+        self._service, self._bill, self._gate = service, bill, gate
+        self._weights: tuple[Any, int] = (None, 0)  # the SDK's client, and the number of its weights
+        self.random = random.Random(f"{seed}/{name}")
+
+    @property
+    def version(self) -> int:
+        """Number of the newest weights."""
+        return self._weights[1]
+
+    @property
+    def client(self) -> Any:
+        """The SDK's client of the newest weights."""
+        return self._weights[0]
+
+    def publish(self, sampler: Any, version: int) -> None:
+        """Sample the next answers from other weights."""
+        self._weights = (sampler, version)
+
+    def check(self) -> None:
+        """Raise what has ended the server for good.
+
+        Raises:
+            TinkerError: it is down.
+            BudgetSpentError: no money is left.
+        """
+        self._service.check_lost()
+        self._bill.check()
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[Sampled]:
+        """Sample one answer: `Engine.generate`.
+
+        Raises:
+            ValueError: the prompt is empty or leaves no room in the context.
+            Refusal: the server failed.
+        """
+        room = self.max_model_len - len(prompt)
+        if not prompt or room < 1:
+            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.max_model_len}")
+        most = min(room, sampling.max_tokens or room)
+        seed = self.random.getrandbits(31) if sampling.seed is None else sampling.seed % 2**31
+        async with self._gate.passed():
+            client, version = self._weights
+            try:
+                tokens, logprobs, cached = await self._sample(client, prompt, sampling, most, seed)
+            except TinkerError as error:
+                raise failed(str(error)) from error
+        self._bill.add(Tokens(prompt=len(prompt), cached=cached, sampled=len(tokens)))
+        yield self._answer(tokens, logprobs, sampling, version)
+
+    async def _sample(
+        self, client: Any, prompt: Sequence[int], sampling: Sampling, most: int, seed: int
+    ) -> tuple[list[int], list[float], int]:
+        types = sdk().types
+        params = types.SamplingParams(
+            max_tokens=most, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or -1,
+            seed=seed, stop=sorted(self._ends),
+        )  # fmt: skip
+        asked = client.sample(prompt=types.ModelInput.from_ints(list(prompt)), num_samples=1, sampling_params=params)
+        told = await self._service.arrive(asked, f"sample from {self.model}")
+        try:
+            (sequence,) = told.sequences
+            tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or ())
+        except (TypeError, ValueError, AttributeError) as error:
+            raise self._nonsense(f"no answer ({error})") from error
+        if len(logprobs) != len(tokens) or not 0 < len(tokens) <= most or not all(map(math.isfinite, logprobs)):
+            raise self._nonsense(f"{len(tokens)} tokens of at most {most} with {len(logprobs)} log-probabilities")
+        return tokens, logprobs, int(getattr(told, "prompt_cache_hit_tokens", 0) or 0)
+
+    def _answer(self, tokens: list[int], logprobs: list[float], sampling: Sampling, version: int) -> Sampled:
+        """Return the tokens up to what ends the answer, with their text."""
+        stream, text, ended = TextStream(self.tokenizer, sampling.stop), "", False
+        count = 0
+        for token in tokens:
+            count += 1
+            ended = token in self._ends
+            if not ended:
+                new, ended = stream.push(token)
+                text += new
+            if ended:
+                break
+        stopped_by_text = ended and tokens[count - 1] not in self._ends
+        text += "" if stopped_by_text else stream.finish()
+        reason = "stop" if ended else "length"
+        return Sampled(tuple(tokens[:count]), tuple(logprobs[:count]), text, reason, version=version)  # type: ignore[arg-type]
+
+    def _nonsense(self, what: str) -> TinkerError:
+        return TinkerError(f"the Tinker server {self._service.url} sent {what}.")
