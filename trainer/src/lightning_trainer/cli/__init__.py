@@ -154,7 +154,8 @@ def _suggest(error: click.NoSuchOption) -> None:
         known = {flag for parameter in error.ctx.command.params for flag in parameter.opts}
         ours = translate(error.option_name.lstrip("-"), {flag.lstrip("-").replace("-", "_") for flag in known})
         if ours is not None:
-            error.possibilities = [f"--{ours.replace('_', '-')}"]
+            # click declares it final, and reads it when it shows the error
+            error.possibilities = [f"--{ours.replace('_', '-')}"]  # type: ignore[misc]
 
 
 def _imported(listed: Listed) -> click.Command:
