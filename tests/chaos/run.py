@@ -1,7 +1,7 @@
 """Kill server, runner, agents and trainer at random moments, start them again, and see that nothing was lost.
 
 `python tests/chaos/run.py --kills 300 --seed 0`; with --store URL on another database than SQLite, with --only PART for
-one part, with --pauses N to stop each part in turn for --pause-s seconds after the kills.
+one part, with --pauses N to stop the parts one after the other for --pause-s seconds.
 """
 
 from __future__ import annotations
