@@ -555,7 +555,7 @@ def test_what_is_no_store_or_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"host:port/x") as told:
         StoreReader("postgresql://me:secret@host:port/x")
     assert "secret" not in str(told.value)
-    with pytest.raises(ConfigError, match="no folder of a run"):
+    with pytest.raises(ConfigError, match="not the folder of a run"):
         runs_in(tmp_path)
 
 
