@@ -12,7 +12,7 @@ from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, Function
 from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
 from llama_index.core.llms import ChatMessage, CustomLLM, LLMMetadata, MockLLM
 from llama_index.core.tools import FunctionTool
-from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
+from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
 from llama_index.llms.openai import OpenAIResponses
 from llama_index.llms.openai_like import OpenAILike
 
@@ -333,6 +333,14 @@ def test_arguments_that_do_not_fit_are_an_error(found_of):
     assert json.loads(tool.attributes[names.TOOL_ARGUMENTS]) == {"a": 2}
 
 
+class Planned(Event):
+    """A plan is made."""
+
+
+class Counted(Event):
+    """It is counted."""
+
+
 class Flow(Workflow):
     """A workflow of the user's own, which says who is at work."""
 
@@ -356,6 +364,42 @@ def test_a_workflow_of_the_users_own_is_one_trace(found_of):
     assert [chat.agent for chat in found.chats] == ["writer", "critic"]
     (root,) = [span for span in found.spans if span.parent_id is None]
     assert (root.operation, root.name) == (names.INVOKE_WORKFLOW, "Flow")
+
+
+class Steps(Workflow):
+    """A workflow whose steps are agents, if they call a model."""
+
+    def __init__(self, url):
+        super().__init__()
+        self.llm = model(url)
+
+    @step
+    async def plan(self, ev: StartEvent) -> Planned:
+        await self.llm.achat([ChatMessage(role="user", content="hello")])
+        return Planned()
+
+    @step
+    def count(self, ev: Planned) -> Counted:
+        return Counted()
+
+    @step
+    def write(self, ev: Counted) -> StopEvent:
+        with agent("critic"):
+            self.llm.chat([ChatMessage(role="user", content="hello")])
+        return StopEvent(result=self.llm.chat([ChatMessage(role="user", content="hello")]).message.content)
+
+
+def test_a_step_that_calls_a_model_is_an_agent(found_of):
+    async def work(url):
+        return await Steps(url).run()
+
+    before = dict(vars(Steps))
+    found = found_of(work)
+    assert [chat.agent for chat in found.chats] == ["plan", "critic", "write"]
+    steps = [span.name for span in found.spans if span.operation == names.INVOKE_AGENT]
+    assert sorted(steps) == ["critic", "plan", "write"], "a step that calls no model is no agent"
+    assert len({span.trace_id for span in found.spans}) == 1
+    assert {name: vars(Steps)[name] for name in before} == before, "detaching puts the steps back"
 
 
 def test_a_run_that_fails_or_is_cancelled_is_an_error(found_of, under_way):

@@ -146,9 +146,13 @@ def test_calls_that_only_a_gateway_saw_are_not_said_to_be_at_their_own_endpoint(
     ids = {"rollout_id": "r", "attempt_id": "a"}
     call = Call(call_id="c", response_id="c", start_ns=1, end_ns=2, policy="p", policy_version=0, agent="shell", **ids)
     print_joins([Trace.build([], [call])], as_json=False)
-    assert capsys.readouterr().err == "1 model calls recorded, by the gateway alone: the program is not attached.\n"
+    told = capsys.readouterr().err
+    assert "1 model calls recorded, by the gateway alone: the program is not attached.\n" in told
+    assert "tools are not visible" in told
     print_joins([trace((CHAT, "writer", {}))], as_json=False)
-    assert "1 model calls recorded, at their own endpoint" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "1 model calls recorded, at their own endpoint" in told
+    assert "attach its plugin, or write one" in told
     print_joins([trace((CHAT, "writer", {})), Trace.build([], [call])], as_json=False)
     assert "0 of 2 model calls are joined" in capsys.readouterr().out
 

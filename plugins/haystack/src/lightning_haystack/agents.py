@@ -17,16 +17,12 @@ from haystack.core.pipeline.base import PipelineBase
 
 from lightning_haystack import FRAMEWORK
 from lightning_haystack.tools import tool_of
-from lightning_spans.record.context import settled
+from lightning_spans.record.instrument.caller import following
 from lightning_spans.record.instrument.patches import replace
-from lightning_spans.record.instrument.scope import Scope
 from lightning_spans.record.instrument.tracker import Tracker
-from lightning_spans.record.recorder import current_span
 from lightning_spans.schema import spans as names
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-
     from lightning_spans.hooks import OpenSpan, Recorder
 
 
@@ -44,26 +40,6 @@ def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
 def async_pipeline() -> Any:
     """Return the class of pipelines that can be awaited: one of its own before Haystack 3."""
     return Pipeline if "run_async_generator" in vars(Pipeline) else haystack.AsyncPipeline
-
-
-class Component(Scope):
-    """A component of a pipeline while it runs: its span begins only when it calls a model, as few do."""
-
-    __slots__ = ("_agents", "_around", "_name")
-
-    def __init__(self, agents: HaystackAgents, name: str) -> None:
-        super().__init__()
-        self._agents = agents
-        self._name = name
-        self._around = current_span()
-
-    def call_begins(self) -> Context | None:
-        """Begin the component's span, unless something else of ours is already around the call."""
-        if self.closed or current_span() is not self._around:
-            return None
-        if self.span is None:
-            self.span = self._agents.begin_agent(self._name)
-        return None if self.span is None else self.span.context
 
 
 class HaystackAgents(Tracker):
@@ -112,17 +88,8 @@ class HaystackAgents(Tracker):
             with theirs as span, self.inside(self.begin_agent(name)):
                 yield span
             return
-        scope = Component(self, name)
-        with theirs as span:
-            scope.enter(settled())
-            try:
-                yield span
-            except BaseException as error:
-                self.end(scope.span, error=error)
-                raise
-            finally:
-                scope.leave()
-                self.end(scope.span)
+        with theirs as span, following(self, name):
+            yield span
 
     def wrap_pipeline(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A pipeline runs."""

@@ -2,14 +2,17 @@
 
 A run begins in a call and goes on in tasks of its own, which copy the context that they are begun in. Of an agent that
 runs alone that is the agent's. In an `AgentWorkflow` agents take turns: each has a span from its first step to the
-first of another, and steps are carried out in it.
+first of another, and steps are carried out in it. In any other workflow a step is an agent if it calls a model.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 from llama_index.core.agent.workflow import AgentWorkflow
 from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
@@ -17,7 +20,8 @@ from llama_index.core.workflow import Workflow
 
 from lightning_llama_index import FRAMEWORK
 from lightning_spans.record.context import entered, settled
-from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.caller import following
+from lightning_spans.record.instrument.patches import Undo, replace
 from lightning_spans.record.instrument.tracker import Tracker
 from lightning_spans.record.recorder import current_span
 from lightning_spans.schema import spans as names
@@ -28,11 +32,15 @@ if TYPE_CHECKING:
 UNNAMED: Final = "Agent"  # what LlamaIndex calls an agent without a name
 _STEPS: Final = ("setup_agent", "run_agent_step", "parse_agent_output", "call_tool", "aggregate_tool_results")
 
+_STEP_MARKS: Final = ("_step_config", "__step_config")  # on a step; the second before llama-index-workflows 2
+_SIGNALS: Final = ("WaitingForEvent",)  # a step that waits is begun again when its event has come
+
 
 def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
     """Follow every agent and workflow, until what is yielded is called."""
     agents = LlamaIndexAgents(recorder, FRAMEWORK)
     yield agents.stop
+    yield agents.undo
     yield replace(Workflow, "run", agents.wrap_run)
     for step in _STEPS:
         yield replace(AgentWorkflow, step, agents.wrap_step)
@@ -44,11 +52,15 @@ class LlamaIndexAgents(Tracker):
     def __init__(self, recorder: Recorder, framework: str) -> None:
         super().__init__(recorder, framework)
         self._turns: dict[str, OpenSpan | None] = {}  # by an agent workflow's span: whose turn it is
+        self._followed = WeakSet[type]()  # classes of workflows whose steps are wrapped
+        self.undo = Undo()
 
     def wrap_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A workflow runs, which an agent is too."""
 
         def run(workflow: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.guard():
+                self._follow_steps(type(workflow))
             span = self._begin_run(workflow)
             if span is None:
                 return original(workflow, *args, **kwargs)
@@ -63,6 +75,31 @@ class LlamaIndexAgents(Tracker):
             return handler
 
         return run
+
+    def _follow_steps(self, kind: type) -> None:
+        """Wrap the steps of a workflow of the user's own, before its first run."""
+        if not self.live or issubclass(kind, (AgentWorkflow, BaseWorkflowAgent)):
+            return
+        for owner in set(kind.__mro__) - set(Workflow.__mro__) - set(self._followed):
+            self._followed.add(owner)
+            for name, step in list(vars(owner).items()):
+                if inspect.isfunction(step) and not vars(step).keys().isdisjoint(_STEP_MARKS):
+                    self.undo.add(replace(owner, name, functools.partial(self._wrap_own_step, name)))
+
+    def _wrap_own_step(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(original):
+
+            async def astep(*args: Any, **kwargs: Any) -> Any:
+                with following(self, name, _SIGNALS) if self.live else nullcontext():
+                    return await original(*args, **kwargs)
+
+            return astep
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with following(self, name, _SIGNALS) if self.live else nullcontext():
+                return original(*args, **kwargs)
+
+        return step
 
     def _begin_run(self, workflow: Any) -> OpenSpan | None:
         if isinstance(workflow, BaseWorkflowAgent):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
+from lightning_spans.schema.spans import CHAT
 from lightning_trainer.flags.common import print_json, screen
 from lightning_trainer.report.terminal import decimal, printable, tokens
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace
     from lightning_trainer.report.agents import AgentRow
+
+_ONLY_CALLS: Final = (
+    "Only model calls were recorded: each is a trace of its own, and tools are not visible. If a framework makes the"
+    " calls, attach its plugin, or write one (docs/how-to/adding-a-framework.md)."
+)
 
 
 def print_rows(rows: Sequence[AgentRow], *, as_json: bool) -> None:
@@ -43,6 +49,8 @@ def print_joins(traces: Sequence[Trace], *, as_json: bool) -> None:
             else "at their own endpoint: tokens are recorded while training."
         )
         click.echo(f"{joins.calls} model calls recorded, {where}", err=True)
+    if joins.calls and all(node.span.operation == CHAT for trace in traces for node in trace):
+        click.echo(_ONLY_CALLS, err=True)
 
 
 def _print_table(rows: Sequence[AgentRow]) -> None:
