@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fakes import FakeEngine, served
 
 from lightning_spans.errors import ConfigError
 from lightning_spans.schema.attempts import Attempt
@@ -24,6 +23,7 @@ from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.worker.command import CommandError
 from lightning_trainer.runner.worker.command_agent import command_agent
 from lightning_trainer.work import Work
+from support.fakes import FakeEngine, served
 
 PYTHON = shlex.quote(sys.executable)
 bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap")
