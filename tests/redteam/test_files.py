@@ -21,11 +21,9 @@ from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.gateway.auth.keys import Keys
 from lightning_trainer.gateway.auth.register import write_private
 from lightning_trainer.gateway.http.serving import ServerThread, Tls
-from lightning_trainer.kits.compare import compare
-from lightning_trainer.kits.evaluation import folder as evaluation_folder
 from lightning_trainer.kits.view import command as view_command
 from lightning_trainer.models import check_folder
-from lightning_trainer.run import folders as run_folders
+from lightning_trainer.session.folder import make_folder
 from support.models.tiny import make_tiny_model
 
 
@@ -58,8 +56,7 @@ def test_others_on_the_machine_can_not_read_a_new_store_a_spool_or_a_key(tmp_pat
 
 def test_others_on_the_machine_can_not_look_into_new_folders_of_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    made = [run_folders.make_folder(None), run_folders.make_folder(tmp_path / "out"), evaluation_folder.make(None)]
-    made += [compare._new(None), compare._new(tmp_path / "compared")]
+    made = [make_folder(None, tmp_path / "runs"), make_folder(tmp_path / "out", tmp_path / "runs")]
     assert [others(folder) for folder in made] == [0] * len(made)
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from lightning_spans.errors import ConfigError
 from lightning_trainer import TrainConfig
-from lightning_trainer.run.folders import held, new_folder, read_config
+from lightning_trainer.run.folders import read_config, run_folder
 from lightning_trainer.run.state import State, check_identity, check_resumable, find, identity_of, read_state, save
+from lightning_trainer.session.folder import held
 
 STATE = State(step=3, identity={"seed": 0, "data": "abc"}, agents=("writer",), flat_steps=None, rewards=(0.5, None))
 
@@ -80,7 +81,7 @@ def test_run_that_was_stopped_before_its_first_checkpoint_is_told_so(tmp_path: P
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 0}\n')
     with pytest.raises(ConfigError, match=r"ended before its first checkpoint.*--save-every"):
         read_config(tmp_path)
-    with pytest.raises(ConfigError, match="is not empty") as told, new_folder(tmp_path):
+    with pytest.raises(ConfigError, match="is not empty") as told, run_folder(tmp_path):
         pass
     assert "--resume" not in str(told.value)  # it would say that there is nothing to go on from
 
@@ -141,15 +142,15 @@ def test_only_the_newest_can_be_gone_on_from_where_older_ones_are_stripped(tmp_p
 
 def test_folder_of_a_run_is_named_after_the_day_and_never_shared(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with new_folder(None) as first, new_folder(None) as second:
+    with run_folder(None) as first, run_folder(None) as second:
         assert second.name == f"{first.name}-2"
 
 
 def test_a_folder_in_which_another_process_trains_is_refused_and_left_alone(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "out") as folder:
+    with run_folder(tmp_path / "out") as folder:
         (folder / "config.json").write_text("{}")  # begun, and no step taken yet: nothing to resume, all to lose
         (folder / "metrics.jsonl").write_text("")
-        with pytest.raises(ConfigError, match=rf"in use: process {os.getpid()} on .* trains there"), new_folder(folder):
+        with pytest.raises(ConfigError, match=rf"in use: process {os.getpid()} on .* works there"), run_folder(folder):
             pass
         with pytest.raises(ConfigError, match="in use"), held(folder):
             pass
@@ -160,7 +161,7 @@ def test_a_folder_in_which_another_process_trains_is_refused_and_left_alone(tmp_
 
 def test_folder_with_anything_in_it_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty"), new_folder(tmp_path):
+    with pytest.raises(ConfigError, match="is not empty"), run_folder(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -169,7 +170,7 @@ def test_folder_with_anything_in_it_is_refused(tmp_path: Path) -> None:
 def test_folder_in_that_of_another_run_is_refused_and_not_made(tmp_path: Path, inner: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=f"lies in the folder of the run {tmp_path}"), new_folder(tmp_path / inner):
+    with pytest.raises(ConfigError, match=f"lies in the folder of the run {tmp_path}"), run_folder(tmp_path / inner):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "metrics.jsonl"]
 
@@ -177,16 +178,16 @@ def test_folder_in_that_of_another_run_is_refused_and_not_made(tmp_path: Path, i
 def test_folder_of_a_run_that_never_took_a_step_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"kind": "val", "step": 0}\n')
-    with new_folder(tmp_path) as folder:
+    with run_folder(tmp_path) as folder:
         assert not any(path.name[0] != "." for path in folder.iterdir())
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 0}\n')
-    with pytest.raises(ConfigError, match="is not empty"), new_folder(tmp_path):
+    with pytest.raises(ConfigError, match="is not empty"), run_folder(tmp_path):
         pass
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_folder_that_can_not_be_made_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="can't be made"), new_folder(tmp_path / "out"):
+    with pytest.raises(ConfigError, match="can't be made"), run_folder(tmp_path / "out"):
         pass

@@ -39,7 +39,7 @@ from lightning_trainer.kits.view.runs import Runs, runs_in
 from lightning_trainer.report.metrics import read
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import outcomes
-from lightning_trainer.run.folders import held
+from lightning_trainer.session.folder import held
 from support.training.example_runs import FIRST_NS, NASTY, Scene, asks, assistant, cut_short, make_run, user
 from support.training.printed import printed
 from support.view import Asked

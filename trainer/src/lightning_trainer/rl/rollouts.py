@@ -89,7 +89,14 @@ class Outcome:
 
 
 def plan(
-    tasks: Sequence[Mapping[str, Any]], *, name: str, size: int, mode: str, max_attempts: int, timeout_s: float | None
+    tasks: Sequence[Mapping[str, Any]],
+    *,
+    name: str,
+    size: int,
+    mode: str,
+    max_attempts: int,
+    timeout_s: float | None,
+    first: int = 0,
 ) -> list[Rollout]:
     """Make the rollouts of a batch: `size` of each task, in groups.
 
@@ -101,6 +108,7 @@ def plan(
         mode: ``train`` or ``val``.
         max_attempts: tries of each.
         timeout_s: time limit of each try.
+        first: place of the first of these tasks in the batch.
     """
     return [
         Rollout(
@@ -111,7 +119,7 @@ def plan(
             max_attempts=max_attempts,
             timeout_s=timeout_s,
         )
-        for place, task in enumerate(tasks)
+        for place, task in enumerate(tasks, first)
         for member in range(size)
     ]
 

@@ -26,12 +26,11 @@ from lightning_trainer.rl.rewards import installed, read_rules
 from lightning_trainer.rl.rollouts import Outcome, plan
 from lightning_trainer.rl.scores import reward_of_failures, score, total
 from lightning_trainer.rl.usage import tokens_of
-from lightning_trainer.run.folders import STORE_NAME
 from lightning_trainer.runner.logs import temporary_folder
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.answers import AnswerSource
 from lightning_trainer.session.sampling import sampling_of
-from lightning_trainer.session.session import open_database, open_runner, serve
+from lightning_trainer.session.session import STORE_NAME, open_database, open_runner, serve
 
 if TYPE_CHECKING:
     from lightning_spans.adapter.trace import Trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 from lightning_spans.errors import ConfigError
@@ -26,12 +26,12 @@ from lightning_trainer.rl.algorithms.protocol import credit_of
 from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.rl.rewards import read_rules
 from lightning_trainer.run.data import Task, digest, load_tasks, shared
-from lightning_trainer.run.folders import STORE_NAME, held, new_folder
+from lightning_trainer.run.folders import run_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.run.result import Result, result_of
 from lightning_trainer.run.state import identity_of
 from lightning_trainer.runner.target import Job
-from lightning_trainer.session.session import cancel_left_over, open_database, open_runner
+from lightning_trainer.session.session import STORE_NAME, cancel_left_over, open_database, open_runner
 
 
 def train(config: TrainConfig, progress: Progress | None = None) -> Result:
@@ -132,19 +132,11 @@ def _check_port(port: int) -> None:
         ServerThread(None, port=port).check()
 
 
-@contextmanager
-def _folder(config: TrainConfig, start: Start) -> Iterator[Path]:
-    """Return the run's folder; a new one goes again when the run fails before it has begun."""
-    if start.folder is not None:
-        if config.out is not None and config.out.resolve() != start.folder.resolve():
-            raise ConfigError(
-                f"a run is resumed in its own folder, {start.folder}, not in {config.out}. Leave --out away."
-            )
-        with held(start.folder):
-            yield start.folder
-        return
-    with new_folder(config.out) as folder:
-        yield folder
+def _folder(config: TrainConfig, start: Start) -> AbstractContextManager[Path]:
+    """Open the run's folder; a new one is removed if the run fails before it has begun."""
+    if start.folder is not None and config.out is not None and config.out.resolve() != start.folder.resolve():
+        raise ConfigError(f"a run is resumed in its own folder, {start.folder}, not in {config.out}. Leave --out away.")
+    return run_folder(config.out, start.folder)
 
 
 @contextmanager

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
-import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,8 +22,8 @@ from lightning_trainer.kits.evaluation.summary import Counting, Summary, differe
 from lightning_trainer.report.metrics import write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import digest, load_tasks
-from lightning_trainer.run.folders import PRIVATE, held
 from lightning_trainer.run.interrupts import Interrupted
+from lightning_trainer.session.folder import open_folder
 
 COMPARISONS: Final = Path("comparisons")  # where comparisons without a folder of their own go
 BASE: Final = "base"
@@ -122,7 +118,9 @@ def compare(
         "data": digest(load_tasks(config.train.data, config.train.columns)),
         "val": digest(load_tasks(_val(config), config.train.columns)),
     }
-    with _folder(out, resume) as folder:
+    with open_folder(
+        out, resume, base=COMPARISONS, begun=_begun, resumable=lambda folder: (folder / ASKED_NAME).exists()
+    ) as folder:
         _asked(folder, config, marks, resume)
         try:
             return _all(config, folder, progress)
@@ -235,47 +233,5 @@ def _asked(folder: Path, config: CompareConfig, marks: Mapping[str, str], resume
         raise ConfigError(f"the tasks have changed since {folder} began. Compare anew, into another folder.")
 
 
-@contextmanager
-def _folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
-    if resume is not None:
-        with held(resume):
-            yield resume
-        return
-    existed, alone = out is not None and out.exists(), out is None and not COMPARISONS.exists()
-    folder = _new(out)
-    try:
-        with held(folder):
-            yield folder
-    except LightningError:  # before anything was measured: nothing is left that could be gone on with
-        if not _begun(folder):
-            shutil.rmtree(folder)
-            if existed:
-                folder.mkdir(mode=PRIVATE)
-            if alone and not any(COMPARISONS.iterdir()):
-                COMPARISONS.rmdir()
-        raise
-
-
 def _begun(folder: Path) -> bool:
     return (folder / BASE / files.SUMMARY_NAME).exists()
-
-
-def _new(out: Path | None) -> Path:
-    if out is not None:
-        try:
-            out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"the folder {out} can't be made: {error.strerror}. Choose --out.") from None
-        if any(out.iterdir()):
-            raise ConfigError(f"{out} is not empty. Choose another --out, or go on with --resume {out}.")
-        return out
-    day = dt.datetime.now().astimezone().date().isoformat()
-    COMPARISONS.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        folder = COMPARISONS / (day if number == 1 else f"{day}-{number}")
-        try:
-            folder.mkdir(mode=PRIVATE)
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError  # there is always a next number

@@ -19,8 +19,8 @@ from lightning_trainer.models import NEWEST
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.usage import is_replayed, tokens_of
 from lightning_trainer.run.data import Task, batch_at, load_tasks
-from lightning_trainer.run.folders import STORE_NAME, read_config
-from lightning_trainer.session.session import open_database
+from lightning_trainer.run.folders import read_config
+from lightning_trainer.session.session import STORE_NAME, open_database
 from lightning_trainer.work import Work
 
 _AT_ONCE: Final = 64  # traces in memory

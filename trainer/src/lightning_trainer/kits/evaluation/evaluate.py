@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,6 @@ from lightning_trainer.kits.evaluation.summary import Summary, difference, diffe
 from lightning_trainer.report.failures import most_frequent_error
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.run.data import Task, digest, load_tasks
-from lightning_trainer.run.folders import held
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.session.answers import (
     LocalModel,
@@ -34,7 +32,8 @@ from lightning_trainer.session.answers import (
     read_subject,
     refuse_unheard,
 )
-from lightning_trainer.session.session import open_database
+from lightning_trainer.session.folder import open_folder
+from lightning_trainer.session.session import STORE_NAME, open_database
 
 _OF_CALLS: Final = ("temperature", "max_tokens", "sampling", "name_by")  # that come to a model named here
 
@@ -117,7 +116,9 @@ def evaluate(
     agents = config.agents or next(filter(None, map(chosen_agents, sides)), None)
     rules = config.name_by or next(filter(None, map(name_rules, sides)), ())
     config = replace(config, agents=agents, name_by=rules, counting=replace(config.counting, agents=agents))
-    with _folder(config.out, resume) as folder:
+    with open_folder(
+        config.out, resume, base=files.EVALS, begun=files.has_samples, resumable=files.is_evaluation
+    ) as folder:
         asked = _asked(config, tasks, folder, resume)
         subjects = [subject] if other is None or isinstance(other, Path) else [subject, other]
         drawn = _measure(config, tasks, subjects, folder=folder, name=asked["id"], progress=progress, judging=judging)
@@ -160,7 +161,7 @@ def _measure(
     drawn = []
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
-        store = stack.enter_context(open_database(config.store or str(folder / files.STORE_NAME)))
+        store = stack.enter_context(open_database(config.store or str(folder / STORE_NAME)))
         judge = GroupJudge(judging, store, seed=config.seed or 0, cache=folder / CACHE_NAME) if judging else None
         if judge is not None:
             stack.callback(judge.close)
@@ -184,28 +185,6 @@ def _measure(
             except Interrupted:
                 raise Interrupted(f"stopped. Go on with: lightning-rl eval --resume {folder}") from None
     return drawn
-
-
-@contextmanager
-def _folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
-    """Return the evaluation's folder; a new one goes again when it fails before any sample has ended."""
-    if resume is not None:
-        with held(resume):
-            yield resume
-        return
-    existed, alone = out is not None and out.exists(), out is None and not files.EVALS.exists()
-    folder = files.make(out)
-    try:
-        with held(folder):
-            yield folder
-    except Exception:
-        if not (folder / files.SAMPLES_NAME).exists():
-            shutil.rmtree(folder)
-            if existed:
-                folder.mkdir()
-            if alone and not any(files.EVALS.iterdir()):
-                files.EVALS.rmdir()
-        raise
 
 
 def resumed(folder: Path) -> EvalConfig:

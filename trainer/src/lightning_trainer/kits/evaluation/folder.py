@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 from collections.abc import Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,49 +11,21 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.config.passwords import without_passwords
 from lightning_trainer.kits.evaluation.samples import Sample
 from lightning_trainer.report.metrics import write_atomically
-from lightning_trainer.run.folders import PRIVATE
 
 EVALS: Final = Path("evals")  # where evaluations without a folder of their own go
 ASKED_NAME: Final = "eval.json"
 SAMPLES_NAME: Final = "samples.jsonl"
 SUMMARY_NAME: Final = "summary.json"
-STORE_NAME: Final = "lightning.db"
-
-
-def make(out: Path | None) -> Path:
-    """Make an evaluation's folder, the one asked for or one named after the day.
-
-    Raises:
-        ConfigError: it can't be made, or holds anything.
-    """
-    try:
-        if out is None:
-            return _dated()
-        out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        full = any(out.iterdir())
-    except OSError as error:
-        raise ConfigError(f"the folder {out or EVALS} can't be made: {error.strerror}. Choose --out.") from None
-    if full:
-        raise ConfigError(f"{out} is not empty. Choose another --out, or go on with --resume {out}.")
-    return out
-
-
-def _dated() -> Path:
-    day = dt.datetime.now().astimezone().date().isoformat()
-    EVALS.mkdir(parents=True, exist_ok=True)
-    for number in count(1):
-        folder = EVALS / (day if number == 1 else f"{day}-{number}")
-        try:
-            folder.mkdir(mode=PRIVATE)
-        except FileExistsError:
-            continue
-        break
-    return folder
 
 
 def is_evaluation(folder: Path) -> bool:
     """Whether an evaluation lies there."""
     return (folder / ASKED_NAME).is_file()
+
+
+def has_samples(folder: Path) -> bool:
+    """Whether a sample of an evaluation has ended."""
+    return (folder / SAMPLES_NAME).is_file()
 
 
 def write_asked(folder: Path, asked: Mapping[str, Any]) -> None:

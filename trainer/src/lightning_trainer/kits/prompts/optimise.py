@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,6 +27,7 @@ from lightning_trainer.run.data import Task, digest, load_tasks
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.answers import AsItIs, Endpoint, LocalModel, Subject, open_answers
+from lightning_trainer.session.folder import open_folder
 from lightning_trainer.session.sampling import SamplingOptions
 from lightning_trainer.session.session import STORE_NAME, Session, open_session
 from lightning_trainer.work import Work
@@ -157,21 +157,22 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
     folder = config.out.with_name(f"{config.out.name}.search")
     state = _begin(folder, train, val, config, resume=resume)
     try:
-        with deferred() as check, _session(config, folder, progress) as session:
+        with (
+            open_folder(folder, folder if resume else None, base=folder.parent, begun=_has_journal),
+            deferred() as check,
+            _session(config, folder, progress) as session,
+        ):
+            _keep(folder, state)
             opened = CandidateRunner(session, progress, check, config.timeout_s, config.max_attempts, state["name"])
             if "prompts" in state:
                 opened.skip(state["looked"], state["again"])
             else:
                 state["prompts"] = _look(opened, (*train, *val), config, progress)
                 state |= {"looked": opened.rollouts, "again": opened.again}
-                write_atomically(folder / _STATE, json.dumps(state).encode())
+                _keep(folder, state)
             return _search(config, opened, train, val, before=state["prompts"], folder=folder, progress=progress)
     except Interrupted:
         raise Interrupted("stopped. Go on with the same command and --resume") from None
-    except BaseException:
-        if not resume and not (folder / journal.FILE).exists():
-            shutil.rmtree(folder, ignore_errors=True)  # nothing was tried yet
-        raise
 
 
 def _session(config: PromptsConfig, folder: Path, progress: Progress) -> AbstractContextManager[Session]:
@@ -233,13 +234,18 @@ def _begin(
             f"--budget {config.budget} is too little: to try one proposal on {len(val)} tasks takes {need} rollouts."
             " Give more, or fewer tasks to choose by (--val)."
         )
-    state = {"identity": identity, "name": uuid.uuid4().hex[:10]}
+    return {"identity": identity, "name": uuid.uuid4().hex[:10]}
+
+
+def _keep(folder: Path, state: Mapping[str, Any]) -> None:
     try:
-        folder.mkdir(parents=True, mode=0o700)
-        write_atomically(path, json.dumps(state).encode())
+        write_atomically(folder / _STATE, json.dumps(state).encode())
     except OSError as error:
         raise ConfigError(f"{folder} can't be written: {error}. Choose another --out.") from None
-    return state
+
+
+def _has_journal(folder: Path) -> bool:
+    return (folder / journal.FILE).exists()
 
 
 def _look(opened: CandidateRunner, tasks: Sequence[Task], config: PromptsConfig, progress: Progress) -> dict[str, str]:

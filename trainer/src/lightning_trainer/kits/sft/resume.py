@@ -17,7 +17,7 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.backend_protocol import Learner
 from lightning_trainer.config.files import read_kept
 from lightning_trainer.report.metrics import write_atomically
-from lightning_trainer.run.folders import held
+from lightning_trainer.run.folders import run_folder
 
 CHECKPOINT: Final = "checkpoint"  # in the run's folder: the weights alone, of the best step or the newest round
 _SLOTS: Final = ("resume-a", "resume-b")  # there: the learner's part, in one of them
@@ -75,17 +75,17 @@ def forget(folder: Path, name: str) -> None:
 
 
 @contextmanager
-def held_again(folder: Path) -> Iterator[None]:
-    """Hold the folder of a run that goes on, and sweep what a life that was killed left half written.
+def learning_folder(out: Path | None, resume: Path | None) -> Iterator[Path]:
+    """Open the folder of a run, and sweep what a process that was killed left half written.
 
     Raises:
-        ConfigError: another process learns there.
+        ConfigError: see `run_folder`.
     """
-    with held(folder):
+    with run_folder(out, resume) as folder:
         for name in (CHECKPOINT, *_SLOTS):
             for left in folder.glob(f".{name}.*"):
                 shutil.rmtree(left, ignore_errors=True)
-        yield
+        yield folder
 
 
 def began_with(folder: Path) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from lightning_trainer.kits.sft.data import (
 from lightning_trainer.kits.sft.dpo import BETA, ONE_LEFT_OUT, SAME_ANSWERS, Dpo, matched
 from lightning_trainer.kits.sft.fit import Fit, Fitted, schedule
 from lightning_trainer.kits.sft.render import Renderer
-from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, held_again
+from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, forget, learning_folder
 from lightning_trainer.kits.sft.resume import read as read_state
 from lightning_trainer.kits.sft.standing import STATE_NAME, Kept
 from lightning_trainer.models import look
@@ -43,7 +43,6 @@ from lightning_trainer.report.metrics import MetricLog, write_atomically
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.algorithms.likelihood import LIKELIHOOD
 from lightning_trainer.rl.rows import Row
-from lightning_trainer.run.folders import new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 
 _EPOCHS = 2.0
@@ -90,13 +89,8 @@ def sft(config: SftConfig, progress: Progress | None = None, *, resume: Path | N
     data = read(config)
     with ExitStack() as stack:
         check = stack.enter_context(deferred())
-        if resume is None:
-            folder = stack.enter_context(new_folder(config.out))
-            kept = Kept(folder=folder, data=data.digest)
-        else:
-            folder = resume
-            stack.enter_context(held_again(folder))
-            kept = Kept.read(folder, data.digest)
+        folder = stack.enter_context(learning_folder(config.out, resume))
+        kept = Kept(folder=folder, data=data.digest) if resume is None else Kept.read(folder, data.digest)
         progress.phase(f"loading {config.model}")
         learner = stack.enter_context(closing(backend.learner(config.model, options_of(config))))
         progress.phase(f"writing {len(data.training)} conversations as tokens")

@@ -37,7 +37,7 @@ from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.batch.attempts import Traces
 from lightning_trainer.rl.batch.batch import Batch
 from lightning_trainer.rl.rewards.judge import PLUGIN, Judge, read_rules
-from lightning_trainer.rl.rollouts import Outcome, outcomes
+from lightning_trainer.rl.rollouts import Outcome, outcomes, plan
 from lightning_trainer.rl.rows import Row
 from lightning_trainer.rl.scores import Score, reward_of_failures, score, total
 from lightning_trainer.run.group_ids import name_start
@@ -98,7 +98,8 @@ class RolloutCollector:
                 step=int(row["global_steps"]),
                 values_as_rewards=on_verl(self._run).critic,
             )
-            rollouts = self._plan(row["task"], self._group_of(int(row["index"])), self._run.group_size, "train")
+            name, place = self._place_of(int(row["index"]))
+            rollouts = self._plan(row["task"], name, place, self._run.group_size, "train")
             tq.kv_put(key=prompt.uid, partition_id=PARTITION, tag={"status": "running"})
             self._groups.add(rollouts, functools.partial(self._ended, prompt))
 
@@ -116,8 +117,8 @@ class RolloutCollector:
             done.release()
 
         for place, task in enumerate(tasks):
-            name = f"{self._name}.{step}:v-{place}"  # the same seeds in each validation: fewer differences by chance
-            self._groups.add(self._plan(task, name, self._run.val_samples, "val"), keep)
+            name = f"{self._name}.{step}:v"  # the same seeds in each validation: fewer differences by chance
+            self._groups.add(self._plan(task, name, place, self._run.val_samples, "val"), keep)
         for _ in tasks:
             while not done.acquire(timeout=1.0):
                 self.check()
@@ -136,25 +137,16 @@ class RolloutCollector:
         again = outcomes(self._store, [outcome.rollout for outcome in ended], self._run.timeouts)
         return [replace(outcome, unjudged=unjudged.get(outcome.rollout.rollout_id)) for outcome in again]
 
-    def _group_of(self, index: int) -> str:
-        """Name the group of a place in the run's order; verl may come round to it again when groups were dropped."""
+    def _place_of(self, index: int) -> tuple[str, int]:
+        """Return the batch and the place in it; verl may return to a place when groups were dropped."""
         step, place = divmod(index, self._run.batch_size)
         self._times[index] += 1
         again = f".{self._times[index]}" if self._times[index] > 1 else ""
-        return f"{self._name}{again}:t{step}-{place}"
+        return f"{self._name}{again}:t{step}", place
 
-    def _plan(self, task: Mapping[str, Any], name: str, size: int, mode: str) -> list[Rollout]:
-        return [
-            Rollout(
-                rollout_id=f"{name}-{member}",
-                group_id=name,
-                task=task,
-                mode=mode,
-                max_attempts=self._run.max_attempts,
-                timeout_s=self._run.timeout_s,
-            )
-            for member in range(size)
-        ]
+    def _plan(self, task: Mapping[str, Any], name: str, place: int, size: int, mode: str) -> list[Rollout]:
+        limits: dict[str, Any] = {"max_attempts": self._run.max_attempts, "timeout_s": self._run.timeout_s}
+        return plan([task], name=name, size=size, mode=mode, first=place, **limits)
 
     def _ended(self, prompt: VerlPrompt, ended: list[Outcome]) -> None:
         """Write the rows of one group, once."""

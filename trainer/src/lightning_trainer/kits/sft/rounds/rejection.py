@@ -16,7 +16,7 @@ from lightning_trainer.judging.judge import CACHE_NAME, GroupJudge
 from lightning_trainer.judging.options import read_judge
 from lightning_trainer.kits.sft.config import OF_FILES, RoundsConfig
 from lightning_trainer.kits.sft.fit import schedule
-from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, held_again
+from lightning_trainer.kits.sft.resume import CHECKPOINT, began_with, learning_folder
 from lightning_trainer.kits.sft.rounds.loop import RoundLoop
 from lightning_trainer.kits.sft.rounds.state import STATE_NAME, Rounds, RoundsState
 from lightning_trainer.kits.sft.sft import options_of
@@ -25,12 +25,11 @@ from lightning_trainer.report.metrics import MetricLog
 from lightning_trainer.report.progress import Progress, Silent
 from lightning_trainer.rl.endings import LATE_LEFT_OUT
 from lightning_trainer.run.data import digest, load_tasks
-from lightning_trainer.run.folders import STORE_NAME, new_folder
 from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.answers import AnswerSource
 from lightning_trainer.session.sampling import SamplingOptions
-from lightning_trainer.session.session import cancel_left_over, open_database, open_runner, serve
+from lightning_trainer.session.session import STORE_NAME, cancel_left_over, open_database, open_runner, serve
 
 
 def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *, resume: Path | None = None) -> Rounds:
@@ -53,15 +52,10 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
     val = load_tasks(config.val, config.columns) if config.val else []
     judging = read_judge(config.reward, config.judge)
     data = digest([*tasks, *val])
-    state = RoundsState(data=data)
     with ExitStack() as stack:
         check = stack.enter_context(deferred(progress.stopping))
-        if resume is None:
-            folder = stack.enter_context(new_folder(config.out))
-        else:
-            folder = resume
-            stack.enter_context(held_again(folder))
-            state = _resumable(folder, data)
+        folder = stack.enter_context(learning_folder(config.out, resume))
+        state = RoundsState(data=data) if resume is None else _resumable(folder, data)
         runner = stack.enter_context(
             open_runner(
                 Job.of(config),

@@ -1,0 +1,173 @@
+"""The folder of work that can be resumed: made or found when it starts, locked meanwhile, removed if nothing began.
+
+`train`, `sft`, `eval`, `compare` and `prompts` keep their work in such a folder.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from lightning_spans.errors import ConfigError
+
+PRIVATE: Final = 0o700  # of new folders: options, numbers and learned tokens say as much as the store
+_LOCK: Final = ".lock"  # in the folder: locked while a process works there
+HOLDER: Final = ".held-by"  # beside it: which one
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Lock a folder for this process, until the block ends or the process does.
+
+    Raises:
+        ConfigError: another process works there; the message says which.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(in_use(folder)) from None
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} can't be locked: {error.strerror}. Choose --out.") from None
+    try:
+        since = dt.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since},")
+        yield
+    finally:
+        (folder / HOLDER).unlink(missing_ok=True)
+        lock.release()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process trains in a folder, told from what it left beside the lock: nothing here takes the lock.
+
+    A process of this machine that died without a word holds nothing; of another machine's its word is taken.
+    """
+    found = re.match(r"process (\d+) on (.*), since ", _holder(folder))
+    if found is None:
+        return False
+    return found[2] != socket.gethostname() or psutil.pid_exists(int(found[1]))
+
+
+def in_use(folder: Path) -> str:
+    """Return the error of a folder in which another process works."""
+    return (
+        f"{folder} is in use: {_holder(folder)} works there. Wait until it has ended, stop it, or choose another --out."
+    )
+
+
+def _holder(folder: Path) -> str:
+    try:
+        return (folder / HOLDER).read_text(encoding="utf-8")
+    except OSError:
+        return "another process"
+
+
+def _clear(folder: Path) -> None:
+    """Remove everything in a folder but what keeps it for this process."""
+    for path in _content(folder):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _content(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name not in (_LOCK, HOLDER)]
+
+
+@contextmanager
+def open_folder(
+    out: Path | None,
+    resume: Path | None = None,
+    *,
+    base: Path,
+    begun: Callable[[Path], bool],
+    resumable: Callable[[Path], bool] | None = None,
+    came_to_nothing: Callable[[Path], bool] = lambda _folder: False,
+    keep_interrupted: bool = True,
+) -> Iterator[Path]:
+    """Lock the folder of work that is resumed, or make a new one, which is removed again if the work never began.
+
+    Args:
+        out: the new folder; None: one in `base`, named after the day.
+        resume: the folder of the work that is resumed; None: the work is new.
+        base: folder for those that nobody named.
+        begun: whether a folder has something to keep.
+        resumable: whether the work in a folder can be resumed, for the error; None: if it has begun.
+        came_to_nothing: whether a folder holds only what an earlier attempt left, which is removed.
+        keep_interrupted: whether a folder stays if the user stops the work before it has begun.
+
+    Raises:
+        ConfigError: the folder can't be made, another process works there, or a new one is not empty.
+    """
+    if resume is not None:
+        with held(resume):
+            yield resume
+        return
+    existed, alone = out is not None and out.exists(), out is None and not base.exists()
+    folder = make_folder(out, base)
+    with held(folder):
+        if came_to_nothing(folder):
+            _clear(folder)
+        if _content(folder):
+            (folder / _LOCK).unlink()
+            then = f", or resume it with --resume {folder}" if (resumable or begun)(folder) else ""
+            raise ConfigError(f"{folder} is not empty. Choose another --out{then}.")
+        stays = False
+        try:
+            yield folder
+        except KeyboardInterrupt:
+            stays = keep_interrupted
+            raise
+        finally:
+            if not (stays or begun(folder)):
+                _leave(folder, existed=existed)
+                if alone and not any(base.iterdir()):
+                    base.rmdir()
+
+
+def make_folder(out: Path | None, base: Path) -> Path:
+    """Make a folder, or one in `base` that is named after the day.
+
+    Raises:
+        ConfigError: it can't be made.
+    """
+    try:
+        if out is None:
+            return _make_dated(base)
+        out.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {out or base} can't be made: {error.strerror}. Choose --out.") from None
+    return out
+
+
+def _make_dated(base: Path) -> Path:
+    day = dt.datetime.now().astimezone().date().isoformat()
+    base.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        folder = base / (day if number == 1 else f"{day}-{number}")
+        try:
+            folder.mkdir(mode=PRIVATE)
+        except FileExistsError:
+            continue
+        break
+    return folder
+
+
+def _leave(folder: Path, *, existed: bool) -> None:
+    """Leave a folder in which nothing began as it was found."""
+    _clear(folder)
+    for name in (_LOCK, HOLDER):
+        (folder / name).unlink(missing_ok=True)
+    if not existed:
+        folder.rmdir()
