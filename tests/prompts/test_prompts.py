@@ -40,8 +40,10 @@ from lightning_trainer.kits.prompts.result import diff, write
 from lightning_trainer.kits.prompts.session import CandidateRunner, Ran
 from lightning_trainer.report.progress import Silent
 from lightning_trainer.rl.rollouts import Outcome
+from lightning_trainer.run.data import digest, load_tasks
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.session.answers import Endpoint
+from lightning_trainer.session.folder import held
 from lightning_trainer.work import Work
 
 PROGRAM = """
@@ -232,7 +234,7 @@ def test_a_search_that_was_killed_goes_on_as_if_nothing_had_happened(folder, mon
         whole = json.loads(rl(*args, "--out", "whole.json").stdout.splitlines()[-1])
         uncut = asked(server), asked(teacher)
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_trainer.kits.prompts.optimise.shutil.rmtree", lambda *a, **k: None)
+            patch.setattr("lightning_trainer.session.folder._leave", lambda *a, **k: None)
             die_at(patch, where.replace(":", "."), nth)
             with pytest.raises(Killed):
                 rl(*args, "--out", "cut.json")
@@ -259,7 +261,7 @@ def test_rollouts_that_were_cut_are_run_once_more_and_counted(folder, monkeypatc
             raise Killed
 
         with monkeypatch.context() as patch:
-            patch.setattr("lightning_trainer.kits.prompts.optimise.shutil.rmtree", lambda *a, **k: None)
+            patch.setattr("lightning_trainer.session.folder._leave", lambda *a, **k: None)
             patch.setattr(Runner, "start", lambda self: None)
             patch.setattr(CandidateRunner, "run", die)
             with pytest.raises(Killed):
@@ -268,6 +270,18 @@ def test_rollouts_that_were_cut_are_run_once_more_and_counted(folder, monkeypatc
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout.splitlines()[-1])
         assert len(server.requests) == 2 * (found["rollouts"] - 1)
+
+
+def test_a_search_at_which_another_process_works_is_refused(folder):
+    pytest.importorskip("gepa")
+    tasks = load_tasks(Path("tasks.jsonl"))
+    identity = {"data": digest([*tasks[::2], *tasks[1::2]]), "agents": ["writer"], "seed": 0, "minibatch": 3}
+    (folder / "best.json.search").mkdir()
+    (folder / "best.json.search/prompts.json").write_text(json.dumps({"identity": identity, "name": "x"}))
+    with held(folder / "best.json.search"):
+        args = ["--agents", "writer", "--reflect", "m=http://127.0.0.1:9/v1", "--budget", "30", "--out", "best.json"]
+        result = rl(*args, "--resume")
+    assert (result.exit_code, "best.json.search is in use: process" in result.output) == (2, True), result.output
 
 
 def test_a_reflecting_model_that_gives_nothing_ends_the_search(folder, monkeypatch):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from lightning_spans.schema.agents import is_glob
 from lightning_trainer.gateway.settings import Routing
 from lightning_trainer.naming import parse_rules
 
 if TYPE_CHECKING:
-    from lightning_trainer.config.train import TrainConfig
     from lightning_trainer.session.answers import AnswerSource
 
 UNKNOWN_POLICY: Final = "policy"  # requested by calls whose agent has no policy, if agents have their own: refused
@@ -69,8 +68,25 @@ class SamplingOptions:
         )
 
 
-def sampling_of(config: TrainConfig) -> SamplingOptions:
-    """Return how a run samples."""
+class SamplingFields(Protocol):
+    """Options that say how calls are sampled: the configurations of `train`, `eval` and `prompts` have them."""
+
+    @property
+    def agents(self) -> tuple[str, ...] | None: ...  # noqa: D102
+    @property
+    def temperature(self) -> float | None: ...  # noqa: D102
+    @property
+    def sampling(self) -> Literal["plain", "asked"]: ...  # noqa: D102
+    @property
+    def max_tokens(self) -> int | None: ...  # noqa: D102
+    @property
+    def seed(self) -> int | None: ...  # noqa: D102
+    @property
+    def name_by(self) -> tuple[str, ...]: ...  # noqa: D102
+
+
+def sampling_of(config: SamplingFields) -> SamplingOptions:
+    """Return how a configuration samples."""
     return SamplingOptions(
         agents=config.agents,
         temperature=config.temperature,

@@ -12,7 +12,6 @@ from lightning_trainer import registry
 from lightning_trainer.kits.evaluation.summary import Counting
 from lightning_trainer.rl.rollouts import Failed
 from lightning_trainer.session.answers import AsItIs, Subject, endpoint, read_subject
-from lightning_trainer.session.sampling import SamplingOptions
 from lightning_trainer.work import Work
 
 
@@ -92,18 +91,6 @@ class EvalConfig:
         if self.endpoint is not None:
             return endpoint(self.endpoint, model=self.model, key=key)
         return AsItIs() if self.model is None else read_subject(self.model, key=key)
-
-    @property
-    def sampling_options(self) -> SamplingOptions:
-        """How calls are sampled, but for prompts."""
-        return SamplingOptions(
-            agents=self.agents,
-            temperature=self.temperature,
-            plain=self.sampling == "plain",
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-            name_by=self.name_by,
-        )
 
     def read_prompts(self) -> Prompts:
         """Read the prompts that are put in the place of the agents' own; {} for none.

@@ -27,6 +27,7 @@ from lightning_trainer.rl.rollouts import Outcome, outcomes
 from lightning_trainer.run.data import Task
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.answers import Subject, open_answers
+from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import Session, open_session
 
 _AT_ONCE: Final = 512  # rollouts that are queued together
@@ -101,7 +102,7 @@ class Measurement:
             Job.of(config),
             self.store,
             open_answers(self.subject, **config.load),
-            replace(config.sampling_options, prompts=carried),
+            replace(sampling_of(config), prompts=carried),
             workers=worker_count(config.workers, len(missing), config.concurrency),
             concurrency=config.concurrency,
             progress=self.progress,

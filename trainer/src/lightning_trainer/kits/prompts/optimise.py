@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -28,7 +28,7 @@ from lightning_trainer.run.interrupts import Interrupted, deferred
 from lightning_trainer.runner.target import Job
 from lightning_trainer.session.answers import AsItIs, Endpoint, LocalModel, Subject, open_answers
 from lightning_trainer.session.folder import open_folder
-from lightning_trainer.session.sampling import SamplingOptions
+from lightning_trainer.session.sampling import sampling_of
 from lightning_trainer.session.session import STORE_NAME, Session, open_session
 from lightning_trainer.work import Work
 
@@ -176,15 +176,8 @@ def optimise(config: PromptsConfig, progress: Progress | None = None, *, resume:
 
 
 def _session(config: PromptsConfig, folder: Path, progress: Progress) -> AbstractContextManager[Session]:
-    sampling = SamplingOptions(
-        agents=config.agents,
-        answered=config.answered,
-        temperature=config.temperature,
-        plain=config.sampling == "plain",
-        max_tokens=config.max_tokens,
-        seed=config.seed if isinstance(config.subject, LocalModel) else None,  # servers get the program's own
-        name_by=config.name_by,
-    )
+    seed = config.seed if isinstance(config.subject, LocalModel) else None  # servers get the program's own
+    sampling = replace(sampling_of(config), answered=config.answered, seed=seed)
     return open_session(
         Job.of(config),
         str(folder / STORE_NAME),
