@@ -17,8 +17,10 @@ from lightning_trainer.rl.losses import (
     cispo_loss,
     entropy,
     gspo_loss,
+    importance_weights,
     kl_divergence,
     policy_loss,
+    second_moment_mask,
     token_logprobs,
     value_loss,
 )
@@ -304,3 +306,27 @@ def test_tokens_that_were_not_sampled_get_no_gradient():
     policy_loss(logprobs, old, advantages, torch.ones(len(places))).loss.backward()
     reached = logits.grad.abs().sum(-1) > 0
     assert reached.tolist() == [*row.mask[1:].tolist(), False]
+
+
+@given(
+    ratios=st.lists(st.floats(-3.0, 3.0, width=32), min_size=1, max_size=40),
+    bound=st.floats(0.001, 4.0),
+)
+def test_the_second_moment_mask_leaves_out_no_more_of_the_largest_than_it_must(ratios, bound):
+    ratio_T = torch.tensor(ratios)
+    kept_T = second_moment_mask(ratio_T, bound)
+    squares_T = ratio_T.double().square()
+    if kept_T.any():
+        assert squares_T[kept_T].mean() <= bound
+    if not kept_T.all():
+        smallest = squares_T[~kept_T].min()
+        assert not kept_T.any() or squares_T[kept_T].max() <= smallest
+        assert (squares_T[kept_T].sum() + smallest) / (kept_T.sum() + 1) > bound
+
+
+def test_tokens_weigh_their_ratio_where_only_the_second_moment_is_bounded():
+    ratio_T = torch.tensor([0.1, -0.1, 2.0])
+    weights_T = importance_weights(ratio_T, moment=0.04)
+    assert weights_T.tolist() == pytest.approx([math.exp(0.1), math.exp(-0.1), 0.0])
+    assert importance_weights(ratio_T, cap=2.0).tolist()[2] == pytest.approx(2.0)
+    assert importance_weights(ratio_T).tolist() == [1.0, 1.0, 1.0]

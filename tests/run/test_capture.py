@@ -9,8 +9,8 @@ from lightning_spans.schema.calls import Call
 from lightning_spans.store import Store, open_store
 from lightning_spans.testing.stores.samples import a_span
 from lightning_trainer.rl.rollouts import plan
-from lightning_trainer.run import capture
-from lightning_trainer.run.capture import FirstTask
+from lightning_trainer.run.collecting import capture
+from lightning_trainer.run.collecting.capture import FirstTask
 
 ROLLOUTS = plan([{"q": 1}, {"q": 2}], name="run:t0", size=2, mode="train", max_attempts=1, timeout_s=60.0)
 

@@ -1,5 +1,7 @@
 """Whole runs with several policies: who is answered by which, what is trained, saved, gone on from and served."""
 
+# ruff: noqa: F811 - a fixture is imported
+
 from __future__ import annotations
 
 import json
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.torch
 from lightning_trainer import train
 from lightning_trainer.report.alarms import Alarm
 from lightning_trainer.report.progress import Silent
-from support.training.policies import calls, config, digest, lines
+from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
 
 
 def test_each_agent_is_trained_on_its_own_adapter_and_the_checker_stays(tiny_model: Path, folder: Path) -> None:

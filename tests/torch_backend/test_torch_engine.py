@@ -517,3 +517,16 @@ def test_what_a_processor_is_fast_at_is_measured(monkeypatch: pytest.MonkeyPatch
         assert loading.multiplies_bfloat16() is fast
     finally:
         loading.multiplies_bfloat16.cache_clear()
+
+
+async def test_an_answer_has_the_version_of_the_weights_that_sampled_it(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
+    with engine.still():
+        pieces = engine.generate(ids(engine, "hi"), Sampling(max_tokens=2))
+        asked = asyncio.ensure_future(anext(pieces))
+        while not engine._batcher.requests:
+            await asyncio.sleep(0)
+        engine.weights_changed(7)
+    assert (await asked).version == 7
+    await pieces.aclose()
+    engine.close()

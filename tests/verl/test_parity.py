@@ -200,8 +200,6 @@ def test_importance_correction(tmp_path, cap, mask):
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
-    from lightning_trainer.backends.torch.learn.update import _corrected, _MicroBatch
-    from lightning_trainer.backends.torch.options import TorchOptions
     from lightning_trainer.backends.verl.options.describe import composed
     from lightning_trainer.backends.verl.options.overrides import Site, overrides
     from lightning_trainer.config.train import TrainConfig
@@ -223,8 +221,6 @@ def test_importance_correction(tmp_path, cap, mask):
         rollout_rs_threshold=chosen.rollout_rs_threshold,
     )
     theirs = kept if weights is None else kept * weights.batch["rollout_is_weights"]
-    part = _MicroBatch(None, (), engine.flatten(), engine.flatten(), all_tokens.flatten())
-    options = TorchOptions(model=tmp_path, old_logprobs="recompute", **given)
-    ours = _corrected(part, trainer.flatten(), options).weights_P
+    ours = losses.importance_weights((trainer - engine).flatten(), cap=cap, mask=mask)
     assert ours.tolist() == pytest.approx(theirs.flatten().tolist(), rel=1e-6)
     assert mask is None or 0.0 in ours.tolist()

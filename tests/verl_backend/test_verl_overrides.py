@@ -238,7 +238,7 @@ def test_one_node_has_a_ray_of_its_own_and_several_join_the_cluster():
     assert told(nodes=2, batch_size=16)[address] == "auto"
 
 
-@pytest.mark.parametrize("option", [{"gpus": 2}, {"nodes": 2}, {"staleness": 1}, {"verl": {"a": 1}}])
+@pytest.mark.parametrize("option", [{"gpus": 2}, {"nodes": 2}, {"verl": {"a": 1}}])
 def test_options_of_verl_are_refused_with_the_torch_backend(option):
     with pytest.raises(ConfigError, match='backend = "verl"'):
         torch_backend.check(TrainConfig(target="app:run", data="tasks.jsonl", model="m", **option))

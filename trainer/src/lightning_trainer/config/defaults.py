@@ -8,6 +8,9 @@ from typing import Any, Final
 from lightning_trainer import policies
 from lightning_trainer.config.chosen import backend_defaults, chosen_algorithm, looks_at_forks
 
+# Defaults of rows that older weights sampled: ratios compare with the weights before the update, and a token's weight
+# corrects for those that sampled it.
+_OF_STALENESS: Final[Mapping[str, Any]] = {"old_logprobs": "recompute", "importance_cap": 2.0}
 # Defaults of credit that looks at forks: a few alternatives are no sample to take a deviation of.
 _OF_FORKS: Final[Mapping[str, Any]] = {"normalise_std": False, "group_size": 2}
 
@@ -28,7 +31,7 @@ def _of_backend(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what an earlier run had by default of its algorithm and credit, where one of these changes.
+    """Leave out what an earlier run had by default of its algorithm, credit and staleness, where one of these changes.
 
     What differs from those defaults was given, and stays; so does the size of groups, without which a run can't go on.
 
@@ -38,7 +41,7 @@ def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain
         plain: defaults of options that depend on no other.
     """
     now = {**values, **nearer}
-    if not values or all(values.get(name) == now.get(name) for name in ("algorithm", "credit")):
+    if not values or all(values.get(name) == now.get(name) for name in ("algorithm", "credit", "staleness")):
         return dict(values)
     before = _of_choices(values)
     changing = (before.keys() | _of_choices(now).keys()) - {"group_size"}
@@ -47,10 +50,19 @@ def without_defaults(values: Mapping[str, Any], nearer: Mapping[str, Any], plain
 
 
 def _of_choices(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the algorithm and of the credit that are chosen; the algorithm's go before."""
+    """Return the defaults of the algorithm, the credit and the staleness chosen; the algorithm's go before."""
     algorithm, credit = values.get("algorithm"), values.get("credit")
     of_credit = _OF_FORKS if isinstance(credit, str) and looks_at_forks(credit) else {}
-    return {**of_credit, **(chosen_algorithm(algorithm).defaults if isinstance(algorithm, str) else {})}
+    of_algorithm = chosen_algorithm(algorithm).defaults if isinstance(algorithm, str) else {}
+    return {**of_credit, **_of_staleness(values), **of_algorithm}
+
+
+def _of_staleness(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return how rows of older weights are corrected by default; M2PO and ratios with the engine need no cap."""
+    if values.get("staleness") in (None, 0, "0") or values.get("old_logprobs") == "engine":
+        return {}
+    own = values.get("importance_moment") is not None
+    return {name: value for name, value in _OF_STALENESS.items() if not (own and name == "importance_cap")}
 
 
 def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[str, Any]:

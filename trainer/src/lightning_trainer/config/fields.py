@@ -113,9 +113,8 @@ class TrainFields(BaseModel):
     nodes: int = Field(default=1, ge=1)
     """Nodes of the Ray cluster (verl backend)."""
     staleness: int = Field(default=0, ge=0)
-    """Maximum number of steps between the weights that sample a rollout and the weights that learn from it (verl
-    backend). 0 alternates sampling and learning; more does both at once and corrects by truncated importance
-    sampling."""
+    """Maximum number of steps between the weights that sample a rollout and the weights that learn from it. 0
+    alternates sampling and learning; more does both at once and corrects by truncated importance sampling."""
     verl: dict[str, Any] = Field(default_factory=dict)
     """Options of verl itself, nested or dotted, passed to verl unchanged (verl backend)."""
 
@@ -187,8 +186,8 @@ class TrainFields(BaseModel):
     """Upper clip range: the probability ratio is clipped above 1 plus this."""
     old_logprobs: Literal["engine", "recompute"] | None = None
     """Log-probabilities in the denominator of the ratio: those recorded by the engine (engine), or those computed by
-    the trainer before the update, which costs a forward pass (recompute, torch). Default: recompute with gspo,
-    otherwise engine; verl always recomputes."""
+    the trainer before the update, which costs a forward pass (recompute, torch). Default: recompute with gspo
+    and with staleness, otherwise engine; verl always recomputes."""
     update_epochs: int = Field(default=1, ge=1)
     """Passes over each batch (torch). With one pass, one minibatch and recomputed log-probabilities all ratios are 1,
     and clipping has no effect."""
@@ -202,10 +201,13 @@ class TrainFields(BaseModel):
     """Final learning rate of a decaying schedule, as a share of learning_rate."""
     importance_cap: float | None = Field(default=None, gt=0)
     """Truncated importance sampling: each token is weighted by the trainer's probability over the engine's, capped at
-    this value. On torch with old_logprobs = recompute."""
+    this value. On torch with old_logprobs = recompute. Default with staleness: 2."""
     importance_mask: float | None = Field(default=None, gt=1)
     """Leave tokens out of the loss if the probabilities of trainer and engine differ by more than this factor. On torch
     with old_logprobs = recompute."""
+    importance_moment: float | None = Field(default=None, gt=0)
+    """M2PO: leave out the tokens whose probabilities differ most, until the mean of the squared log-ratios is at most
+    this, such as 0.04. Without importance_cap, the other tokens are weighted by their ratio (torch)."""
     kl_coef: float = Field(default=0.0, ge=0)
     """KL penalty coefficient against the starting policy; 0 keeps no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"

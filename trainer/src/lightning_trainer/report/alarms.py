@@ -167,7 +167,10 @@ def answers_alike(history: History) -> Found:
 
 def engine_gap_widens(history: History) -> Found:
     """Raise where the engine's log-probabilities leave the trainer's: it samples from other weights, or otherwise."""
-    for of, points in _each(history, "logprob_gap", least=1):
+    by_policy = any(name.startswith("engine_gap/") for line in history for name in line)
+    for of, points in _each(history, "engine_gap" if by_policy else "logprob_gap", least=1):
+        if of.count("/") > 1:  # of some tokens alone
+            continue
         newest = points[-1][1]
         first, now = ends(points) if len(points) >= 2 * WINDOW else (math.inf, newest)
         if newest > 0.5:

@@ -170,6 +170,49 @@ def cispo_loss(
     return PolicyLoss(loss, ratio_T, clipped_T != ratio_T)
 
 
+def importance_weights(
+    log_ratio_T: Tensor, *, cap: float | None = None, mask: float | None = None, moment: float | None = None
+) -> Tensor:
+    """Weigh tokens that older weights sampled, or an engine that computes a little otherwise.
+
+    Args:
+        log_ratio_T: (T,) of a whole batch: log-probability under the weights that learn, before the update, less that
+            recorded when the token was sampled.
+        cap: weigh each token by the ratio, at most by this: truncated importance sampling, Yao et al., "Your efficient
+            RL framework secretly brings you off-policy RL training", 2025.
+        mask: leave out tokens whose ratio is above this or below its inverse.
+        moment: leave out what `second_moment_mask` does, and without a cap weigh the others by their ratio.
+
+    Returns:
+        (T,) factors of the tokens' weights in the loss.
+    """
+    weights_T = torch.ones_like(log_ratio_T)
+    if cap is not None or moment is not None:
+        weights_T = log_ratio_T.clamp(max=_MAX_LOG_RATIO if cap is None else math.log(cap)).exp()
+    if mask is not None:
+        weights_T = weights_T * (log_ratio_T.abs() <= math.log(mask))
+    return weights_T if moment is None else weights_T * second_moment_mask(log_ratio_T, moment)
+
+
+def second_moment_mask(log_ratio_T: Tensor, bound: float) -> Tensor:
+    """Mark the tokens that stay when the mean of squared log-ratios is to be at most `bound` (M2PO, arXiv 2510.01161).
+
+    The tokens whose squares are largest go first, and no more of them than need be. The mean is over those that stay.
+
+    Args:
+        log_ratio_T: as in `importance_weights`.
+        bound: most that the mean may be, such as 0.04.
+
+    Returns:
+        (T,) True where a token stays.
+    """
+    squares_T, order_T = log_ratio_T.double().square().sort(stable=True)
+    means_T = squares_T.cumsum(0) / torch.arange(1, len(squares_T) + 1, device=squares_T.device)
+    kept_T = torch.zeros_like(order_T, dtype=torch.bool)
+    kept_T[order_T[means_T <= bound]] = True  # means of growing numbers grow, so these are the smallest
+    return kept_T
+
+
 def value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, weights_T: Tensor, *, clip: float | None = None
 ) -> Tensor:

@@ -18,6 +18,7 @@ from lightning_trainer.gateway.prompt.template import check_calls
 from lightning_trainer.report.forecast import Plan, Probe, forecast, lines
 from lightning_trainer.report.progress import Progress
 from lightning_trainer.rl.rewards import installed
+from lightning_trainer.run.collecting.batches import check_staleness
 from lightning_trainer.run.data import Task, batch_at, load_tasks
 from lightning_trainer.run.loop import Loop
 from lightning_trainer.run.probe import probe
@@ -70,6 +71,7 @@ class Embedded:
     def start(self, config: TrainConfig, identity: Mapping[str, Any]) -> Start:
         """Refuse what can't work, and find what to go on from: `Backend.start`."""
         self._check(config)
+        check_staleness(config)
         if config.teacher == SELF:
             read_self(config)  # or refuse
         if config.resume is None:

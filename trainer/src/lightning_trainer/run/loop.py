@@ -9,18 +9,15 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_spans.adapter.trace import Trace
-from lightning_spans.errors import AgentFailedError, ConfigError, LightningError, NothingToLearnError, UnknownAgentError
+from lightning_spans.errors import ConfigError, LightningError, NothingToLearnError
 from lightning_spans.record.stalls import waiting
-from lightning_spans.schema.agents import check_known, label, selects
-from lightning_spans.schema.attempts import Rollout
-from lightning_spans.store.traces import traces_of
 from lightning_trainer.backend_protocol import Learner, OpenRun
 from lightning_trainer.choices import SELF
 from lightning_trainer.policies import BASE
 from lightning_trainer.report import learned_tokens, step_metrics
-from lightning_trainer.report.agents import not_heard, nothing_captured
+from lightning_trainer.report.agents import not_heard
 from lightning_trainer.report.answers import MOST_FREQUENT, of_answers
-from lightning_trainer.report.failures import last_error, most_frequent_error, where_calls_go
+from lightning_trainer.report.failures import where_calls_go
 from lightning_trainer.report.metrics import Kind, best_step
 from lightning_trainer.report.step_notes import all_flat, how_they_count, no_rows, score_line
 from lightning_trainer.rl.account import Account
@@ -32,12 +29,10 @@ from lightning_trainer.rl.batch.comparison import Penalty
 from lightning_trainer.rl.credit.counterfactual import Cells
 from lightning_trainer.rl.resampling import other_tasks, with_contrast
 from lightning_trainer.rl.rewards.judge import take_failures
-from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.rl.rollouts import Outcome
 from lightning_trainer.rl.scores import BY_TASK, Score, by_source, given_to, reward_of_failures, score
-from lightning_trainer.run.capture import FirstTask
-from lightning_trainer.run.data import batch_at
+from lightning_trainer.run.collecting.batches import Collection
 from lightning_trainer.run.forking import forked, planned, refuse_ended, told
-from lightning_trainer.run.group_ids import name_start
 from lightning_trainer.run.interrupts import Interrupted
 from lightning_trainer.run.state import LONGEST_UNSAVED_S, State, mark_best, save, unmark_best
 from lightning_trainer.session.session import Session
@@ -65,7 +60,7 @@ class Loop:
         self._learner = learner
         self._tutor = tutor
         self._algorithm = algorithm_by_name(run.config.algorithm)
-        self._name = name_start(run.folder)
+        self._collection = Collection(run, local)
         self.state = state
         self._saved = state.step if state.step else None
         self._saved_at = time.monotonic()
@@ -80,6 +75,7 @@ class Loop:
         try:
             self._run_all()
         except (LightningError, Interrupted):
+            self._collection.cancel()
             self._save()
             raise
 
@@ -97,6 +93,7 @@ class Loop:
             if self.state.step % self._run.config.save_every == 0 or unsaved_s >= LONGEST_UNSAVED_S:
                 self._save()
             self._step()
+        self._collection.cancel()
         self._refuse_flat(final=True)
         self._save()
         self._tell_unheard()
@@ -131,17 +128,12 @@ class Loop:
         step, config, began = self.state.step, self._run.config, time.monotonic()
         if not self._run.val or any(line["step"] == step for line in self._run.log.validations()):
             return
-        rollouts = plan(
-            self._run.val,
-            name=f"{self._name}.{step}:v",  # the same seeds in each validation: fewer differences by chance
-            size=config.val_samples,
-            mode="val",
-            max_attempts=config.max_attempts,
-            timeout_s=config.timeout_s,
-        )
-        outcomes = self._roll_out(rollouts, "validation")
+        outcomes = self._collection.held_out(step)
+        self._hear()
         result = score(outcomes, config.failed, config.agents)
-        alike, frequent = of_answers(self._traces([a.attempt_id for o in outcomes for a in o.attempts]), config.agents)
+        alike, frequent = of_answers(
+            self._collection.traces([a.attempt_id for o in outcomes for a in o.attempts]), config.agents
+        )
         # a judge compares the rollouts of one task and one time: two validations of its say nothing of each other
         by_task = {} if self._run.judge is not None else result.by_task
         numbers = {**result.metrics(), **alike, "seconds": time.monotonic() - began}
@@ -154,10 +146,11 @@ class Loop:
     def _step(self) -> None:
         config, step, began = self._run.config, self.state.step, time.monotonic()
         self._fresh = set()
-        places = batch_at(step, len(self._run.tasks), config.batch_size, config.seed)
-        outcomes = self._roll_out(self._plan(places, f"t{step}"), "rollouts")
+        collection = self._collection
+        places, outcomes = collection.places(step), collection.of_step(step)
+        self._hear()
         rolled_s = time.monotonic() - began
-        traces = step_metrics.TraceCache(self._traces)
+        traces = step_metrics.TraceCache(collection.traces)
         forks, of_forks = self._fork(outcomes, traces)
         ages = {engine.model: engine.version for engine in self._learner.engines}
 
@@ -166,9 +159,8 @@ class Loop:
             again = time.monotonic()
             more = other_tasks(count, places, len(self._run.tasks), f"{config.seed}/{step}/{number}")
             places.extend(more)
-            found = self._roll_out(
-                self._plan(more, f"t{step}r{number}"), f"rollouts for {count} groups without contrast"
-            )
+            what = f"rollouts for {count} groups without contrast"
+            found = collection.roll_out(collection.plan(more, f"t{step}r{number}"), what, step)
             rolled_s += time.monotonic() - again
             return found
 
@@ -219,7 +211,13 @@ class Loop:
             raise ConfigError(f"orders = {config.orders} needs the frozen base, and backend {config.backend} has none.")
         with waiting("rows", f"the calls of {len(outcomes)} rollouts to be chosen from"):
             plan = planned(
-                config, self._local.store, outcomes, traces, name=self._name, step=step, spread=self.state.spread
+                config,
+                self._local.store,
+                outcomes,
+                traces,
+                name=self._collection.name,
+                step=step,
+                spread=self.state.spread,
             )
         run = partial(self._local.run, check=self._run.check)
         forks = run(plan.rollouts, self._run.progress, plan.phase) if plan.rollouts else []
@@ -253,53 +251,9 @@ class Loop:
         self._run.log.add(kind, step, metrics, facts)
         self._run.progress.alarms([alarm.text for alarm in self._run.log.alarms])
 
-    def _nothing_captured(self, rollouts: int) -> AgentFailedError:
-        return AgentFailedError(nothing_captured(rollouts, self._local.runner.attached, self._run.config.command))
-
-    def _roll_out(self, rollouts: Sequence[Rollout], what: str) -> list[Outcome]:
-        first = FirstTask(self._local.store, rollouts, self._nothing_captured)
-
-        def check() -> None:
-            self._run.check()
-            if not self.state.step:
-                first()
-
-        outcomes = self._local.run(rollouts, self._run.progress, what, check=check)
-        if self._run.judge is not None:
-            self._run.progress.phase(f"judging {what}")
-            outcomes = self._run.judge.judge(outcomes)
-        if not self.state.step:
-            self._refuse_unknown(outcomes)
-        if all(o.attempt is None and (o.crash is None or not self.state.step) for o in outcomes):
-            error = most_frequent_error([outcome.error or "" for outcome in outcomes])
-            raise AgentFailedError(
-                f"all {len(outcomes)} rollouts failed ({what} after {self.state.step} steps). {error}\n"
-                f"{where_calls_go(error)}"
-                "Run the agent by itself on one task, and see the workers' logs in the run's folder."
-            )
-        return outcomes
-
-    def _refuse_unknown(self, outcomes: Sequence[Outcome]) -> None:
-        """Refuse at once a selection that matches nothing: such agents' calls go to the user's own endpoint.
-
-        Failed attempts count too: without an endpoint of their own they all fail, and this is why.
-        """
-        attempts = [attempt.attempt_id for outcome in outcomes for attempt in outcome.attempts]
-        seen = {path for trace in self._traces(attempts) for path in trace.agent_paths}
-        chosen = self._run.config.agents
-        named = {label(path, chosen) for path in seen}
-        self.state = replace(self.state, agents=tuple(sorted({*self.state.agents, *named})))
-        if chosen is not None and seen and not any(selects(chosen, path) for path in seen):
-            try:
-                check_known(chosen, seen)
-            except UnknownAgentError as error:
-                if any(outcome.attempt is not None for outcome in outcomes):
-                    raise
-                text = outcomes[-1].error or ""  # it may be why they never came to speak
-                raise UnknownAgentError(
-                    f"{error}\nAll {len(outcomes)} rollouts failed, too. The last error:\n{last_error(text)}\n"
-                    f"{where_calls_go(text)}"
-                ) from None
+    def _hear(self) -> None:
+        """Remember which agents were heard of."""
+        self.state = replace(self.state, agents=tuple(sorted({*self.state.agents, *self._collection.agents})))
 
     def _tell(self, account: Account, outcomes: Sequence[Outcome]) -> None:
         """Say what became of the batch's calls, the first time and whenever calls are left out for a new reason."""
@@ -319,21 +273,10 @@ class Loop:
         if text is not None:
             self._run.progress.note(text)
 
-    def _plan(self, places: Sequence[int], name: str) -> list[Rollout]:
-        config = self._run.config
-        return plan(
-            [self._run.tasks[place] for place in places],
-            name=f"{self._name}:{name}",
-            size=config.group_size,
-            mode="train",
-            max_attempts=config.max_attempts,
-            timeout_s=config.timeout_s,
-        )
-
     def _judge(self, outcomes: Sequence[Outcome], traces: Traces) -> Batch:
         """Make rows of groups that no other consumer has."""
         groups = {outcome.rollout.group_id for outcome in outcomes}
-        consumer = f"{self._name}/{self.state.step}"
+        consumer = f"{self._collection.name}/{self.state.step}"
         self._fresh |= {group for group in groups - self._fresh if self._local.store.consume_group(group, consumer)}
         whole = [outcome for outcome in outcomes if outcome.rollout.group_id in self._fresh]
         with waiting("rows", f"the rows of {len(whole)} rollouts"):
@@ -344,7 +287,7 @@ class Loop:
     def _refuse_barren(self, batch: Batch, outcomes: Sequence[Outcome]) -> None:
         """Refuse what can't teach anything and never will."""
         if batch.account.seen == 0:
-            raise self._nothing_captured(len(outcomes))
+            raise self._collection.nothing_captured(len(outcomes))
         if batch.account.trained == 0:
             raise NothingToLearnError(no_rows(batch))
 
@@ -401,9 +344,6 @@ class Loop:
         goal = self._run.config.until
         newest = self.state.rewards[-2:]
         return goal is not None and len(newest) == 2 and all(r is not None and r >= goal for r in newest)
-
-    def _traces(self, attempt_ids: Sequence[str]) -> list[Trace]:
-        return traces_of(self._local.store, attempt_ids=attempt_ids)
 
 
 def _without(traces: Sequence[Trace], forks: Sequence[Outcome]) -> list[Trace]:

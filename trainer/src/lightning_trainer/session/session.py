@@ -16,7 +16,8 @@ from lightning_spans.schema.attempts import Rollout, RolloutStatus
 from lightning_spans.store import Store, open_store
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.report.progress import IMPORTING, Progress
-from lightning_trainer.rl.rollouts import Outcome, outcomes, wait
+from lightning_trainer.rl.rollouts import Outcome, outcomes
+from lightning_trainer.rl.rollouts import wait as wait_for
 from lightning_trainer.runner.logs import temporary_folder
 from lightning_trainer.runner.runner import Runner
 from lightning_trainer.runner.target import Job
@@ -57,10 +58,22 @@ class Session:
     def run(
         self, rollouts: Sequence[Rollout], progress: Progress, what: str, *, check: Callable[[], None] = lambda: None
     ) -> list[Outcome]:
-        """Queue rollouts, wait until all have ended, and return their outcomes.
+        """Queue rollouts, wait until all have ended, and return their outcomes: `queue`, then `wait`."""
+        self.queue(rollouts)
+        return self.wait(rollouts, progress, what, check=check)
+
+    def queue(self, rollouts: Sequence[Rollout]) -> None:
+        """Let the runner claim rollouts, after all that were queued before."""
+        self.store.enqueue(rollouts)
+        self.runner.wake()
+
+    def wait(
+        self, rollouts: Sequence[Rollout], progress: Progress, what: str, *, check: Callable[[], None] = lambda: None
+    ) -> list[Outcome]:
+        """Wait until all these rollouts have ended, and return their outcomes.
 
         Args:
-            rollouts: of a batch.
+            rollouts: that were queued.
             progress: is told how many have ended.
             what: what progress calls them.
             check: called between looks; raises to give up.
@@ -73,10 +86,8 @@ class Session:
             check()
             self.runner.check()
 
-        self.store.enqueue(rollouts)
-        self.runner.wake()
         try:
-            wait(
+            wait_for(
                 self.store,
                 rollouts,
                 check=both,

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_trainer.backends.torch.learn.update import corrected_weights
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
-from lightning_trainer.rl.losses import kl_divergence
+from lightning_trainer.rl.losses import importance_weights, kl_divergence
 from lightning_trainer.rl.rows import Row
 
 Floats = NDArray[np.float32]
@@ -59,7 +58,8 @@ def token_gradients(
     )
     weights_P = _joined([part.weights for part in parts])
     if options.old_logprobs == "recompute":
-        weights_P = corrected_weights(weights_P, old_P - recorded_P, options)
+        cap, mask = options.importance_cap, options.importance_mask
+        weights_P = weights_P * importance_weights(old_P - recorded_P, cap=cap, mask=mask)
     lengths = torch.tensor([length for part in parts for length in part.row.lengths])
     tokens = TrainedTokens(
         logprobs_P,

@@ -204,10 +204,10 @@ class TinkerLearner:
         parts = by_adapter(rows, self.learner_options) if names else {next(iter(self._policies)): list(rows)}
         with self._still():
             found = {name: self._step(self._policies[name], own) for name, own in parts.items()}
-            versions = {name: self._policies[name].engine.version + 1 for name in found}
-            self._publish(versions)
+            known = {name: self._policies[name].engine.version for name in found}
+            self._publish({name: version + 1 for name, version in known.items()})
         metrics = combined(found) if names else next(iter(found.values()))
-        return metrics | engine_gaps(parts, self._seen) | self.bill.of_step()
+        return metrics | engine_gaps(parts, self._seen, known) | self.bill.of_step()
 
     @contextmanager
     def _still(self) -> Iterator[None]:

@@ -146,6 +146,9 @@ def check(config: TrainConfig) -> None:
             "engine and its options are of backend = torch: a Tinker server samples itself. Leave them out.": (
                 any(each is not None for each in elsewhere) or bool(config.engine_options)
             ),
+            "importance_moment is of backend = torch. Leave it out, or use importance_cap and importance_mask.": (
+                config.importance_moment is not None
+            ),
             "gpus, nodes, staleness and verl are options of backend = verl. Leave them out.": (
                 (config.gpus, config.nodes, config.staleness, dict(config.verl)) != (1, 1, 0, {})
             ),

@@ -30,6 +30,7 @@ _SHARED: Final = (
 
 _LEARNING: Final = (
     "old_logprobs", "update_epochs", "minibatches", "warmup_steps", "importance_cap", "importance_mask",
+    "importance_moment",
 )  # fmt: skip
 
 
@@ -90,8 +91,8 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             'workers = 0 leaves the rollouts to runners elsewhere. Only backend = "verl" has a key for them.'
         )
-    if (config.gpus, config.nodes, config.staleness, dict(config.verl)) != (1, 1, 0, {}):
-        raise ConfigError('gpus, nodes, staleness and verl are options of backend = "verl". Set it, or leave them out.')
+    if (config.gpus, config.nodes, dict(config.verl)) != (1, 1, {}):
+        raise ConfigError('gpus, nodes and verl are options of backend = "verl". Set it, or leave them out.')
     make_options(config.model, learner_options(config))
     check_device(config.device)
     need_torch()

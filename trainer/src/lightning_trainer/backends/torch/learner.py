@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_trainer.backends.torch import checkpoint
 from lightning_trainer.backends.torch.generate.engine import TorchEngine, served_name
 from lightning_trainer.backends.torch.learn.adapters import add_adapters, has_adapters, saved_shape, select
-from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, engine_gaps
+from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, engine_gaps, without_older
 from lightning_trainer.backends.torch.learn.candidates import likeliest
 from lightning_trainer.backends.torch.learn.policy import Policy, reference
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
@@ -125,7 +125,7 @@ class TorchLearner:
         for check in filter(None, checks):
             check.confirm(self._engine, self.logprobs)
         metrics = combined(found) if self.options.adapters else next(iter(found.values()))
-        return metrics | engine_gaps(parts, self._seen) | threads
+        return without_older(metrics, parts, known) | engine_gaps(parts, self._seen, known) | threads
 
     def _adapter(self, policy: str) -> str | None:
         return policy if self.options.adapters else None

@@ -71,6 +71,8 @@ class TorchOptions:
         importance_cap: most that a token weighs for the trainer's probability being larger than the engine's; None:
             tokens weigh the same.
         importance_mask: factor of the two beyond which a token is left out of the loss; None: none is.
+        importance_moment: most that the mean of their squared log-ratios may be, for which tokens are left out; the
+            others weigh the ratio. None: any.
         micro_batch_tokens: most tokens in one forward pass of the update, shared prefixes counted once; a longer row
             goes alone.
 
@@ -121,6 +123,7 @@ class TorchOptions:
     total_steps: int | None = None
     importance_cap: float | None = None
     importance_mask: float | None = None
+    importance_moment: float | None = None
     micro_batch_tokens: int = 2048
 
     def __post_init__(self) -> None:
@@ -172,8 +175,10 @@ class TorchOptions:
             or self.total_steps > self.warmup_steps,
             "importance_cap must be above 0, importance_mask above 1": (self.importance_cap or 1.0) > 0
             and (self.importance_mask or 2.0) > 1,
-            "importance_cap and importance_mask need old_logprobs = recompute": self.old_logprobs == "recompute"
-            or (self.importance_cap, self.importance_mask) == (None, None),
+            "importance_moment must be above 0": self.importance_moment is None or self.importance_moment > 0,
+            "importance_cap, importance_mask and importance_moment need old_logprobs = recompute": self.old_logprobs
+            == "recompute"
+            or (self.importance_cap, self.importance_mask, self.importance_moment) == (None, None, None),
             "micro_batch_tokens must be at least 1": self.micro_batch_tokens >= 1,
         }
         for message, fine in checks.items():

@@ -188,7 +188,7 @@ class Batcher:
         continues = source not in self._running and shared >= cache.computed[source] - 1
         slot = source if continues and shared else self._free_slot()
         cache.begin(slot, request.prompt, source, shared, request.adapter)
-        request.slot = slot
+        request.slot, request.version = slot, request.newest()
         self._running[slot] = request
         self.counts.update(requests=1, prompt_tokens=len(request.prompt), reused_tokens=shared)
         return True

@@ -113,7 +113,11 @@ class TorchEngine:
         loop = asyncio.get_running_loop()
         grammar = None if sampling.grammar is None else await asyncio.to_thread(self._grammars.make, sampling.grammar)
         adjuster = Adjuster.of(sampling, ids, grammar)
-        request = Request(ids, sampling, limit, random.Random(seed), text, loop, adapter=adapter, adjuster=adjuster)
+        answers = self if adapter == NO_ADAPTER else self.adapters[adapter]
+        request = Request(
+            ids, sampling, limit, random.Random(seed), text, loop,
+            adapter=adapter, adjuster=adjuster, newest=lambda: answers.version,
+        )  # fmt: skip
         self._batcher.submit(request)
         try:
             while True:

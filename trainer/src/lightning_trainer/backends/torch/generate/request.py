@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +31,8 @@ class Request:
         pieces: the answer, piece by piece, or the error that ended it.
         cancelled: nobody waits for the answer any more. Set by the event loop, read by the batcher.
         adapter: number of the adapter that answers; -1 for none.
+        newest: gives the number of the weights when the answer begins.
+        version: that number; None while it waits.
         drawn: number of tokens drawn.
         slot: where its keys and values are; -1 while it waits.
     """
@@ -44,6 +47,8 @@ class Request:
     pieces: asyncio.Queue[Sampled | Exception] = field(default_factory=asyncio.Queue)
     cancelled: bool = False
     adapter: int = -1
+    newest: Callable[[], int | None] = lambda: None
+    version: int | None = None
     drawn: int = 0
     slot: int = -1
 
@@ -67,4 +72,4 @@ class Request:
             reason = "length"
         if reason is not None and not stopped:
             text += self.text.finish()
-        return Sampled((token,), (logprob,), text, reason, (steered,))
+        return Sampled((token,), (logprob,), text, reason, (steered,), self.version)

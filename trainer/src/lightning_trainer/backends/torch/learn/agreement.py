@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from lightning_trainer.engines.contract import EngineError, PolicyEngines
 from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.delivery import correlation, delivery
-from lightning_trainer.rl.rows import Row
+from lightning_trainer.rl.rows import UNKNOWN_VERSION, Row
 
 _TOKENS: Final = 256  # that are enough to tell an update from rounding
 _ROWS: Final = 8
+_DEPTHS: Final = (0, 256, 1024, 4096, 16384)  # tokens before a token, from which on gaps are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +69,48 @@ class DeliveryCheck:
             )
 
 
-def engine_gaps(parts: Mapping[str, Sequence[Row]], seen: Mapping[Row, SeenTokens]) -> dict[str, float]:
-    """Compare what engine and learner said of the sampled tokens of each policy.
+def engine_gaps(
+    parts: Mapping[str, Sequence[Row]], seen: Mapping[Row, SeenTokens], versions: Mapping[str, int]
+) -> dict[str, float]:
+    """Compare engine and learner on the sampled tokens of each policy, in rows that its newest weights sampled.
+
+    Args:
+        parts: rows by policy.
+        seen: what the learner saw of them.
+        versions: number of each policy's weights before the update.
 
     Returns:
-        ``engine_gap/POLICY`` (mean absolute difference in nats a token) and ``engine_correlation/POLICY``.
+        ``engine_gap/POLICY`` (mean absolute difference in nats a token), ``engine_correlation/POLICY``, and
+        ``engine_gap/POLICY/DEPTH`` for tokens with at least so many before them, where there are several depths.
     """
     found: dict[str, float] = {}
     for policy, rows in parts.items():
-        known = [row for row in rows if row in seen]
+        known = [row for row in rows if row in seen and not _is_older(row, versions[policy])]
         if not known:
             continue
         recorded_K = np.concatenate([row.logprobs[row.mask] for row in known]).astype(np.float64)
         gap_K = np.concatenate([seen[row].gap for row in known]).astype(np.float64)
+        depth_K = np.concatenate([np.flatnonzero(row.mask) for row in known])
         found[f"engine_gap/{policy}"] = float(np.abs(gap_K).mean())
         found[f"engine_correlation/{policy}"] = correlation(recorded_K, recorded_K + gap_K)
+        found |= {f"engine_gap/{policy}/{depth}": gap for depth, gap in _by_depth(np.abs(gap_K), depth_K)}
     return found
+
+
+def without_older(
+    metrics: Mapping[str, float], parts: Mapping[str, Sequence[Row]], versions: Mapping[str, int]
+) -> dict[str, float]:
+    """Leave out the gap between recorded log-probabilities and the learner's where older weights recorded some."""
+    older = any(_is_older(row, versions[policy]) for policy, rows in parts.items() for row in rows)
+    return {name: value for name, value in metrics.items() if not (older and name.startswith("logprob_gap"))}
+
+
+def _is_older(row: Row, newest: int) -> bool:
+    return row.policy_version not in (newest, UNKNOWN_VERSION)
+
+
+def _by_depth(gap_K: NDArray[np.float64], depth_K: NDArray[np.int64]) -> list[tuple[int, float]]:
+    """Return the mean gap from each depth to the next; nothing where all tokens are within one."""
+    part_K = np.searchsorted(_DEPTHS, depth_K, side="right") - 1
+    parts = np.unique(part_K)
+    return [(_DEPTHS[part], float(gap_K[part_K == part].mean())) for part in parts] if len(parts) > 1 else []

@@ -5,7 +5,6 @@ Axes: P trained tokens of a micro-batch.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.ppo import token_advantages
 from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
-from lightning_trainer.rl.losses import PolicyLoss, kl_divergence, value_loss
+from lightning_trainer.rl.losses import PolicyLoss, importance_weights, kl_divergence, value_loss
 from lightning_trainer.rl.rows import Row, token_weights
 
 
@@ -92,7 +91,8 @@ def update(
         `kl` from the reference, or from the policy that sampled when there is none. Besides them `ratio_max`,
         `packed_tokens` (tokens forwarded) and `skipped` (1 when a gradient was not finite, so nothing was changed), and
         with a value head `value_loss` and `value_mean`; where rows have a teacher's targets, `teacher_kl` (mean
-        divergence of the tokens that are taught) and `taught_tokens`.
+        divergence of the tokens that are taught) and `taught_tokens`. With importance weights, the shares of the tokens
+        that weigh nothing (`importance_masked`) and that weigh the most allowed (`importance_capped`).
     """
     started = time.perf_counter()
     pieces = [_parts(model, own, options, share=share) for own in minibatches(rows, options, policy.steps)]
@@ -102,9 +102,10 @@ def update(
         with reference as frozen:
             references = [token_logprobs(frozen, part.packed)[0] for part in parts]
     old = [part.recorded_P for part in parts]
+    corrected: dict[str, float] = {}
     if options.old_logprobs == "recompute":
         old = [token_logprobs(model, part.packed)[0] for part in parts]
-        parts = [_corrected(part, old_P, options) for part, old_P in zip(parts, old, strict=True)]
+        parts, corrected = _corrected(parts, old, options)
     if policy.value is not None:
         parts = _judged(model, policy.value, parts, references, options)
     sums: Counter[str] = Counter()
@@ -124,7 +125,7 @@ def update(
     found = _metrics(
         sums, norms, packed, options, ratio_max=ratio_max, skipped=skipped, valued=policy.value is not None
     )
-    return {**found, "seconds": time.perf_counter() - started}
+    return {**found, **corrected, "seconds": time.perf_counter() - started}
 
 
 def _metrics(
@@ -165,26 +166,20 @@ def minibatches(rows: Sequence[Row], options: TorchOptions, steps: int) -> list[
     return [[rows[r] for r in sorted(own)] for own in np.array_split(order, min(options.minibatches, len(rows) or 1))]
 
 
-def _corrected(part: _MicroBatch, old_P: Tensor, options: TorchOptions) -> _MicroBatch:
-    return replace(part, weights_P=corrected_weights(part.weights_P, old_P - part.recorded_P, options))
-
-
-def corrected_weights(weights_P: Tensor, gap_P: Tensor, options: TorchOptions) -> Tensor:
-    """Weigh tokens by the trainer's probability over the engine's: what was drawn is the engine's.
-
-    Truncated importance sampling, Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
-    2025; and the mask of tokens that the two see too differently.
-
-    Args:
-        weights_P: (P,) of the loss.
-        gap_P: (P,) log-probability under the trainer less the engine's.
-        options: cap and mask.
-    """
-    if options.importance_cap is not None:
-        weights_P = weights_P * gap_P.clamp(max=math.log(options.importance_cap)).exp()
-    if options.importance_mask is not None:
-        weights_P = weights_P * (gap_P.abs() <= math.log(options.importance_mask))
-    return weights_P
+def _corrected(
+    parts: Sequence[_MicroBatch], old: Sequence[Tensor], options: TorchOptions
+) -> tuple[list[_MicroBatch], dict[str, float]]:
+    """Weigh tokens by the trainer's probability over the recorded one: `losses.importance_weights`."""
+    cap, mask, moment = options.importance_cap, options.importance_mask, options.importance_moment
+    if not parts or (cap, mask, moment) == (None, None, None):
+        return list(parts), {}
+    gap_T = torch.cat([old_P - part.recorded_P for part, old_P in zip(parts, old, strict=True)])
+    factor_T = importance_weights(gap_T, cap=cap, mask=mask, moment=moment)
+    told = {"importance_masked": float((factor_T == 0).float().mean())}
+    if cap is not None:
+        told["importance_capped"] = float((factor_T >= cap).float().mean())
+    factors = torch.split(factor_T, [len(part.recorded_P) for part in parts])
+    return [replace(p, weights_P=p.weights_P * own_P) for p, own_P in zip(parts, factors, strict=True)], told
 
 
 def token_logprobs(model: LoadedModel, packed: Packed) -> tuple[Tensor, Tensor]:

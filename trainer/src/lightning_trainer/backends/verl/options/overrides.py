@@ -90,6 +90,9 @@ def check(config: TrainConfig) -> None:
         " own in the table verl.": (
             config.old_logprobs == "engine" or (config.update_epochs, config.minibatches) != (1, 1)
         ),
+        "importance_moment is for backend = torch. Leave it out, or use importance_cap and importance_mask.": (
+            config.importance_moment is not None
+        ),
         "verl knows no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",
         "verl's groups are compared as each ends, before there is a batch. Leave alone out, or train on backend ="
         " torch.": config.alone != "skip",

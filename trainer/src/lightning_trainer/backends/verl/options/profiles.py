@@ -83,9 +83,6 @@ def defaults(config: TrainConfig, shape: Shape | None, *, flash_attention: bool)
             "trainer.v1.sampler.max_off_policy_strategy": "wait",
             "trainer.v1.colocate_async.num_warmup_batches": config.staleness,
         }
-        if config.importance_cap is None:
-            values["algorithm.rollout_correction.rollout_is"] = "token"
-            values["algorithm.rollout_correction.rollout_is_threshold"] = 2.0
     return values
 
 

@@ -1,0 +1,1 @@
+"""Rollouts of a step: planned, queued ahead, waited for."""

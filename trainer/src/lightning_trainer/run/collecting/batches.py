@@ -1,0 +1,200 @@
+"""Rollouts for the loop: planned from the order of tasks, queued ahead of the step that learns from them, waited for.
+
+With ``staleness = S`` the batches of a step and of the S steps after it are queued when the step begins, so that agents
+work while the step learns. Each step learns from the batch that has its number, whole: nothing is dropped, however slow
+its task is, and no rollout is learned from more than S updates after it was queued. Since a batch follows from its
+number alone, a run that is resumed queues the same ones again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning_spans.errors import AgentFailedError, UnknownAgentError
+from lightning_spans.schema.agents import check_known, label, selects
+from lightning_spans.store.traces import traces_of
+from lightning_trainer.config.mistakes import refuse
+from lightning_trainer.report.agents import nothing_captured
+from lightning_trainer.report.failures import last_error, most_frequent_error, where_calls_go
+from lightning_trainer.rl.rollouts import Outcome, plan
+from lightning_trainer.run.collecting.capture import FirstTask
+from lightning_trainer.run.data import batch_at
+from lightning_trainer.run.group_ids import name_start
+
+if TYPE_CHECKING:
+    from lightning_spans.adapter.trace import Trace
+    from lightning_spans.schema.attempts import Rollout
+    from lightning_trainer.backend_protocol import OpenRun
+    from lightning_trainer.config.train import TrainConfig
+    from lightning_trainer.session.session import Session
+
+
+def check_staleness(config: TrainConfig) -> None:
+    """Refuse what needs the weights that sampled a step's rollouts, or more rollouts within the step.
+
+    Raises:
+        ConfigError: says which option, and what to do.
+    """
+    if not config.staleness:
+        return
+    first = f"staleness = {config.staleness} samples with older weights than those that learn"
+    refuse(
+        {
+            f"{first}, and credit = {config.credit} samples alternatives with the newest. Set staleness = 0.": (
+                config.forked
+            ),
+            f"{first}, and orders = {config.orders} compares with runs of the newest. Set staleness = 0.": (
+                config.by_coalitions
+            ),
+            f"{first}, and teacher = {config.teacher} corrects what the newest sampled. Set staleness = 0.": (
+                config.teacher is not None
+            ),
+            f"resample = {config.resample} waits for more rollouts within a step, and staleness ="
+            f" {config.staleness} lets no step wait for the newest ones. Set one of them to 0.": config.resample > 0,
+        }
+    )
+
+
+class Collection:
+    """Runs the rollouts of a run.
+
+    Args:
+        run: whose tasks they are of.
+        local: runs them.
+
+    Attributes:
+        name: what the ids of this start's rollouts begin with.
+        agents: names of the agents that the first rollouts were heard of.
+    """
+
+    def __init__(self, run: OpenRun, local: Session) -> None:
+        self._run = run
+        self._local = local
+        self._ahead: dict[int, list[Rollout]] = {}  # by step: queued, and not waited for yet
+        self.name = name_start(run.folder)
+        self.agents: set[str] = set()
+
+    def places(self, step: int) -> list[int]:
+        """Return the tasks of a step."""
+        config = self._run.config
+        return batch_at(step, len(self._run.tasks), config.batch_size, config.seed)
+
+    def of_step(self, step: int) -> list[Outcome]:
+        """Queue the batches of a step and of those after it, as far as `staleness` says, and wait for the step's.
+
+        Raises:
+            LightningError: see `roll_out`.
+        """
+        for number in range(step, min(step + 1 + self._run.config.staleness, self._run.steps)):
+            if number not in self._ahead:
+                self._ahead[number] = self.plan(self.places(number), f"t{number}")
+                self._local.queue(self._ahead[number])
+        return self._wait(self._ahead.pop(step), "rollouts", step)
+
+    def plan(self, places: Sequence[int], name: str) -> list[Rollout]:
+        """Plan a group of rollouts for each of these tasks."""
+        config = self._run.config
+        return plan(
+            [self._run.tasks[place] for place in places],
+            name=f"{self.name}:{name}",
+            size=config.group_size,
+            mode="train",
+            max_attempts=config.max_attempts,
+            timeout_s=config.timeout_s,
+        )
+
+    def held_out(self, step: int) -> list[Outcome]:
+        """Run the held-out tasks with the weights after so many steps.
+
+        Raises:
+            LightningError: see `roll_out`.
+        """
+        config = self._run.config
+        rollouts = plan(
+            self._run.val,
+            name=f"{self.name}.{step}:v",  # the same seeds in each validation: fewer differences by chance
+            size=config.val_samples,
+            mode="val",
+            max_attempts=config.max_attempts,
+            timeout_s=config.timeout_s,
+        )
+        return self.roll_out(rollouts, "validation", step)
+
+    def roll_out(self, rollouts: Sequence[Rollout], what: str, step: int) -> list[Outcome]:
+        """Queue rollouts, wait until they have ended, and have them judged.
+
+        Args:
+            rollouts: to run.
+            what: what progress calls them.
+            step: steps taken before. Before the first, what can't come right is refused at once.
+
+        Raises:
+            AgentFailedError: all failed, or no call of an agent was seen.
+            UnknownAgentError: the agents to be trained are none of those seen.
+            LightningError: see `Session.wait`.
+        """
+        self._local.queue(rollouts)
+        return self._wait(rollouts, what, step)
+
+    def traces(self, attempt_ids: Sequence[str]) -> list[Trace]:
+        """Read the traces of attempts."""
+        return traces_of(self._local.store, attempt_ids=attempt_ids)
+
+    def cancel(self) -> None:
+        """Cancel what was queued ahead: no step will learn from it."""
+        left = [rollout.rollout_id for rollouts in self._ahead.values() for rollout in rollouts]
+        self._ahead.clear()
+        if left:
+            self._local.store.cancel(left)
+
+    def nothing_captured(self, rollouts: int) -> AgentFailedError:
+        """Return the error of rollouts without a call."""
+        return AgentFailedError(nothing_captured(rollouts, self._local.runner.attached, self._run.config.command))
+
+    def _wait(self, rollouts: Sequence[Rollout], what: str, step: int) -> list[Outcome]:
+        first = FirstTask(self._local.store, rollouts, self.nothing_captured)
+
+        def check() -> None:
+            self._run.check()
+            if not step:
+                first()
+
+        outcomes = self._local.wait(rollouts, self._run.progress, what, check=check)
+        if self._run.judge is not None:
+            self._run.progress.phase(f"judging {what}")
+            outcomes = self._run.judge.judge(outcomes)
+        if not step:
+            self._refuse_unknown(outcomes)
+        if all(o.attempt is None and (o.crash is None or not step) for o in outcomes):
+            error = most_frequent_error([outcome.error or "" for outcome in outcomes])
+            raise AgentFailedError(
+                f"all {len(outcomes)} rollouts failed ({what} after {step} steps). {error}\n"
+                f"{where_calls_go(error)}"
+                "Run the agent by itself on one task, and see the workers' logs in the run's folder."
+            )
+        return outcomes
+
+    def _refuse_unknown(self, outcomes: Sequence[Outcome]) -> None:
+        """Refuse at once a selection that matches nothing: such agents' calls go to the user's own endpoint.
+
+        Failed attempts count too: without an endpoint of their own they all fail, and this is why.
+        """
+        seen = {
+            path
+            for trace in self.traces([attempt.attempt_id for outcome in outcomes for attempt in outcome.attempts])
+            for path in trace.agent_paths
+        }
+        chosen = self._run.config.agents
+        self.agents |= {label(path, chosen) for path in seen}
+        if chosen is not None and seen and not any(selects(chosen, path) for path in seen):
+            try:
+                check_known(chosen, seen)
+            except UnknownAgentError as error:
+                if any(outcome.attempt is not None for outcome in outcomes):
+                    raise
+                text = outcomes[-1].error or ""  # it may be why they never came to speak
+                raise UnknownAgentError(
+                    f"{error}\nAll {len(outcomes)} rollouts failed, too. The last error:\n{last_error(text)}\n"
+                    f"{where_calls_go(text)}"
+                ) from None
