@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,9 @@ def serving(model: Path, *, shift: int = 0, broken: bool = False) -> Iterator[st
             told = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(told)))
-            self.end_headers()
-            self.wfile.write(told)
+            with suppress(ConnectionError):  # the run was stopped and its client is gone
+                self.end_headers()
+                self.wfile.write(told)
 
         def log_message(self, *_: Any) -> None: ...
 
