@@ -142,10 +142,10 @@ class Responder:
         samplings = self._samplings(request, pending, ids, routing, engine)
         if prompt is not None:
             pending.note(**{CONTINUATION: prompt.how})
-        if request.messages and self.chat.merges(request.messages):
-            pending.note(system_messages=MERGE)
             if switches := switches_of(request, self.chat):
                 pending.note(template=dict(switches))
+        if request.messages and self.chat.merges(request.messages):
+            pending.note(system_messages=MERGE)
         pending.sample(left_out={**_unmet(request, self.chat), **pending.sampled.left_out})
         generation = Generation(request, pending, self.chat, sender, None if prompt is None else prompt.text)
         try:
