@@ -63,7 +63,11 @@ class Work:
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Work:
         """Return those that stand among a run's options."""
-        return cls(**{each.name: options[each.name] for each in fields(cls) if options.get(each.name) is not None})
+        given: dict[str, Any] = {
+            each.name: options[each.name] for each in fields(cls) if options.get(each.name) is not None
+        }
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}  # of JSON
+        return cls(**{**given, **lists})
 
     def check(self, *, command: str | None, reward: str | None) -> None:
         """See that these options belong together.
