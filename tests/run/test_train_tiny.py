@@ -179,7 +179,7 @@ def test_checkpoint_of_weights_alone_is_a_model_and_no_place_to_go_on_from(folde
     assert not names & {"trainer.safetensors", "trainer.json"}
     with pytest.raises(ConfigError, match="only weights") as refused:
         train(config(model, out=None, resume="out"))
-    assert "--resume" not in str(refused.value).replace("without --resume", "")  # there is nothing to go on from
+    assert f"--resume {result.folder}" not in str(refused.value)  # there is nothing to resume from
     assert f"--model {result.checkpoint.resolve()}" in str(refused.value)
     train(config(result.folder, out="next", steps=1))
 
