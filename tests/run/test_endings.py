@@ -65,6 +65,9 @@ def score(task, said):
         raise ConnectionError("the judge is down")
     return None if said == "none" else 1.0
 
+def unanswered(task):
+    return ask("fail")
+
 def again(task):
     said = ask("go")
     try:
@@ -101,6 +104,7 @@ def rolled(
     timeout_s: float = PATIENT_S,
     timeouts: Any = "count",
     reward: str | None = None,
+    tries: int = 1,
 ) -> tuple[list[Outcome], Batch]:
     """Run a group, one rollout after the other, and make the batch of a step of it. Only the first is short of time."""
     (folder / "slow_agent.py").write_text(PROGRAM)
@@ -111,8 +115,9 @@ def rolled(
     store = open_store(str(folder / "store.db"))
     try:
         answers = AnswerSource(model=engine.model, engines=[engine])
-        with serve(store, runner, answers, SamplingOptions(answered=("writer",)), timeouts=timeouts) as session:
-            first, *rest = plan([{}], name="r:0", size=size, mode="train", max_attempts=1, timeout_s=PATIENT_S)
+        options = SamplingOptions(answered=("writer",))
+        with serve(store, runner, answers, options, timeouts=timeouts, failed=config.failed) as session:
+            first, *rest = plan([{}], name="r:0", size=size, mode="train", max_attempts=tries, timeout_s=PATIENT_S)
             task = {"limit_s": SHORT_S} if target == "impatient" else {}
             rollouts = [replace(first, task=task, timeout_s=timeout_s), *rest]
             outcomes = session.run(rollouts, Silent(), "rollouts")
@@ -175,6 +180,15 @@ def test_call_that_failed_and_was_made_again_excuses_no_crash(folder: Path) -> N
     outcomes, _ = rolled(folder, "again", Scripted("poor"), 1)
     assert endings(outcomes) == [Ending.CRASHED]
     assert outcomes[0].crash is not None
+
+
+@pytest.mark.parametrize(
+    ("target", "attempts", "ending"), [("again", 1, Ending.CRASHED), ("unanswered", 2, Ending.SERVER_FAILED)]
+)
+def test_only_what_does_not_count_is_tried_again(folder: Path, target: str, attempts: int, ending: Ending) -> None:
+    outcomes, _ = rolled(folder, target, Scripted("poor"), 1, tries=2)
+    assert len(outcomes[0].attempts) == attempts
+    assert endings(outcomes) == [ending]
 
 
 def test_scorer_that_fails_gets_the_same_answer_again_and_costs_the_policy_nothing(folder: Path) -> None:

@@ -34,7 +34,7 @@ def running(store: Store, job: Job, folder: Path, **options: Any) -> Iterator[Ru
         runner.stop()
 
 
-def until(done: Callable[[], bool], limit_s: float = 30.0) -> None:
+def until(done: Callable[[], bool], limit_s: float = 60.0) -> None:
     end = time.monotonic() + limit_s
     while not done():
         assert time.monotonic() < end, "it took too long"

@@ -152,6 +152,7 @@ class End:
         status: any but ``running``.
         rewards: of this attempt.
         error: why it failed; None otherwise.
+        final: the rollout is not tried again, even if it has tries left: this end is its result.
     """
 
     attempt_id: str
@@ -159,3 +160,4 @@ class End:
     status: AttemptStatus
     rewards: Sequence[Reward] = ()
     error: str | None = None
+    final: bool = False

@@ -170,12 +170,12 @@ class HttpStore(Store):
 
     def _end(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
         """End attempts in one request; each in its own where one of them can't even be sent with the others."""
-        if len(ends) > 1:
+        if len(ends) > 1 or any(end.final for end in ends):
             try:
                 told = self._ask("finish_all", {"ends": [to_json(end) for end in ends]}, list)
                 return [_answer(one) for one in told]
-            except RefusedError:
-                return [answer for end in ends for answer in self._end([end])]
+            except RefusedError as error:
+                return [answer for end in ends for answer in self._end([end])] if len(ends) > 1 else [error]
         try:
             return [self._end_one(end) for end in ends]
         except (RefusedError, LeaseLostError, RewardError) as error:
@@ -183,7 +183,7 @@ class HttpStore(Store):
 
     def _end_one(self, end: End) -> RolloutStatus:
         _check_finite(end.rewards)
-        body = to_json(end)
+        body = {name: value for name, value in to_json(end).items() if name != "final"}
         return cast(RolloutStatus, self._ask("finish", body, str, attempt_id=body.pop("attempt_id")))
 
     def cancel(self, rollout_ids: Sequence[str]) -> int:

@@ -223,7 +223,10 @@ class Store(Protocol):
         ...
 
     def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
-        """End several attempts in one transaction: for each, what `finish` gives, or the error that it raises."""
+        """End several attempts in one transaction: for each, what `finish` gives, or the error that it raises.
+
+        A rollout whose attempt ends with `End.final` is not tried again.
+        """
         ...
 
     def cancel(self, rollout_ids: Sequence[str]) -> int:

@@ -44,7 +44,7 @@ _OURS: Final = (
     "the gateway failed",
     "the server stopped",
 )
-_COMMAND: Final = "the command ended with "  # how the error of an agent that is a command begins
+_COMMAND: Final = ("the command ended with ", "the command was killed ")  # how a command's errors begin
 _LATE: Final = re.compile(r"^(?:[\w.]+\.)?(?:TimeoutError|CancelledError)\b")
 _LATE_TYPE: Final = re.compile(r"Timeout|Cancel|Abort")
 _TELLING: Final = 20  # characters of an error's message that no other error is likely to have
@@ -62,7 +62,10 @@ class Ending(Enum):
     SERVER_FAILED = "a model server failed or could not be reached", "infrastructure"
     LOST = "the runner or its lease was lost", "infrastructure"
     RELEASED = "the attempt was given back by its runner", "infrastructure"
-    DISTURBED = "its worker process ended while other attempts ran there", "infrastructure"
+    DISTURBED = (
+        "its worker process ended while other attempts ran there, or was killed from outside",
+        "infrastructure",
+    )
     CANCELLED = "the rollout was cancelled", "nobody"
     FORK_ENDED = "a replay was not as its record", "nobody"
     SCORER_FAILED = SCORER_FAILED, "scorer"
@@ -136,7 +139,7 @@ def ending_of(attempt: AttemptRecord, trace: Trace | None) -> Ending:
         return Ending.SCORER_FAILED
     chats = () if trace is None else trace.chats
     if not any(_policy_spoke(chat) for chat in chats):
-        return Ending.NO_ANSWER
+        return Ending.SERVER_FAILED if Ending.SERVER_FAILED in _last_failures(chats) else Ending.NO_ANSWER
     if attempt.status == "timeout":
         return Ending.SERVER_FAILED if Ending.SERVER_FAILED in _last_failures(chats) else Ending.TIMED_OUT
     return _ending_of_failure(attempt.error or "", chats)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from lightning_spans.errors import LightningError, RewardError
 from lightning_spans.record.stalls import Wait, begin
-from lightning_spans.schema.attempts import AttemptRecord, Rollout, RolloutStatus
+from lightning_spans.schema.attempts import FAILED, AttemptRecord, End, Rollout, RolloutStatus
 from lightning_spans.schema.rewards import Reward
 from lightning_spans.store import Store
 from lightning_spans.store.traces import traces_of
@@ -189,6 +189,21 @@ def outcomes(store: Store, rollouts: Sequence[Rollout], timeouts: Timeouts = "co
         rewards[reward.attempt_id].append(reward)
     endings = _endings(store, [attempt for its in attempts.values() for attempt in its])
     return [_outcome(ended[i], sorted(attempts[i], key=lambda a: a.number), rewards, endings, timeouts) for i in ids]
+
+
+def is_counted(store: Store, end: End, *, timeouts: Timeouts, failed: Failed) -> bool:
+    """Whether an attempt that is about to end so is a failure of the policy's that counts, whatever a retry does.
+
+    Args:
+        store: with its calls.
+        end: how it is to end.
+        timeouts: how rollouts that were too slow count.
+        failed: what failures count as.
+    """
+    if failed == "exclude" or end.status not in FAILED:
+        return False
+    ended = [replace(one, status=end.status, error=end.error) for one in store.attempts(attempt_ids=[end.attempt_id])]
+    return any(ending.is_policys(timeouts) for ending in _endings(store, ended).values())
 
 
 def _endings(store: Store, attempts: Sequence[AttemptRecord]) -> dict[str, Ending]:

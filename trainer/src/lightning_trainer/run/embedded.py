@@ -104,6 +104,7 @@ class Embedded:
                     sampling_of(run.config),
                     port=run.config.port,
                     timeouts=run.config.timeouts,
+                    failed=run.config.failed,
                 )
             )
             run.begin()

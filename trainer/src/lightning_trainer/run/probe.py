@@ -101,7 +101,9 @@ def probe(
         progress.phase(f"loading {config.model}")
         learner = stack.enter_context(closing(make(config)))
         answers = AnswerSource.of(learner.engines, config.policies)
-        session = stack.enter_context(serve(store, runner, answers, sampling_of(config), timeouts=config.timeouts))
+        session = stack.enter_context(
+            serve(store, runner, answers, sampling_of(config), timeouts=config.timeouts, failed=config.failed)
+        )
         loaded = time.monotonic() - began
         ran = _run(config, [tasks[place] for place in places], session, judge, progress)
         learned = _learn(learner, ran.rows, progress) if update else 0.0

@@ -4,8 +4,10 @@
 |---|---|---|---|
 | any | its time was up, and it was told so | timeout | yes |
 | died | ran alone | failed | yes |
+| was killed from somewhere, as when memory runs out | ran alone, the first time | disturbed | no |
 | died | others ran there too | disturbed: runs alone the next time | no |
-| was ended, for its event loop stood still | it is what held the loop | timeout, or failed within its time | yes |
+| was ended, for its event loop stood still | it held the loop, past its time | timeout | yes |
+| was ended so | it held the loop within its time, while others waited | disturbed | no |
 | was ended so | another held the loop | released | no |
 | was ended so | nobody knows who held the loop | disturbed; alone, timeout | no; yes |
 | was ended from outside, as with its machine, or by us, for its message could not be taken | any | released | no |
@@ -71,24 +73,51 @@ def _verdict(victim: Victim, death: Death, *, stood_still: bool, blocking: Block
         return Ended("released", error=f"its worker ended with {death.how}")
     if stood_still:
         return _stood_still(victim, blocking)
-    if victim.company == 1:
-        return Ended("failed", error=f"the agent ended its worker process with {death.how}")
-    return Ended("disturbed", error=f"its worker process ended with {death.how} while {victim.company} attempts ran")
+    if victim.company > 1:
+        return Ended(
+            "disturbed", error=f"its worker process ended with {death.how} while {victim.company} attempts ran"
+        )
+    if death.killed:
+        return killed(victim.record, "its worker process")
+    return Ended("failed", error=f"the agent ended its worker process with {death.how}")
+
+
+def killed(record: AttemptRecord, what: str, told: str | None = None) -> Ended:
+    """Return the end of an attempt that ran alone when the system, or somebody, killed it.
+
+    Linux does so when memory runs out, whoever took it. Only if it happens again to the same attempt is it the reason.
+
+    Args:
+        record: the attempt.
+        what: was killed.
+        told: what is known of its end; None: no more than that.
+    """
+    more = "" if told is None else f"\n{told}"
+    if not record.disturbed:
+        return Ended(
+            "disturbed", error=f"{what} was killed (SIGKILL), as when memory runs out; it runs once more{more}"
+        )
+    return Ended(
+        "failed",
+        error=f"{what} was killed (SIGKILL) again while the attempt ran alone. If it needs too much memory, the"
+        f" kernel's log says so (dmesg).{more}",
+    )
 
 
 def _stood_still(victim: Victim, blocking: Blocking | None) -> Ended:
-    if blocking is None or blocking.number is None:
-        if victim.company == 1:
-            return too_late(victim.record)
-        return Ended("disturbed", error=f"the event loop of its worker stood still while {victim.company} attempts ran")
-    if blocking.number != victim.number:
+    holder = None if blocking is None else blocking.number
+    if holder is not None and holder != victim.number:
         return Ended("released", error="its worker process was ended, because another attempt blocked it")
-    if victim.overdue:
-        return too_late(victim.record, f"; it blocks the event loop at {blocking.where}")
+    where = "" if blocking is None or holder is None else f"; it blocks the event loop at {blocking.where}"
+    if victim.overdue and (holder is not None or victim.company == 1):
+        return too_late(victim.record, where)
+    if blocking is None or holder is None:
+        return Ended("disturbed", error=f"the event loop of its worker stood still while {victim.company} attempts ran")
     return Ended(
-        "failed",
+        "disturbed",
         error=f"it blocked the event loop for {blocking.seconds:.0f} s at {blocking.where}, so that other attempts in"
-        " its worker could not end. Await there, or make the agent's function a plain one: it then gets a thread.",
+        " its worker had to wait: it runs again alone. Await there, or make the agent's function a plain one: it then"
+        " gets a thread.",
     )
 
 

@@ -7,16 +7,18 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from lightning_spans.errors import LightningError
 from lightning_spans.record import stalls
 from lightning_spans.schema.attempts import Attempt, AttemptRecord
 from lightning_spans.schema.rewards import Reward
-from lightning_trainer.runner.crashes import Ended, Victim, blame_scorer, too_late, verdict
+from lightning_trainer.runner.crashes import Ended, Victim, blame_scorer, killed, too_late, verdict
+from lightning_trainer.runner.places import RunningAttempt, WorkerPlace, watch_loop
 from lightning_trainer.runner.protocol import Message, attempt_to_json
-from lightning_trainer.runner.workers import Blocking, Start, Worker
+from lightning_trainer.runner.workers import Blocking, Start
 
 logger = logging.getLogger("lightning_trainer")
 
@@ -24,50 +26,20 @@ RESPAWN_S: Final = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 SPAWN_TRIES: Final = 3  # in a row, with no worker left, before the runner gives up
 SUSPECT_S: Final = 600.0  # as long after a crash, attempts that ran in its process are looked for among the claimed
 LEAKED_MOST: Final = 32  # threads that attempts may leave behind in a process before it is replaced
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    number: int
-    record: AttemptRecord
-    alone: bool
-    wait: stalls.Wait
-    forgotten: bool = False  # nobody waits for its result any more
-    overdue: bool = False  # its time is up, and it was told so
-    scoring: bool = False  # the agent has answered, and its reward is being computed
-    heard: bool = False  # the worker's event loop took that message, so it is not blocked
-    timers: list[asyncio.TimerHandle] = field(default_factory=list)
-
-    def stop_timers(self) -> None:
-        self.wait.end()
-        for timer in self.timers:
-            timer.cancel()
-
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    """A worker, and what runs in it."""
-
-    worker: Worker
-    running: dict[int, _Running] = field(default_factory=dict)
-    waiting: deque[AttemptRecord] = field(default_factory=deque)  # to run alone in this process
-    draining: bool = False  # takes no more work: a thread in it hangs, or too many were left behind
-    stood_still: bool = False  # was killed because its event loop did not answer
-    held_by: Blocking | None = None  # what blocked it then
-    given_up: bool = False  # was killed because what it said could not be taken
-
-    @property
-    def reserved(self) -> bool:
-        return self.draining or bool(self.waiting) or any(running.alone for running in self.running.values())
+STALL_S: Final = 15.0  # an event loop that stands still for so long is ended, if others wait for it
+STALL_ALONE_S: Final = 5.0  # one that keeps nobody waiting is replaced after this long, and goes on
+APART_S: Final = 15.0  # what runs alone for so long gets its worker for itself: another one is started
+APART_MOST: Final = 4  # such workers at once
 
 
 class Fleet:
     """The workers of a runner. All methods belong to its event loop.
 
     An attempt that outlives its time limit is cancelled; when its thread hangs, its process takes no more work and is
-    ended once its other attempts have ended; when the event loop does not answer, the process is ended at once. A
-    process that dies takes all its attempts with it; `deaths` says which of them pays. Those that may have killed it
-    are run again alone in a process, so that the next crash costs nobody else.
+    ended once its other attempts have ended; when the event loop does not answer, the process is ended at once. It is
+    also ended when its event loop stands still while others wait for it. A process that dies takes all its attempts
+    with it; `crashes` says which of them pays. Those that may have killed it are run again alone in a process, so that
+    the next crash costs nobody else; where one of them takes long, another worker does the rest.
 
     Args:
         start: starts a worker.
@@ -97,8 +69,8 @@ class Fleet:
         self._grace_s = grace_s
         self._isolate = isolate
         self._wait_for_all = wait_for_all
-        self._places: list[_Place] = []
-        self._homeless: list[AttemptRecord] = []
+        self._places: list[WorkerPlace] = []
+        self._waiting: deque[AttemptRecord] = deque()  # for a worker with room, or for one to themselves
         self._suspects: dict[str, float] = {}  # rollouts that ran in a process when it died, and when
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = 0
@@ -128,35 +100,35 @@ class Fleet:
         """Attempts that could be placed now. After a crash, one for each idle worker, for it may have to run alone."""
         now = time.monotonic()
         self._suspects = {rollout: at for rollout, at in self._suspects.items() if now - at < SUSPECT_S}
-        open_places = [place for place in self._places if not place.reserved]
+        if self._waiting:
+            return 0
+        rooms = [(place.room(self._concurrency), place.running) for place in self._places]
         if self._suspects:
-            return sum(not place.running for place in open_places) if not self._homeless else 0
-        return sum(max(0, self._concurrency - len(place.running)) for place in open_places)
+            return sum(room > 0 and not running for room, running in rooms)
+        return sum(room for room, _ in rooms)
 
     def held(self) -> list[AttemptRecord]:
         """Attempts placed and not ended."""
-        placed = [record for p in self._places for record in (*(r.record for r in p.running.values()), *p.waiting)]
-        return [*placed, *self._homeless]
+        return [*(running.record for place in self._places for running in place.running.values()), *self._waiting]
 
     def place(self, record: AttemptRecord) -> None:
         """Run an attempt in the worker with the fewest; one that may end processes waits for a worker to itself."""
-        usable = [place for place in self._places if not place.draining]
-        if not usable:
-            self._homeless.append(record)  # until the next worker is there
-            return
-        place = min(usable, key=lambda p: (p.reserved, len(p.running) + len(p.waiting)))
-        if place.reserved or record.disturbed:
-            place.waiting.append(record)
-            self._advance(place)
-        else:
-            self._run(place, record, alone=False)
+        self._waiting.append(record)
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        while self._waiting and not self._stopping:
+            alone = self._waiting[0].disturbed > 0
+            open_places = [place for place in self._places if place.room(self._concurrency)]
+            place = min(open_places, key=lambda place: len(place.running), default=None)
+            if place is None or (alone and place.running):
+                return
+            self._run(place, self._waiting.popleft(), alone=alone)
 
     def cancel(self, attempt_id: str) -> None:
         """End an attempt whose result nobody wants any more: its lease is lost. `on_end` is not told."""
-        self._homeless = [record for record in self._homeless if record.attempt_id != attempt_id]
+        self._waiting = deque(record for record in self._waiting if record.attempt_id != attempt_id)
         for place in self._places:
-            for record in [r for r in place.waiting if r.attempt_id == attempt_id]:
-                place.waiting.remove(record)
             for running in [r for r in place.running.values() if r.record.attempt_id == attempt_id]:
                 running.forgotten = True
                 self._time_is_up(place, running)
@@ -165,11 +137,9 @@ class Fleet:
         """End all workers. Attempts that still run are released, so that another runner takes them."""
         self._stopping = True
         stopped = Ended("released", error="the runner stopped")
-        for record in self._homeless:
+        for record in self._waiting:
             self._on_end(record, stopped)
         for place in self._places:
-            for record in place.waiting:
-                self._on_end(record, stopped)
             for running in list(place.running.values()):
                 self._end(place, running, stopped)
         with stalls.waiting("shutdown", lambda: f"the end of the workers: {self.describe()}"):
@@ -180,14 +150,7 @@ class Fleet:
 
     def describe(self) -> str:
         """Say what each worker does, in the one line that a message about what stalls has."""
-        lines = []
-        for place in self._places:
-            ids = [running.record.rollout.rollout_id for running in place.running.values()]
-            doing = f"runs {len(ids)}: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''}" if ids else "is idle"
-            held = place.worker.blocking
-            still = f"; its event loop has stood still for {held.seconds:.0f} s at {held.where}" if held else ""
-            lines.append(f"worker {place.worker.name} {doing}{still}; its log: {place.worker.log}")
-        return "; ".join(lines) or "no worker is alive"
+        return "; ".join(place.describe() for place in self._places) or "no worker is alive"
 
     async def _spawn(self) -> None:
         number = self._started
@@ -196,21 +159,19 @@ class Fleet:
         if self._stopping:
             await worker.stop()
             return
-        place = _Place(worker)
+        place = WorkerPlace(worker)
         self.attached = worker.attached or self.attached
         self._places.append(place)
         self._begin(self._listen(place))
-        homeless, self._homeless = self._homeless, []
-        for record in homeless:
-            self.place(record)
+        self._place_waiting()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _listen(self, place: _Place) -> None:
-        looking = asyncio.ensure_future(_look_at_loop(place.worker))
+    async def _listen(self, place: WorkerPlace) -> None:
+        looking = asyncio.ensure_future(watch_loop(place.worker, partial(self._stands_still, place)))
         try:
             while (message := await place.worker.receive()) is not None:
                 self._take(place, message)
@@ -223,7 +184,7 @@ class Fleet:
         if not self._stopping:
             await self._lost(place)
 
-    def _take(self, place: _Place, message: Message) -> None:
+    def _take(self, place: WorkerPlace, message: Message) -> None:
         running = place.running.get(message["id"])
         if running is None:
             return
@@ -246,29 +207,28 @@ class Fleet:
             self._end(place, running, _too_late(running))
         else:
             self._crashes = 0
-            rewards = tuple(Reward(**reward) for reward in message["rewards"])
-            self._end(place, running, Ended(message["status"], rewards, message["error"]))
+            self._end(place, running, _ended(running, message))
 
-    def _watch_threads(self, place: _Place, leaked: int) -> None:
+    def _watch_threads(self, place: WorkerPlace, leaked: int) -> None:
         if leaked > LEAKED_MOST and not place.draining:
             logger.warning(
                 "attempts left %d threads running in worker %s: it takes no more work", leaked, place.worker.name
             )
             self._drain(place)
 
-    def _drain(self, place: _Place) -> None:
+    def _drain(self, place: WorkerPlace) -> None:
         if not place.draining:
             place.draining = True
             self._begin(self._replace(0.0))
 
-    def _run(self, place: _Place, record: AttemptRecord, *, alone: bool) -> None:
+    def _run(self, place: WorkerPlace, record: AttemptRecord, *, alone: bool) -> None:
         # A store without a server gives no context: such an attempt is recorded, its calls go nowhere else.
         context = record.context or Attempt(record.rollout.rollout_id, record.attempt_id)
         self._numbers += 1
         limit_s = record.rollout.timeout_s
         bound_s = None if limit_s is None else limit_s + 2 * self._grace_s + 1.0
         what = f"attempt {record.attempt_id} in worker {place.worker.name}"
-        running = _Running(self._numbers, record, alone, stalls.begin("agent", what, bound_s))
+        running = RunningAttempt(self._numbers, record, alone, stalls.begin("agent", what, bound_s))
         place.running[running.number] = running
         place.worker.send(
             {
@@ -278,17 +238,38 @@ class Fleet:
                 "context": attempt_to_json(context),
             }
         )
+        loop = asyncio.get_running_loop()
         if limit_s is not None:
-            loop = asyncio.get_running_loop()
             running.timers.append(loop.call_later(limit_s, self._time_is_up, place, running))
+        if alone:
+            running.timers.append(loop.call_later(APART_S, self._set_apart, place))
 
-    def _time_is_up(self, place: _Place, running: _Running) -> None:
+    def _stands_still(self, place: WorkerPlace, held: Blocking) -> None:
+        """End a worker whose event loop keeps others waiting; one that keeps nobody waiting may go on."""
+        if len(place.running) == 1 and held.seconds > STALL_ALONE_S:
+            self._set_apart(place)
+        elif len(place.running) > 1 and held.seconds > STALL_S and not place.stood_still:
+            self._end_standing(place, held)
+
+    def _end_standing(self, place: WorkerPlace, held: Blocking | None) -> None:
+        place.stood_still, place.held_by = True, held
+        where = "" if held is None else f", at {held.where}"
+        logger.warning("the event loop of worker %s stands still%s: it is ended", place.worker.name, where)
+        place.worker.kill()  # `_lost` then tells of all its attempts
+
+    def _set_apart(self, place: WorkerPlace) -> None:
+        """Let what runs there go on by itself, and start another worker for the rest."""
+        if not place.draining and sum(one.apart for one in self._places) < APART_MOST:
+            place.apart = True
+            self._drain(place)
+
+    def _time_is_up(self, place: WorkerPlace, running: RunningAttempt) -> None:
         running.overdue = True
         place.worker.send({"type": "cancel", "id": running.number})
         loop = asyncio.get_running_loop()
         running.timers.append(loop.call_later(self._grace_s, self._does_not_end, place, running))
 
-    def _does_not_end(self, place: _Place, running: _Running) -> None:
+    def _does_not_end(self, place: WorkerPlace, running: RunningAttempt) -> None:
         if running.number not in place.running or place.stood_still:
             return
         if running.heard:
@@ -296,18 +277,16 @@ class Fleet:
             self._drain(place)
             self._end(place, running, _too_late(running))
         else:
-            place.stood_still, place.held_by = True, place.worker.blocking
-            logger.warning("the event loop of worker %s stands still: it is ended", place.worker.name)
-            place.worker.kill()  # `_lost` then tells of all its attempts
+            self._end_standing(place, place.worker.blocking)
 
-    def _end(self, place: _Place, running: _Running, ended: Ended) -> None:
+    def _end(self, place: WorkerPlace, running: RunningAttempt, ended: Ended) -> None:
         del place.running[running.number]
         self._tell(running, ended)
         if self._isolate and not self._stopping:
             self._drain(place)
         self._advance(place)
 
-    def _tell(self, running: _Running, ended: Ended) -> None:
+    def _tell(self, running: RunningAttempt, ended: Ended) -> None:
         running.stop_timers()
         rollout_id = running.record.rollout.rollout_id
         if ended.status == "disturbed":
@@ -317,16 +296,15 @@ class Fleet:
         if not running.forgotten:
             self._on_end(running.record, ended)
 
-    def _advance(self, place: _Place) -> None:
-        """Go on after a change: end a process that was drained, start the next attempt that runs alone."""
-        if place.running or self._stopping:
+    def _advance(self, place: WorkerPlace) -> None:
+        """Go on after a change: end a process that was drained, start what waits."""
+        if self._stopping:
             return
-        if place.draining:
+        if place.draining and not place.running:
             place.worker.kill()
-        elif place.waiting:
-            self._run(place, place.waiting.popleft(), alone=True)
+        self._place_waiting()
 
-    async def _lost(self, place: _Place) -> None:
+    async def _lost(self, place: WorkerPlace) -> None:
         """Tell of the attempts of a worker that has ended, and start another one."""
         place.draining, drained = True, place.draining  # nothing more is placed there
         death = await place.worker.ended()
@@ -344,12 +322,10 @@ class Fleet:
                 scoring=running.scoring,
             )
             self._tell(running, verdict(victim, death, stood_still=place.stood_still, blocking=place.held_by))
-        for record in place.waiting:
-            self.place(record)
         if drained:
             return  # its successor was started before
         logger.warning("worker %s ended with %s; see %s", place.worker.name, death.how, place.worker.log)
-        self._crashes += not (place.stood_still or death.outside)
+        self._crashes += not (company or place.stood_still or death.outside)  # an attempt that dies uses up a try
         self._begin(self._replace(RESPAWN_S[min(self._crashes, len(RESPAWN_S) - 1)]))
 
     async def _replace(self, delay_s: float) -> None:
@@ -370,28 +346,11 @@ class Fleet:
                 return
 
 
-def _too_late(running: _Running) -> Ended:
+def _ended(running: RunningAttempt, message: Message) -> Ended:
+    if message["status"] == "killed":
+        return killed(running.record, "the command", message["error"])
+    return Ended(message["status"], tuple(Reward(**reward) for reward in message["rewards"]), message["error"])
+
+
+def _too_late(running: RunningAttempt) -> Ended:
     return blame_scorer(too_late(running.record)) if running.scoring else too_late(running.record)
-
-
-async def _look_at_loop(worker: Worker) -> None:
-    """Name a worker whose event loop stands still, while it does."""
-    wait: stalls.Wait | None = None
-    try:
-        while True:
-            await asyncio.sleep(0.25)
-            held = worker.blocking
-            if held is None and wait is not None:
-                wait.end()
-                wait = None
-            elif held is not None and wait is None:
-                wait = stalls.begin("worker", lambda: _standing(worker))
-                wait.since -= held.seconds
-    finally:
-        if wait is not None:
-            wait.end()
-
-
-def _standing(worker: Worker) -> str:
-    held = worker.blocking
-    return f"the event loop of worker {worker.name}, at {held.where if held else 'a place it has left'}"

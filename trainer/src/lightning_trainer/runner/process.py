@@ -25,10 +25,13 @@ from lightning_trainer.runner.target import Job
 from lightning_trainer.runner.worker.command import status_text
 from lightning_trainer.runner.worker.limits import NO_LIMITS, WorkerLimits
 from lightning_trainer.runner.worker.subprocesses import WORKER, end_of_worker
+from lightning_trainer.runner.worker.watchdog import LOOK_S
 from lightning_trainer.runner.workers import Blocking, Death
 
 IMPORT_LIMIT_S: Final = 300.0
 STOP_S: Final = 8.0
+SILENT_S: Final = 3.0  # a worker that says nothing for longer stands still as a whole
+SILENT: Final = "a call that lets nothing else in its process run, such as one in C that keeps Python's lock"
 
 
 class WorkerProcess:
@@ -129,9 +132,20 @@ class WorkerProcess:
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb")
         )
+        silent: int | None = None  # looks since its last word; None before its first
         try:
-            while line := await reader.readline():
-                told = json.loads(line)
+            while True:
+                try:
+                    async with asyncio.timeout(LOOK_S):
+                        line = await reader.readline()
+                except TimeoutError:
+                    # Looks are counted, not seconds: a worker is not to blame where this process stands still.
+                    if silent is not None and (silent := silent + 1) * LOOK_S > SILENT_S:
+                        self.blocking = Blocking(None, silent * LOOK_S, SILENT)
+                    continue
+                if not line:
+                    return
+                silent, told = 0, json.loads(line)
                 self.blocking = None if told is None else Blocking(**told)
         finally:
             transport.close()
@@ -167,14 +181,16 @@ class WorkerProcess:
 
     async def ended(self) -> Death:
         """Wait for the end of a process that hung up, and say how it ended; one that lives on is killed."""
+        killed = False
         try:
             status = await asyncio.wait_for(self._process.wait(), STOP_S)
+            killed = status == -signal.SIGKILL
         except TimeoutError:
             self.kill()
             status = await self._process.wait()
         self.kill()  # what it started may live on
         await self._close()
-        return Death(status_text(status))
+        return Death(status_text(status), killed=killed)
 
     async def stop(self) -> None:
         """Let the process deliver its spans and end; kill it when it does not."""

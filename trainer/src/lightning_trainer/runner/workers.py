@@ -31,10 +31,12 @@ class Death:
     Attributes:
         how: in words, such as ``signal SIGSEGV``.
         outside: whether it came from outside the worker: none of its attempts can be to blame.
+        killed: whether it was killed, by the system or by somebody: nobody knows who is to blame.
     """
 
     how: str
     outside: bool = False
+    killed: bool = False
 
 
 class Worker(Protocol):

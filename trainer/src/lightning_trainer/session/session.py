@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +17,7 @@ from lightning_spans.schema.attempts import Rollout, RolloutStatus
 from lightning_spans.store import Store, open_store
 from lightning_trainer.choices import Timeouts
 from lightning_trainer.report.progress import IMPORTING, Progress
-from lightning_trainer.rl.rollouts import Outcome, outcomes
+from lightning_trainer.rl.rollouts import Failed, Outcome, is_counted, outcomes
 from lightning_trainer.rl.rollouts import wait as wait_for
 from lightning_trainer.runner.logs import temporary_folder
 from lightning_trainer.runner.runner import Runner
@@ -112,6 +113,7 @@ def open_session(
     progress: Progress,
     logs: Path | None = None,
     timeouts: Timeouts = "count",
+    failed: Failed = "exclude",
 ) -> Iterator[Session]:
     """Start a program's workers, then load or reach the model, then serve it to them until the block ends.
 
@@ -125,6 +127,7 @@ def open_session(
         progress: is told what happens.
         logs: folder for what the program prints; None: a temporary one.
         timeouts: how rollouts that took too long count.
+        failed: what failures count as. Where they count, the rollout is not tried again.
 
     Raises:
         LightningError: the program can't be imported, or the model can't be loaded or reached.
@@ -135,7 +138,7 @@ def open_session(
         )
         opened = stack.enter_context(open_database(store)) if isinstance(store, str) else store
         source = stack.enter_context(answers)
-        yield stack.enter_context(serve(opened, runner, source, sampling, timeouts=timeouts))
+        yield stack.enter_context(serve(opened, runner, source, sampling, timeouts=timeouts, failed=failed))
 
 
 @contextmanager
@@ -175,6 +178,7 @@ def serve(
     keys: Keys | None = None,
     extend: Callable[[App], None] | None = None,
     timeouts: Timeouts = "count",
+    failed: Failed = "exclude",
 ) -> Iterator[Session]:
     """Serve the store and the model, and let a runner that has started claim rollouts, until the block ends.
 
@@ -190,6 +194,7 @@ def serve(
         keys: of the server; None: new ones, which nobody else has.
         extend: adds routes to the server's app.
         timeouts: how rollouts that took too long count.
+        failed: what failures count as. Where they count, the rollout is not tried again.
 
     Raises:
         ConfigError: the port is in use.
@@ -199,7 +204,7 @@ def serve(
     from lightning_trainer.gateway.auth.keys import RUN_S, Keys
     from lightning_trainer.gateway.http.serving import ServerThread
 
-    keys, store = keys or Keys.fresh(), own_queue(store)
+    keys, store = keys or Keys.fresh(), own_queue(store, partial(is_counted, timeouts=timeouts, failed=failed))
     routing = sampling.routing(answers, runner.job.command)
     app = create_app(store, keys=keys, engine=answers.engines, upstreams=answers.upstreams, routing=routing)
     if extend is not None:

@@ -284,7 +284,7 @@ def _end(
     stands: dict[str, RolloutStatus] = {}
     for end in ends:
         rollout_id = rows[end.attempt_id].rollout_id
-        stands[rollout_id] = _after(end.status, tries_left=rollout_id in again)
+        stands[rollout_id] = _after(end.status, tries_left=rollout_id in again and not end.final)
     for status in set(stands.values()):
         _set_rollouts(connection, [one for one, stood in stands.items() if stood == status], status=status)
     return stands

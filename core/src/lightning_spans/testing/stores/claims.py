@@ -305,6 +305,15 @@ class QueuePromises:
         assert [a.error for a in store.attempts(rollout_ids=[rollout.rollout_id])] == ["it broke", None]
         assert store.claim("worker") == []
 
+    def test_a_rollout_is_not_tried_again_after_a_final_end(self, store: Store) -> None:
+        """If it fails: an end with `final` fails the rollout although it has tries left."""
+        rollout = a_rollout(max_attempts=3)
+        attempt = _claimed(store, rollout)
+        end = End(attempt.attempt_id, attempt.fence, "failed", error="it broke", final=True)
+        assert store.finish_all([end]) == ["failed"]
+        assert store.finish_all([end]) == ["failed"]
+        assert store.claim("worker") == []
+
     @pytest.mark.parametrize("status", UNCOUNTED)
     def test_an_end_without_fault_uses_up_no_try(self, store: Store, status: AttemptStatus) -> None:
         """If it fails: tries that ended released or disturbed don't count towards max_attempts; others do."""

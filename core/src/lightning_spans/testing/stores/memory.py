@@ -153,6 +153,10 @@ class MemoryStore(Store):
         error: str | None = None,
     ) -> RolloutStatus:
         """End an attempt, with its rewards."""
+        return self._finish(End(attempt_id, fence, status, rewards, error))
+
+    def _finish(self, end: End) -> RolloutStatus:
+        attempt_id, status, rewards = end.attempt_id, end.status, end.rewards
         with self._open() as kept:
             attempt = kept.attempts.get(attempt_id)
             if attempt is None or status not in _ENDS:
@@ -160,20 +164,20 @@ class MemoryStore(Store):
             ids = (attempt_id, attempt.rollout.rollout_id)
             if any((reward.attempt_id, reward.rollout_id) != ids for reward in rewards):
                 raise RefusedError(f"a reward of another attempt can't end attempt {attempt_id}")
-            if attempt.fence != fence or attempt.status not in ("running", status):
+            if attempt.fence != end.fence or attempt.status not in ("running", status):
                 raise LeaseLostError(f"attempt {attempt_id} is {attempt.status}, its fence is {attempt.fence}")
             if attempt.status == "running":
                 self.add_rewards(rewards)
-                self._end(attempt, status, error)
+                self._end(attempt, status, end.error, final=end.final)
             return kept.rollouts[ids[1]].status
 
     def finish_all(self, ends: Sequence[End]) -> list[RolloutStatus | LightningError]:
         """End several attempts."""
-        return [self._finish(end) for end in ends]
+        return [self._answer(end) for end in ends]
 
-    def _finish(self, end: End) -> RolloutStatus | LightningError:
+    def _answer(self, end: End) -> RolloutStatus | LightningError:
         try:
-            return self.finish(end.attempt_id, end.fence, status=end.status, rewards=end.rewards, error=end.error)
+            return self._finish(end)
         except (RefusedError, LeaseLostError, RewardError) as error:
             return error
 
@@ -265,13 +269,13 @@ class MemoryStore(Store):
             if attempt.status == "running" and attempt.lease_until_ns < _after_s(0):
                 self._end(attempt, "lost", "no heartbeat came before the lease ran out")
 
-    def _end(self, attempt: AttemptRecord, status: AttemptStatus, error: str | None) -> None:
+    def _end(self, attempt: AttemptRecord, status: AttemptStatus, error: str | None, *, final: bool = False) -> None:
         ended = replace(attempt, status=status, ended_ns=time.time_ns(), error=error)
         self._kept.attempts[attempt.attempt_id] = ended
         if status in ("succeeded", "cancelled"):
             stands: RolloutStatus = "succeeded" if status == "succeeded" else "cancelled"
         else:
-            stands = "queued" if self._tries_left(attempt.rollout) else "failed"
+            stands = "queued" if self._tries_left(attempt.rollout) and not final else "failed"
         self._stand(attempt.rollout.rollout_id, stands)
 
     def _tries_left(self, rollout: Rollout) -> bool:

@@ -47,6 +47,8 @@ def serving(run: OpenRun, reporter: Reporter) -> Iterator[Site]:
         port=config.port,
         host=_host(config),  # between the nodes of a Ray cluster nothing is encrypted, Ray's own traffic neither
         keys=keys,
+        timeouts=config.timeouts,
+        failed=config.failed,
         extend=lambda app: add_routes(app, engine, reporter.told, judging_by(run.judge, run.store, config.timeouts)),
     ) as served:
         write_private(folder / KEY_NAME, keys.issue("admin", expires_s=RUN_S))

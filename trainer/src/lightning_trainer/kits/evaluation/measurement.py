@@ -108,6 +108,7 @@ class Measurement:
             progress=self.progress,
             logs=logs,
             timeouts=config.counting.timeouts,
+            failed=config.counting.failed,
         ) as session:
             for some in _together(missing):
                 self._draw_some(session, some, generation)

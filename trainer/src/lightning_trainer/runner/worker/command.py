@@ -30,6 +30,10 @@ class CommandError(Exception):
     """The command ended with another status than 0."""
 
 
+class CommandKilledError(CommandError):
+    """The command was killed, as when memory runs out."""
+
+
 async def run_command(
     words: Sequence[str],
     task: dict[str, Any],
@@ -69,7 +73,8 @@ async def run_command(
     words, body = [filled(word, values) for word in words], b"" if told else body
     ended = await run_to_end(words, body, given, folder, descriptors, sandbox=sandbox, endpoint=attempt.endpoint)
     if ended.status != 0:
-        raise CommandError(f"the command ended with {status_text(ended.status)}:\n{ended.told()}")
+        kind = CommandKilledError if ended.status == -signal.SIGKILL else CommandError
+        raise kind(f"the command ended with {status_text(ended.status)}:\n{ended.told()}")
     return ended
 
 

@@ -19,6 +19,7 @@ from lightning_spans.record.program.emit import collecting
 from lightning_spans.schema.attempts import Attempt
 from lightning_spans.schema.rewards import Reward, as_rewards
 from lightning_trainer.call_errors import SCORER_FAILED
+from lightning_trainer.runner.worker.command import CommandKilledError
 
 LATER = object()  # what a score gives where the reward comes once the attempt has ended, as a judge's does
 ERROR_LIMIT = 20_000  # characters kept of a traceback: its end, where the error is
@@ -38,12 +39,12 @@ class AttemptResult:
     """How one attempt ended.
 
     Attributes:
-        status: ``cancelled`` when the runner cut it short.
+        status: ``cancelled`` when the runner cut it short, ``killed`` when something else killed its command.
         rewards: of the attempt; empty unless it succeeded.
         error: why it failed, with the traceback; None for one that succeeded.
     """
 
-    status: Literal["succeeded", "failed", "cancelled"]
+    status: Literal["succeeded", "failed", "cancelled", "killed"]
     rewards: tuple[Reward, ...] = field(default=())
     error: str | None = None
 
@@ -80,8 +81,8 @@ async def execute(
             if current is not None and current.cancelling():
                 return AttemptResult("cancelled", error="the runner cancelled this attempt")
             return AttemptResult("failed", error=describe(error))  # it came from inside the agent
-        except ScorerError as error:
-            return AttemptResult("failed", error=str(error))
+        except (CommandKilledError, ScorerError) as error:
+            return AttemptResult("killed" if isinstance(error, CommandKilledError) else "failed", error=str(error))
         except RewardError as error:
             return AttemptResult("failed", error=f"RewardError: {error}")
         except BaseException as error:  # noqa: BLE001 - also SystemExit: an agent that calls sys.exit has failed

@@ -21,6 +21,8 @@ _OURS: Final = ("attempt", "asyncio_", "lightning", "MainThread")  # beginnings 
 class LoopWatch:
     """Watches the loop of the thread that makes it, and writes what it sees into a pipe, one JSON object a line.
 
+    As long as all is well it writes null: where nothing comes, a call lets no thread of the process run.
+
     Args:
         pipe: file descriptor.
         number_of: gives the number of the attempt that a task belongs to; None where it is none's.
@@ -33,6 +35,7 @@ class LoopWatch:
         self._thread_id = threading.get_ident()
         self._answered = threading.Event()
         self._closing = threading.Event()
+        self._tell(None)  # before any attempt can silence us
         threading.Thread(target=self._run, name="lightning-alive", daemon=True).start()
 
     def close(self) -> None:
@@ -47,10 +50,9 @@ class LoopWatch:
                 self._loop.call_soon_threadsafe(self._answered.set)
             except RuntimeError:
                 return  # the loop is closed
-            if self._answered.wait(STILL_S):
-                continue
-            while not self._answered.wait(LOOK_S) and not self._closing.is_set():
-                self._tell({"number": self._holder(), "seconds": time.monotonic() - asked, "where": self._where()})
+            if not self._answered.wait(STILL_S):
+                while not self._answered.wait(LOOK_S) and not self._closing.is_set():
+                    self._tell({"number": self._holder(), "seconds": time.monotonic() - asked, "where": self._where()})
             self._tell(None)
 
     def _holder(self) -> int | None:

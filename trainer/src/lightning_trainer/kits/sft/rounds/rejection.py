@@ -82,7 +82,9 @@ def rejection_sampling(config: RoundsConfig, progress: Progress | None = None, *
         if config.timeouts == "exclude":
             progress.note(LATE_LEFT_OUT)
         answers = AnswerSource.of(learner.engines, config.policies)
-        session = stack.enter_context(serve(store, runner, answers, _sampling(config), timeouts=config.timeouts))
+        session = stack.enter_context(
+            serve(store, runner, answers, _sampling(config), timeouts=config.timeouts, failed=config.failed)
+        )
         loop = RoundLoop(
             config=config, tasks=tasks, val=val, folder=folder, session=session, learner=learner, judge=judge,
             log=log, progress=progress, check=check, state=state, steps=state.steps,

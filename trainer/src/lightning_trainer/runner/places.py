@@ -1,0 +1,109 @@
+"""A worker as the fleet keeps it: what runs in it, and whether it takes more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from lightning_spans.record import stalls
+from lightning_spans.schema.attempts import AttemptRecord
+from lightning_trainer.runner.workers import Blocking, Worker
+
+_LOOK_S: Final = 0.25  # between looks at what a worker says of its event loop
+
+
+@dataclass(slots=True, eq=False)
+class RunningAttempt:
+    """An attempt in a worker.
+
+    Attributes:
+        number: of the message that started it.
+        record: the attempt.
+        alone: nothing else may run in its worker.
+        wait: names what it waits for, in messages about stalls.
+        forgotten: nobody waits for its result any more.
+        overdue: its time is up, and it was told so.
+        scoring: the agent has answered, and its reward is being computed.
+        heard: the worker's event loop took that message, so it is not blocked.
+        timers: of its time limits.
+    """
+
+    number: int
+    record: AttemptRecord
+    alone: bool
+    wait: stalls.Wait
+    forgotten: bool = False
+    overdue: bool = False
+    scoring: bool = False
+    heard: bool = False
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    def stop_timers(self) -> None:
+        """Forget its time limits: it has ended."""
+        self.wait.end()
+        for timer in self.timers:
+            timer.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class WorkerPlace:
+    """A worker, and what runs in it.
+
+    Attributes:
+        worker: the process or actor.
+        running: its attempts, by number.
+        draining: it takes no more work: a thread in it hangs, too many were left behind, or another took its place.
+        apart: it has been replaced, because what runs in it alone takes long and others waited.
+        stood_still: it was killed because its event loop did not answer.
+        held_by: what blocked it then.
+        given_up: it was killed because what it said could not be taken.
+    """
+
+    worker: Worker
+    running: dict[int, RunningAttempt] = field(default_factory=dict)
+    draining: bool = False
+    apart: bool = False
+    stood_still: bool = False
+    held_by: Blocking | None = None
+    given_up: bool = False
+
+    def room(self, concurrency: int) -> int:
+        """Return how many attempts it takes now. None while its event loop stands still: they would be stuck too."""
+        if self.draining or self.worker.blocking is not None or any(one.alone for one in self.running.values()):
+            return 0
+        return max(0, concurrency - len(self.running))
+
+    def describe(self) -> str:
+        """Say what it does, in part of a line."""
+        ids = [running.record.rollout.rollout_id for running in self.running.values()]
+        doing = f"runs {len(ids)}: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''}" if ids else "is idle"
+        held = self.worker.blocking
+        still = f"; its event loop has stood still for {held.seconds:.0f} s at {held.where}" if held else ""
+        return f"worker {self.worker.name} {doing}{still}; its log: {self.worker.log}"
+
+
+async def watch_loop(worker: Worker, on_block: Callable[[Blocking], None]) -> None:
+    """Name a worker whose event loop stands still, while it does, and call back at each look that finds it so."""
+    wait: stalls.Wait | None = None
+    try:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            held = worker.blocking
+            if held is None and wait is not None:
+                wait.end()
+                wait = None
+            elif held is not None and wait is None:
+                wait = stalls.begin("worker", lambda: _standing(worker))
+                wait.since -= held.seconds
+            if held is not None:
+                on_block(held)
+    finally:
+        if wait is not None:
+            wait.end()
+
+
+def _standing(worker: Worker) -> str:
+    held = worker.blocking
+    return f"the event loop of worker {worker.name}, at {held.where if held else 'a place it has left'}"
