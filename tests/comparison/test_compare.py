@@ -243,7 +243,8 @@ def test_each_option_of_the_program_reaches_all_that_run_it(
     assert measured.counting.failed == sampled.failed == "exclude"
     assert {(each.workers, each.max_attempts) for each in asked} == {(3, 5)}
     loaded = {"max_model_len": 99, "tool_format": "hermes", "slots": 3}
-    assert measured.load == searched.load == loaded
+    assert measured.load == searched.load == {**loaded, "system_messages": "as-sent"}
+    assert sampled.system_messages == "as-sent"
     assert sampled.backend_options == {**loaded, "micro_batch_tokens": 512}
 
 

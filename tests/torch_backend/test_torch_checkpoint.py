@@ -132,9 +132,9 @@ def test_another_lora_than_was_trained_is_refused(
 
 def test_what_is_no_checkpoint_or_damaged_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     backend = make_backend(tiny_model)
-    with pytest.raises(ConfigError, match="no checkpoint"):
+    with pytest.raises(ConfigError, match="not a checkpoint"):
         backend.load(tiny_model)
-    with pytest.raises(ConfigError, match="no checkpoint"):
+    with pytest.raises(ConfigError, match="not a checkpoint"):
         backend.load(tmp_path / "nowhere")
     backend.save(tmp_path / "step")
     tensors = tmp_path / "step" / checkpoint.TENSORS
