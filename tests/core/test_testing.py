@@ -41,7 +41,7 @@ def server():
 # The server
 
 
-def test_the_server_needs_the_standard_library_alone():
+def test_the_server_needs_the_standard_library_and_what_the_core_depends_on():
     code = (
         "import sys; from lightning_spans.testing.plugins.server import ScriptedServer; ScriptedServer().close();"
         "print(sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)"
@@ -49,7 +49,7 @@ def test_the_server_needs_the_standard_library_alone():
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     third_parties = {name for name in eval(output) if not name.startswith(("_", "lightning", "sitecustomize"))}
-    assert third_parties <= {"opentelemetry", "importlib_metadata", "zipp", "typing_extensions"}
+    assert third_parties <= {"opentelemetry", "orjson", "importlib_metadata", "zipp", "typing_extensions"}
 
 
 def test_it_answers_in_the_agents_name_and_remembers_what_it_got(server):

@@ -205,7 +205,7 @@ def test_an_attempt_without_spans_gets_nothing():
         ({"latency": {"weight": 1, "budget_s": 1, "agents": ["w"]}}, "latency is about the whole attempt"),
         ({"cost": {"weight": 1, "budget": 1, "agents": ["w"]}}, "Leave agents out"),
         ({"answer_format": 1.0}, "either a pattern or a schema"),
-        ({"answer_format": {"weight": 1, "pattern": "("}}, "no regular expression"),
+        ({"answer_format": {"weight": 1, "pattern": "("}}, "not a regular expression"),
         ({"overlong": {"weight": 1, "max_tokens": 5, "buffer": 9}}, "at most max_tokens"),
         ({"latency": {"weight": 1, "budget_s": 1, "potential": True}}, "known only at the end"),
         ({"tool_status": {"weight": 1, "potential": True}}, "set credit to discounted or turn, not identical"),

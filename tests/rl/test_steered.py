@@ -27,7 +27,7 @@ def test_call_that_a_parameter_steered_is_left_out_and_counted(name: str, value:
     rows, account = rows_of([there, call(1, [9], [8, 7])])
     assert len(rows) == 1
     assert account.dropped == {reasons.STEERED: 1}
-    assert any("not drawn from the policy alone" in line for line in account.lines())
+    assert any("not sampled from the policy only" in line for line in account.lines())
 
 
 @pytest.mark.parametrize(
