@@ -149,8 +149,11 @@ def check(config: TrainConfig) -> None:
             "importance_moment is of backend = torch. Leave it out, or use importance_cap and importance_mask.": (
                 config.importance_moment is not None
             ),
-            "gpus, nodes, staleness and verl are options of backend = verl. Leave them out.": (
-                (config.gpus, config.nodes, config.staleness, dict(config.verl)) != (1, 1, 0, {})
+            "gpus, nodes and verl are options of backend = verl. Leave them out.": (
+                (config.gpus, config.nodes, dict(config.verl)) != (1, 1, {})
+            ),
+            "staleness is not supported by backend = tinker. Leave it out, or use backend = torch or verl.": (
+                config.staleness != 0
             ),
         }
     )
