@@ -16,7 +16,14 @@ from click.testing import CliRunner
 from lightning_spans.errors import ConfigError
 from lightning_trainer import TrainConfig, registry
 from lightning_trainer.backends.tinker import checkpoint, options
-from lightning_trainer.backends.tinker.bill import Bill, BudgetSpentError, Prices, Tokens, read_prices, unmerged_tokens
+from lightning_trainer.backends.tinker.bill import (
+    Bill,
+    BudgetSpentError,
+    Prices,
+    TokenCount,
+    read_prices,
+    unmerged_tokens,
+)
 from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.sampler import Gate
 from lightning_trainer.backends.tinker.service import Patience, Service
@@ -212,7 +219,7 @@ def test_merging_is_seen_on_the_bill(rows) -> None:
     places = np.flatnonzero(row.mask)
     assert unmerged_tokens([row]) == places[row.lengths[0] - 1] + places[-1]
     bill = Bill(PRICES)
-    bill.add(Tokens(prompt=10, cached=5, sampled=2, read=19, trained=19, unmerged=2 * 30))
+    bill.add(TokenCount(prompt=10, cached=5, sampled=2, read=19, trained=19, unmerged=2 * 30))
     told = bill.of_step()
     assert told["cost"] == pytest.approx(5 + 5 * 0.2 + 2 * 3 + 19 + 38)
     assert told["cost_unmerged"] == pytest.approx(12 + 30 + 60)
@@ -220,10 +227,10 @@ def test_merging_is_seen_on_the_bill(rows) -> None:
 
 def test_run_ends_before_the_step_that_would_cost_too_much() -> None:
     bill = Bill(PRICES, limit=25.0)
-    bill.add(Tokens(trained=5))
+    bill.add(TokenCount(trained=5))
     bill.of_step()
     bill.check()
-    bill.add(Tokens(trained=5))
+    bill.add(TokenCount(trained=5))
     bill.of_step()
     with pytest.raises(BudgetSpentError, match="20 is spent"):
         bill.check()

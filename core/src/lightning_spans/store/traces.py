@@ -94,7 +94,7 @@ def newest_traces(store: Store, *, origin: str | None = None) -> Iterator[Trace]
         each(store, Span, where, limit=_AT_ONCE, newest_first=True),
         each(store, Call, where, limit=_AT_ONCE, newest_first=True),
     ]
-    started = heapq.merge(*lists, key=_started_ns, reverse=True)
+    started = heapq.merge(*lists, key=_start_ns, reverse=True)
     rewards = each(store, Reward, newest_first=True) if origin is None else ()
     records: Iterator[AttemptRecord | Span | Call | Reward] = chain(started, rewards)
     seen: set[str] = set()
@@ -113,7 +113,7 @@ class _Place:
     call: Call | None = None
 
 
-def _started_ns(record: AttemptRecord | Span | Call) -> int:
+def _start_ns(record: AttemptRecord | Span | Call) -> int:
     return record.started_ns if isinstance(record, AttemptRecord) else record.start_ns
 
 

@@ -17,7 +17,7 @@ import orjson
 from lightning_spans.errors import DataError
 from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.run.datafiles.arrow import arrow_rows
-from lightning_trainer.run.datafiles.rows import FaultyRows, Row, csv_rows, finite, json_lines, json_list
+from lightning_trainer.run.datafiles.rows import DataRow, FaultyRows, csv_rows, finite, json_lines, json_list
 
 Task: TypeAlias = dict[str, Any]
 
@@ -63,8 +63,8 @@ def _tasks(path: Path, columns: Sequence[str]) -> Iterator[Task]:
         faulty.finish()
 
 
-def _rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
+def _rows(path: Path, columns: Sequence[str]) -> Iterator[DataRow]:
+    readers: dict[str, Callable[[Path], Iterator[DataRow]]] = {
         ".jsonl": json_lines,
         ".ndjson": json_lines,
         ".json": json_list,

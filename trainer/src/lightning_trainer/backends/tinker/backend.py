@@ -23,7 +23,7 @@ class TinkerBackend(Embedded):
     takes = frozenset({"tinker_url", "max_cost", "prices"})
 
     def __init__(self) -> None:
-        super().__init__(_open, options.check, loaded=_loaded, priced=_priced)
+        super().__init__(_open, options.check, loaded=_load_learner, priced=_forecast_cost)
 
 
 def _open(config: TrainConfig) -> TinkerLearner:
@@ -33,7 +33,7 @@ def _open(config: TrainConfig) -> TinkerLearner:
     return TinkerLearner(options.options_of(config))
 
 
-def _loaded(model: str, values: Mapping[str, Any]) -> TinkerLearner:
+def _load_learner(model: str, values: Mapping[str, Any]) -> TinkerLearner:
     """Create adapters to learn from data. What is of a learner on this machine is left out where nothing was chosen."""
     from lightning_trainer.backends.tinker.learner import TinkerLearner
 
@@ -41,7 +41,7 @@ def _loaded(model: str, values: Mapping[str, Any]) -> TinkerLearner:
     return TinkerLearner(options.make(model, chosen))
 
 
-def _priced(config: TrainConfig, facts: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+def _forecast_cost(config: TrainConfig, facts: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     """Forecast a run's bill from the tokens of one step."""
     prices = options.options_of(config).read_prices()
     step = {

@@ -42,7 +42,7 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class TokenCount:
     """Tokens that are billed.
 
     Attributes:
@@ -61,15 +61,17 @@ class Tokens:
     trained: float = 0
     unmerged: float = 0
 
-    def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Tokens)})
+    def __add__(self, other: TokenCount) -> TokenCount:
+        return TokenCount(
+            **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(TokenCount)}
+        )
 
-    def __sub__(self, other: Tokens) -> Tokens:
+    def __sub__(self, other: TokenCount) -> TokenCount:
         return self + other.times(-1)
 
-    def times(self, factor: float) -> Tokens:
+    def times(self, factor: float) -> TokenCount:
         """Return so many times these."""
-        return Tokens(**{each.name: factor * getattr(self, each.name) for each in fields(Tokens)})
+        return TokenCount(**{each.name: factor * getattr(self, each.name) for each in fields(TokenCount)})
 
     def cost(self, prices: Prices) -> float:
         """Return what they cost."""
@@ -127,17 +129,17 @@ class Bill:
     def __init__(self, prices: Prices | None, limit: float | None = None, spent: float = 0.0) -> None:
         self.prices, self.limit, self.before = prices, limit, spent
         self._lock = threading.Lock()
-        self._total = Tokens()
-        self._told = Tokens()
+        self._total = TokenCount()
+        self._told = TokenCount()
         self._dearest = 0.0
 
-    def add(self, tokens: Tokens) -> None:
+    def add(self, tokens: TokenCount) -> None:
         """Count tokens."""
         with self._lock:
             self._total += tokens
 
     @property
-    def total(self) -> Tokens:
+    def total(self) -> TokenCount:
         """Tokens since the program began."""
         with self._lock:
             return self._total
@@ -201,8 +203,8 @@ def bill_lines(prices: Prices | None, step: Mapping[str, Any], *, steps: float, 
         steps: of the run.
         validations: all of them together, in rollouts of a step.
     """
-    sampling = Tokens(prompt=step["prompt"], sampled=step["sampled"]).times(steps + validations)
-    learning = Tokens(read=step["rows"], trained=step["rows"], unmerged=2 * step["unmerged"]).times(steps)
+    sampling = TokenCount(prompt=step["prompt"], sampled=step["sampled"]).times(steps + validations)
+    learning = TokenCount(read=step["rows"], trained=step["rows"], unmerged=2 * step["unmerged"]).times(steps)
     tokens = sampling + learning
     found: dict[str, Any] = {
         "tokens_prompt": round(tokens.prompt), "tokens_sampled": round(tokens.sampled),

@@ -38,7 +38,7 @@ def describe(url: str, model: str | None = None) -> dict[str, Any]:
     if not models or (model is not None and model not in models):
         raise ConfigError(f"the Tinker server {url} has the models: {', '.join(sorted(models)) or 'none'}.")
     base = model or next(iter(models))
-    adapters = list(_created(service, base))
+    adapters = list(_open_adapters(service, base))
     try:
         findings = examine(adapters[0])
         losses = [name for name in LOSSES if _takes(adapters[0], name)]
@@ -74,7 +74,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def _created(service: Service, base: str) -> Iterator[Adapter]:
+def _open_adapters(service: Service, base: str) -> Iterator[Adapter]:
     """Create adapters, the first of which must be there."""
     yield Adapter(service, service.adapter(base, _RANK, 0))
     with suppress(TinkerError):

@@ -3,18 +3,20 @@
 The gradient of a loss L with respect to the weights is the sum over tokens of dL/dlogp times the gradient of logp. The
 losses are those of every backend; here they give dL/dlogp, and the server does the rest.
 
-Axes: P trained tokens of several rows, K of one.
+Axes: P trained tokens of several rows, K of one; N predicted tokens of a row, one fewer than it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.torch.options import TorchOptions
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
@@ -51,12 +53,12 @@ def token_gradients(
         now: for each (K,) log-probabilities under the weights of now.
         options: loss, clip range and divergence.
     """
-    logprobs_P = _joined(now).requires_grad_()
+    logprobs_P = _concatenate(now).requires_grad_()
     old_P, recorded_P = (
-        _joined([part.old for part in parts]),
-        _joined([_own(part.row.logprobs, part) for part in parts]),
+        _concatenate([part.old for part in parts]),
+        _concatenate([_own(part.row.logprobs, part) for part in parts]),
     )
-    weights_P = _joined([part.weights for part in parts])
+    weights_P = _concatenate([part.weights for part in parts])
     if options.old_logprobs == "recompute":
         cap, mask = options.importance_cap, options.importance_mask
         weights_P = weights_P * importance_weights(old_P - recorded_P, cap=cap, mask=mask)
@@ -64,7 +66,7 @@ def token_gradients(
     tokens = TrainedTokens(
         logprobs_P,
         old_P,
-        _joined([_own(part.row.advantages, part) for part in parts]),
+        _concatenate([_own(part.row.advantages, part) for part in parts]),
         weights_P,
         torch.arange(len(lengths)).repeat_interleave(lengths),
     )
@@ -73,7 +75,7 @@ def token_gradients(
     loss = result.loss
     known = [part.reference for part in parts if part.reference is not None]
     in_loss = bool(known) and options.kl_in == "loss"
-    base_P = _joined(known) if known else recorded_P
+    base_P = _concatenate(known) if known else recorded_P
     kl_P = kl_divergence(logprobs_P, base_P, options.kl_estimator if in_loss else "k3")
     if in_loss:
         loss = loss + options.kl_coef * (weights_P * kl_P).sum()
@@ -95,5 +97,38 @@ def _own(values: NDArray[np.floating], part: Read) -> Floats:
     return values[part.row.mask].astype(np.float32)
 
 
-def _joined(arrays: Sequence[Floats]) -> torch.Tensor:
+def _concatenate(arrays: Sequence[Floats]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays).astype(np.float32))
+
+
+def at_trained(rows: Sequence[Row], predicted: Sequence[Floats]) -> list[Floats]:
+    """Return for each row (K,) of what is known of its (N,) predicted tokens."""
+    return [its[row.mask[1:]] for row, its in zip(rows, predicted, strict=True)]
+
+
+def spread(row: Row, values: Floats) -> Floats:
+    """Return (N,) the values at the trained tokens, 0 at the others."""
+    found = np.zeros(len(row.tokens) - 1, np.float32)
+    found[row.mask[1:]] = values
+    return found
+
+
+def replace_trained(row: Row, tokens: NDArray[np.int64]) -> NDArray[Any]:
+    """Return (N,) the row's predicted tokens, with others at its trained places."""
+    found = row.tokens[1:].astype(np.int64)
+    found[row.mask[1:]] = tokens
+    return found
+
+
+def check_temperature(rows: Sequence[Row]) -> None:
+    """Refuse rows that were sampled at another temperature than 1, for which a server has no log-probabilities.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    other = next((row for row in rows if row.temperature != 1.0), None)
+    if other is not None:
+        raise ConfigError(
+            f"calls of {other.agent} were sampled at temperature {other.temperature:g}, and a Tinker server gives"
+            " log-probabilities at temperature 1 only. Set temperature = 1."
+        )

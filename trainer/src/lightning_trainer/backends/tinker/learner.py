@@ -5,7 +5,6 @@ Axes: T tokens of a row, `_N` = T - 1 of them that are predicted, K those that a
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
@@ -23,20 +22,27 @@ from numpy.typing import NDArray
 from lightning_spans.errors import ConfigError
 from lightning_trainer.backends.tinker import checkpoint
 from lightning_trainer.backends.tinker.adapter import Adapter, Floats, prompt_logprobs
-from lightning_trainer.backends.tinker.bill import Bill, Tokens, unmerged_tokens
-from lightning_trainer.backends.tinker.errors import PAIRS, TinkerError
-from lightning_trainer.backends.tinker.gradient import Read, token_gradients
+from lightning_trainer.backends.tinker.bill import Bill, TokenCount, unmerged_tokens
+from lightning_trainer.backends.tinker.errors import TinkerError
+from lightning_trainer.backends.tinker.gradient import (
+    Read,
+    at_trained,
+    check_temperature,
+    replace_trained,
+    spread,
+    token_gradients,
+)
 from lightning_trainer.backends.tinker.options import TinkerOptions
-from lightning_trainer.backends.tinker.probe import Findings, examine
+from lightning_trainer.backends.tinker.probe import Findings, examine, prove_sampling
 from lightning_trainer.backends.tinker.sampler import Gate, TinkerEngine
-from lightning_trainer.backends.tinker.service import Service, sdk_version
+from lightning_trainer.backends.tinker.service import Service
+from lightning_trainer.backends.tinker.text import load_text
 from lightning_trainer.backends.torch.learn.agreement import engine_gaps
 from lightning_trainer.backends.torch.learn.schedule import schedule
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
 from lightning_trainer.backends.torch.learn.update import minibatches
 from lightning_trainer.gateway.engine import Engine
 from lightning_trainer.models import look
-from lightning_trainer.models.tokenizers import load_tokenizer
 from lightning_trainer.policies import BASE
 from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.losses import kl_divergence
@@ -70,7 +76,7 @@ class TinkerLearner:
         self.service = Service(options.url, options.patience)
         self._gate, self._seen = Gate(), dict[Row, SeenTokens]()
         self._tag = secrets.token_hex(3)  # names on a server that other runs use, too
-        self._held = self._hold(self._longest())
+        self._held = load_text(self.learner_options, self._longest())
         self.bill = Bill(options.read_prices(), options.max_cost)
         self._policies: dict[str, _Policy] = {}
         names = options.learner.adapters or (options.learner.model.resolve().name,)
@@ -81,7 +87,7 @@ class TinkerLearner:
                 client = self.service.adapter(options.served_base, options.learner.lora_rank, self._seed(name))
                 self._policies[name] = _Policy(Adapter(self.service, client), self._engine(name))
             self._publish(dict.fromkeys(names, 0))
-            self._prove_sampling()
+            prove_sampling(self.service, {name: policy.engine.client for name, policy in self._policies.items()})
         except BaseException:
             self.close()
             raise
@@ -111,21 +117,6 @@ class TinkerLearner:
             )
         return models[base]
 
-    def _hold(self, longest: int | None) -> dict[str, Any]:
-        """Load what rendering and reading text takes."""
-        options = self.learner_options
-        place: Path | str = look(str(options.model)).folder or str(options.model)
-        tokenizer = load_tokenizer(place, options.chat_template, options.system_messages)
-        config = _model_config(place)
-        own = getattr(config.get_text_config(), "max_position_embeddings", None)
-        known = [limit for limit in (longest, own, options.max_model_len) if limit]
-        return {
-            "tokenizer": tokenizer,
-            "max_model_len": min(known, default=32768),
-            "tool_format": options.tool_format,
-            "end_tokens": _end_tokens(place, tokenizer),
-        }
-
     def _seed(self, name: str) -> int:
         return self.learner_options.seed + (
             list(self.learner_options.adapters).index(name) if self.learner_options.adapters else 0
@@ -143,25 +134,6 @@ class TinkerLearner:
     def _frozen(self) -> Any:
         """The SDK's client that samples from the model without adapter."""
         return self.service.base_sampler(self.options.served_base)
-
-    def _prove_sampling(self) -> None:
-        """Sample a token from each policy: an SDK that does not match trains, and fails here."""
-        from lightning_trainer.backends.tinker.service import sdk
-
-        types = sdk().types
-        for name, policy in self._policies.items():
-            params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
-            asked = policy.engine.client.sample(
-                prompt=types.ModelInput.from_ints([1]), num_samples=1, sampling_params=params
-            )
-            try:
-                self.service.wait(asked, f"sample from {name}")
-            except TinkerError as error:
-                if isinstance(error.__cause__, AssertionError):
-                    raise TinkerError(
-                        f"tinker {sdk_version()} can't sample from {self.options.url}: {PAIRS}."
-                    ) from error
-                raise
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -229,7 +201,7 @@ class TinkerLearner:
         read, trained = adapter.tokens_read, adapter.tokens_trained
         pieces = [self._piece(own) for own in minibatches(rows, options, policy.steps)]
         every = [part.row for piece in pieces for part in piece]
-        now = dict(zip(every, _trained(every, first := self._forward(adapter, every)), strict=True))
+        now = dict(zip(every, at_trained(every, first := self._forward(adapter, every)), strict=True))
         whole = dict(zip(every, first, strict=True))
         pieces = [self._known(piece, now) for piece in pieces]
         self._seen |= {
@@ -241,7 +213,7 @@ class TinkerLearner:
         for number, piece in enumerate(piece for _ in range(options.update_epochs) for piece in pieces if piece):
             own = [part.row for part in piece]
             predicted = [whole[row] for row in own] if number == 0 else self._forward(adapter, own)
-            slopes, watched = token_gradients(piece, _trained(own, predicted), options)
+            slopes, watched = token_gradients(piece, at_trained(own, predicted), options)
             highest = max(highest, watched.pop("ratio_max"))
             sums.update(watched)
             norms += self._optimise(policy, own, predicted, slopes)
@@ -284,7 +256,7 @@ class TinkerLearner:
         options, adapter = self.learner_options, policy.adapter
         if not all(np.isfinite(each).all() for each in slopes):
             raise TinkerError("a gradient is not finite: log-probabilities of the rows are, so look at their rewards.")
-        advantages = [_spread(row, its) for row, its in zip(rows, slopes, strict=True)]
+        advantages = [spread(row, its) for row, its in zip(rows, slopes, strict=True)]
         tokens = [row.tokens for row in rows]
         adapter.gradient(tokens, [each[1:] for each in tokens], predicted, advantages, self.findings.scaling)
         clip = {"grad_clip_norm": options.max_grad_norm} if self.findings.clips else {}
@@ -301,14 +273,14 @@ class TinkerLearner:
     def _billed(self, adapter: Adapter, rows: Sequence[Row], read: int, trained: int) -> None:
         """Count what an update sent, and what it had sent unmerged."""
         learned = [row for row in rows if row.has_gradient or self.learner_options.learns_from_flat_rows]
-        sent = Tokens(read=adapter.tokens_read - read, trained=adapter.tokens_trained - trained)
+        sent = TokenCount(read=adapter.tokens_read - read, trained=adapter.tokens_trained - trained)
         once = sum(len(row.tokens) - 1 for row in learned) or 1
         self.bill.add(replace(sent, unmerged=(sent.read + sent.trained) * unmerged_tokens(learned) / once))
 
     def _reference(self, rows: Sequence[Row]) -> list[Floats]:
         """Return for each row (K,) log-probabilities under the model without adapter."""
-        self.bill.add(Tokens(prompt=sum(len(row.tokens) for row in rows)))
-        return _trained(rows, [prompt_logprobs(self.service, self._frozen, row.tokens) for row in rows])
+        self.bill.add(TokenCount(prompt=sum(len(row.tokens) for row in rows)))
+        return at_trained(rows, [prompt_logprobs(self.service, self._frozen, row.tokens) for row in rows])
 
     def penalties(self, rows: Sequence[Row]) -> list[NDArray[np.float64]]:
         """Return what the divergence takes off the rewards: `Learner.penalties`."""
@@ -334,15 +306,15 @@ class TinkerLearner:
             own = [rows[n] for n in places]
             columns = 0 if candidates is None else max((candidates[n].shape[1] for n in places), default=0)
             if candidates is None:
-                found |= zip(places, _trained(own, self._forward(policy.adapter, own)), strict=True)
+                found |= zip(places, at_trained(own, self._forward(policy.adapter, own)), strict=True)
                 continue
             tokens = [row.tokens for row in own]
             told = [
-                policy.adapter.logprobs(tokens, [_with(rows[n], candidates[n][:, column]) for n in places])
+                policy.adapter.logprobs(tokens, [replace_trained(rows[n], candidates[n][:, column]) for n in places])
                 for column in range(columns)
             ]
             for at, n in enumerate(places):
-                found[n] = np.stack([_trained([rows[n]], [each[at]])[0] for each in told], axis=1)
+                found[n] = np.stack([at_trained([rows[n]], [each[at]])[0] for each in told], axis=1)
         if missing := [rows[n] for n in range(len(rows)) if n not in found]:
             raise ValueError(
                 f"a row of {missing[0].agent} is of {missing[0].policy!r}, not of {', '.join(self._policies)}"
@@ -415,60 +387,3 @@ class TinkerLearner:
         """Give the adapters' places back."""
         for policy in self._policies.values():
             self.service.unload(policy.adapter.model_id)
-
-
-def check_temperature(rows: Sequence[Row]) -> None:
-    """Refuse rows that were sampled at another temperature than 1, for which a server has no log-probabilities.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    other = next((row for row in rows if row.temperature != 1.0), None)
-    if other is not None:
-        raise ConfigError(
-            f"calls of {other.agent} were sampled at temperature {other.temperature:g}, and a Tinker server gives"
-            " log-probabilities at temperature 1 only. Set temperature = 1."
-        )
-
-
-def _model_config(place: Path | str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {place}: its configuration can't be loaded: {error}") from None
-
-
-def _end_tokens(place: Path | str, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: the tokenizer's, and those of the generation settings in a folder."""
-    found = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    file = Path(place) / "generation_config.json"
-    if file.is_file():
-        try:
-            own = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{file} can't be read: {error}.") from None
-        found |= set(own) if isinstance(own, list) else {own} - {None}
-    if not found:
-        raise ConfigError(f"model {place} names no token that ends an answer. Set eos_token in its tokenizer.")
-    return frozenset(int(token) for token in found)
-
-
-def _trained(rows: Sequence[Row], predicted: Sequence[Floats]) -> list[Floats]:
-    """Return for each row (K,) of what is known of its (N,) predicted tokens."""
-    return [its[row.mask[1:]] for row, its in zip(rows, predicted, strict=True)]
-
-
-def _spread(row: Row, values: Floats) -> Floats:
-    """(N,) the values at the trained tokens, 0 at the others."""
-    found = np.zeros(len(row.tokens) - 1, np.float32)
-    found[row.mask[1:]] = values
-    return found
-
-
-def _with(row: Row, tokens: NDArray[np.int64]) -> NDArray[Any]:
-    """(N,) the row's predicted tokens, with others at its trained places."""
-    found = row.tokens[1:].astype(np.int64)
-    found[row.mask[1:]] = tokens
-    return found

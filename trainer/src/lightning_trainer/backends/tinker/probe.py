@@ -13,14 +13,15 @@ change of a log-probability tells how large the gradient was, and ratios of such
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from lightning_trainer.backends.tinker.adapter import Adapter, Averages, Scaling, prompt_logprobs
-from lightning_trainer.backends.tinker.errors import TinkerError
+from lightning_trainer.backends.tinker.errors import PAIRS, TinkerError
+from lightning_trainer.backends.tinker.service import Service, sdk, sdk_version
 
 _TOKENS: Final = (1, 3, 4, 5, 3, 6, 4, 7, 5, 8, 9, 3, 7, 6, 10, 4, 8)  # ids that every vocabulary has
 _HELD: Final = 4  # predicted tokens whose log-probabilities are moved
@@ -138,3 +139,25 @@ class _Probe:
             f"the Tinker server {self._adapter.service.url} scales gradients in a way that is not known (ratios"
             f" {', '.join(f'{ratio:g}' for ratio in ratios)}), so that training would not be exact. Use another server."
         )
+
+
+def prove_sampling(service: Service, clients: Mapping[str, Any]) -> None:
+    """Sample a token from each policy: with an SDK that does not match the server, training works and this fails.
+
+    Args:
+        service: the server.
+        clients: the SDK's sampling client of each policy.
+
+    Raises:
+        TinkerError: it fails; names a working pair of versions if the SDK is the cause.
+    """
+    types = sdk().types
+    for name, client in clients.items():
+        params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=0)
+        sample = client.sample(prompt=types.ModelInput.from_ints([1]), num_samples=1, sampling_params=params)
+        try:
+            service.wait(sample, f"sample from {name}")
+        except TinkerError as error:
+            if isinstance(error.__cause__, AssertionError):
+                raise TinkerError(f"tinker {sdk_version()} can't sample from {service.url}: {PAIRS}.") from error
+            raise

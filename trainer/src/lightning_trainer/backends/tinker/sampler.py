@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
-from lightning_trainer.backends.tinker.bill import Bill, Tokens
+from lightning_trainer.backends.tinker.bill import Bill, TokenCount
 from lightning_trainer.backends.tinker.errors import TinkerError
 from lightning_trainer.backends.tinker.service import Service, sdk
 from lightning_trainer.gateway.engine import Sampled, Sampling
@@ -138,7 +138,7 @@ class TinkerEngine:
                 tokens, logprobs, cached = await self._sample(client, prompt, sampling, most, seed)
             except TinkerError as error:
                 raise failed(str(error)) from error
-        self._bill.add(Tokens(prompt=len(prompt), cached=cached, sampled=len(tokens)))
+        self._bill.add(TokenCount(prompt=len(prompt), cached=cached, sampled=len(tokens)))
         yield self._answer(tokens, logprobs, sampling, version)
 
     async def _sample(

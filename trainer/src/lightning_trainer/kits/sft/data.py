@@ -17,7 +17,7 @@ from lightning_spans.schema.lenient_json import read_json
 from lightning_trainer.kits.export.asked import UnreadableError
 from lightning_trainer.kits.export.chat import Message, plain
 from lightning_trainer.run.datafiles.arrow import arrow_rows
-from lightning_trainer.run.datafiles.rows import FaultyRows, Row, json_lines, json_list
+from lightning_trainer.run.datafiles.rows import DataRow, FaultyRows, json_lines, json_list
 
 _ROLES: Final = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -110,7 +110,7 @@ def read_file(path: Path, left_out: Counter[str]) -> list[Example]:
     return found
 
 
-def _rows(path: Path) -> Iterator[tuple[Row, FaultyRows]]:
+def _rows(path: Path) -> Iterator[tuple[DataRow, FaultyRows]]:
     """Read the objects of a file, each with what counts those that are left out.
 
     Raises:
@@ -129,7 +129,7 @@ def _rows(path: Path) -> Iterator[tuple[Row, FaultyRows]]:
     faulty.finish()
 
 
-def _readers() -> dict[str, Callable[[Path], Iterator[Row]]]:
+def _readers() -> dict[str, Callable[[Path], Iterator[DataRow]]]:
     return {
         ".jsonl": json_lines,
         ".ndjson": json_lines,

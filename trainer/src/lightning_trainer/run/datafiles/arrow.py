@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from lightning_spans.errors import DataError
 from lightning_spans.schema.lenient_json import read_json
-from lightning_trainer.run.datafiles.rows import Row
+from lightning_trainer.run.datafiles.rows import DataRow
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,7 +30,7 @@ class _UnreadableTypeError(Exception):
 
 def arrow_rows(
     path: Path, columns: Collection[str] = (), needed: Collection[str] | None = None, *, sparse: bool = False
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """Read a Parquet file, or an Arrow stream such as `save_to_disk` writes.
 
     Args:
@@ -72,11 +72,11 @@ def _opened(path: Path, file: Any) -> tuple[pa.Schema, Callable[[list[str]], Ite
     return parquet.schema_arrow, lambda names: parquet.iter_batches(_BATCH, columns=names)
 
 
-def _row(where: str, line: dict[str, Any], decoders: Mapping[str, Decode | None]) -> Row:
+def _row(where: str, line: dict[str, Any], decoders: Mapping[str, Decode | None]) -> DataRow:
     try:
-        return Row(where, _record(line, decoders, sparse=False))
+        return DataRow(where, _record(line, decoders, sparse=False))
     except ValueError as error:
-        return Row(where, fault=f"not JSON in a column of JSON: {error}")
+        return DataRow(where, fault=f"not JSON in a column of JSON: {error}")
 
 
 def _record(record: dict[str, Any], decoders: Mapping[str, Decode | None], *, sparse: bool) -> dict[str, Any]:

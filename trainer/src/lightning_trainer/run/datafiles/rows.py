@@ -20,7 +20,7 @@ _warned: set[str] = set()  # a command may read a file more than once
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One row of a data file.
 
     Attributes:
@@ -44,7 +44,7 @@ class FaultyRows:
     def __init__(self, path: Path) -> None:
         self._path, self._shown, self._bad, self._good = path, list[str](), 0, 0
 
-    def readable(self, rows: Iterator[Row]) -> Iterator[Row]:
+    def readable(self, rows: Iterator[DataRow]) -> Iterator[DataRow]:
         """Yield the rows that can be read. Call `finish` after the last."""
         for row in rows:
             if row.fault is None:
@@ -53,7 +53,7 @@ class FaultyRows:
             else:
                 self.add(row.where, row.fault)
 
-    def reject(self, row: Row, why: str) -> None:
+    def reject(self, row: DataRow, why: str) -> None:
         """Count a row that was readable as one that is left out."""
         self._good -= 1
         self.add(row.where, why)
@@ -92,19 +92,19 @@ def finite(value: Any) -> Any:
     return [finite(each) for each in value] if isinstance(value, list) else value
 
 
-def json_lines(path: Path) -> Iterator[Row]:
+def json_lines(path: Path) -> Iterator[DataRow]:
     """Read an object a line. Only a line feed ends a line: JSON strings may hold U+2028."""
     for number, line in enumerate(_bytes(path).split(b"\n"), 1):
         if line.strip(b" \t\r\n\xef\xbb\xbf"):
             try:
                 yield _object(path, read_json(line), f"line {number}")
             except UnicodeDecodeError:
-                yield Row(f"line {number}", fault="not UTF-8 text. Save the file as UTF-8")
+                yield DataRow(f"line {number}", fault="not UTF-8 text. Save the file as UTF-8")
             except ValueError as error:
-                yield Row(f"line {number}", fault=f"not JSON: {error}")
+                yield DataRow(f"line {number}", fault=f"not JSON: {error}")
 
 
-def json_list(path: Path) -> Iterator[Row]:
+def json_list(path: Path) -> Iterator[DataRow]:
     """Read a list of objects.
 
     Raises:
@@ -128,7 +128,7 @@ def json_list(path: Path) -> Iterator[Row]:
         yield _object(path, item, f"item {number} of the list")
 
 
-def csv_rows(path: Path) -> Iterator[Row]:
+def csv_rows(path: Path) -> Iterator[DataRow]:
     """Read a table with a header; every value is text.
 
     Raises:
@@ -147,9 +147,9 @@ def csv_rows(path: Path) -> Iterator[Row]:
         _check_header(path, names)
         for row in reader:
             if None in row or None in row.values():
-                yield Row(f"line {reader.line_num}", fault=f"not {len(names)} values, as the header has")
+                yield DataRow(f"line {reader.line_num}", fault=f"not {len(names)} values, as the header has")
             else:
-                yield Row(f"line {reader.line_num}", dict(row))
+                yield DataRow(f"line {reader.line_num}", dict(row))
     except csv.Error as error:
         raise DataError(f"data file {path}, line {reader.reader.line_num}: not CSV: {error}.") from None
 
@@ -167,11 +167,11 @@ def _line(content: bytes, place: int) -> int:
     return content.count(b"\n", 0, place) + 1
 
 
-def _object(path: Path, value: Any, where: str) -> Row:
+def _object(path: Path, value: Any, where: str) -> DataRow:
     if isinstance(value, dict):
-        return Row(where, value)
+        return DataRow(where, value)
     do = " A list of rows is a .json file." if isinstance(value, list) and path.suffix != ".json" else ""
-    return Row(where, fault=f'a row must be an object such as {{"question": ...}}, not {str(value)[:60]!r}.{do}')
+    return DataRow(where, fault=f'a row must be an object such as {{"question": ...}}, not {str(value)[:60]!r}.{do}')
 
 
 def _check_header(path: Path, names: Sequence[str]) -> None:

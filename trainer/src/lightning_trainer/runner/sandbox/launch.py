@@ -22,7 +22,7 @@ _NO_SITE: Final = ("-I", "-S", "-B")  # nothing of the folder or the environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SandboxPlan:
     """A command that is to be started in a sandbox.
 
     Attributes:
@@ -59,7 +59,7 @@ class Plan:
         return {**self.environment, **own}
 
 
-def bubblewrap(plan: Plan) -> tuple[list[str], dict[str, str]]:
+def bubblewrap(plan: SandboxPlan) -> tuple[list[str], dict[str, str]]:
     """Return the words and the environment of `bwrap`. Keys are in the environment: every user can read the words."""
     words = ["bwrap", "--unshare-all", "--die-with-parent", "--hostname", "sandbox", "--cap-drop", "ALL", *_system()]
     words += ["--proc", "/proc", *_kernel(), "--dev", "/dev"]
@@ -71,7 +71,7 @@ def bubblewrap(plan: Plan) -> tuple[list[str], dict[str, str]]:
     return [*words, "--", os.path.realpath(sys.executable), *plan.starter], plan.variables
 
 
-def container(program: str, plan: Plan) -> tuple[list[str], dict[str, str]]:
+def container(program: str, plan: SandboxPlan) -> tuple[list[str], dict[str, str]]:
     """Return the words and the environment of `docker run` or `podman run`. The variables are passed by name."""
     words = [program, "run", "--rm", "--interactive", "--name", plan.name, "--pull", "never", "--network", "none"]
     words += ["--read-only", "--tmpfs", f"/tmp:rw,exec,nosuid,mode=1777,size={plan.most_bytes}"]  # noqa: S108

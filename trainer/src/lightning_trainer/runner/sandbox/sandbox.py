@@ -17,7 +17,7 @@ from typing import Final
 from lightning_spans.schema.attempts import Attempt
 from lightning_trainer.runner.environment import without_keys
 from lightning_trainer.runner.sandbox.door import Door, inside
-from lightning_trainer.runner.sandbox.launch import Plan, bubblewrap, container
+from lightning_trainer.runner.sandbox.launch import SandboxPlan, bubblewrap, container
 from lightning_trainer.runner.sandbox.mounts import expand_paths, shared_objects
 from lightning_trainer.work import BUBBLEWRAP, Work
 
@@ -69,7 +69,7 @@ class Sandbox:
     def _launch(
         self, words: Sequence[str], given: Mapping[str, str], door: Door, name: str
     ) -> tuple[list[str], dict[str, str]]:
-        plan = Plan(
+        plan = SandboxPlan(
             words=words,
             environment={**self._environment, **given},
             folder=self._folder,

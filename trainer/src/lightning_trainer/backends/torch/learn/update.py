@@ -105,7 +105,7 @@ def update(
     corrected: dict[str, float] = {}
     if options.old_logprobs == "recompute":
         old = [token_logprobs(model, part.packed)[0] for part in parts]
-        parts, corrected = _corrected(parts, old, options)
+        parts, corrected = _weigh_tokens(parts, old, options)
     if policy.value is not None:
         parts = _judged(model, policy.value, parts, references, options)
     sums: Counter[str] = Counter()
@@ -166,7 +166,7 @@ def minibatches(rows: Sequence[Row], options: TorchOptions, steps: int) -> list[
     return [[rows[r] for r in sorted(own)] for own in np.array_split(order, min(options.minibatches, len(rows) or 1))]
 
 
-def _corrected(
+def _weigh_tokens(
     parts: Sequence[_MicroBatch], old: Sequence[Tensor], options: TorchOptions
 ) -> tuple[list[_MicroBatch], dict[str, float]]:
     """Weigh tokens by the trainer's probability over the recorded one: `losses.importance_weights`."""
