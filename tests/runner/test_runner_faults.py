@@ -33,6 +33,11 @@ from lightning_spans.record.context import current_attempt
 
 async def run(task):
     how = task.get("how")
+    if how == "wait":
+        while not Path("go").exists():
+            await asyncio.sleep(0.01)
+    if how in ("block", "lock", "loop"):
+        Path("go").touch()  # who waits can end now, but for this one
     if how == "block":
         time.sleep(task["s"])
     if how == "lock":
@@ -114,10 +119,11 @@ def ends(store: Store, ids: list[str]) -> list[list[str]]:
 
 
 def test_worker_killed_from_outside_costs_no_try_of_those_in_company(store: Store, folder: Path) -> None:
-    ids = enqueue(store, [{"sleep": 0.5} for _ in range(6)], max_attempts=1)
+    ids = enqueue(store, [{"how": "wait"} for _ in range(6)], max_attempts=1)
     with running(store, JOB, folder) as runner:
         until(lambda: all(r.status == "running" for r in store.rollouts(rollout_ids=ids)))
         os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
+        (folder / "go").touch()
         assert ends(store, ids) == [["disturbed", "succeeded"]] * 6
 
 
@@ -130,7 +136,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_attempt_that_keeps_others_waiting_runs_again_alone_and_may_take_its_time(store: Store, folder: Path) -> None:
-    patient = enqueue(store, [{"sleep": 0.1}, {"sleep": 0.1}], max_attempts=1)
+    patient = enqueue(store, [{"how": "wait"}, {"how": "wait"}], max_attempts=1)
     holds = enqueue(store, [{"how": "block", "s": 6}], max_attempts=1, timeout_s=600.0)
     with running(store, JOB, folder, concurrency=3):
         [[held, alone]] = results(store, holds)
@@ -144,7 +150,7 @@ def test_attempt_that_keeps_others_waiting_runs_again_alone_and_may_take_its_tim
 @pytest.mark.parametrize("how", ["lock", "loop"])
 def test_attempt_that_never_ends_keeps_nobody_waiting(store: Store, folder: Path, how: str) -> None:
     holds = enqueue(store, [{"how": how}], max_attempts=1, timeout_s=600.0)
-    others = enqueue(store, [{"sleep": 0.1} for _ in range(8)], max_attempts=1, timeout_s=600.0)
+    others = enqueue(store, [{"how": "wait"} for _ in range(8)], max_attempts=1, timeout_s=600.0)
     with running(store, JOB, folder):
         assert [each[-1] for each in ends(store, others)] == ["succeeded"] * 8
         assert [one.status for one in store.attempts(rollout_ids=holds)][1:] in ([], ["running"])
@@ -153,7 +159,7 @@ def test_attempt_that_never_ends_keeps_nobody_waiting(store: Store, folder: Path
 @pytest.mark.usefixtures("impatient")
 def test_attempt_that_never_ends_is_the_one_that_fails(store: Store, folder: Path) -> None:
     holds = enqueue(store, [{"how": "lock"}], max_attempts=1, timeout_s=8.0)
-    others = enqueue(store, [{"sleep": 0.1} for _ in range(3)], max_attempts=1)
+    others = enqueue(store, [{"how": "wait"} for _ in range(3)], max_attempts=1)
     with running(store, JOB, folder):
         assert ends(store, holds + others) == [["disturbed", "timeout"], *[["disturbed", "succeeded"]] * 3]
 
@@ -166,10 +172,11 @@ def test_command_that_is_killed_fails_if_it_happens_again(store: Store, folder: 
 
 
 def test_worker_killed_from_outside_costs_no_try_of_the_one_that_ran_alone(store: Store, folder: Path) -> None:
-    ids = enqueue(store, [{"sleep": 0.5}], max_attempts=1)
+    ids = enqueue(store, [{"how": "wait"}], max_attempts=1)
     with running(store, JOB, folder) as runner:
         until(lambda: all(r.status == "running" for r in store.rollouts(rollout_ids=ids)))
         os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
+        (folder / "go").touch()
         assert ends(store, ids) == [["disturbed", "succeeded"]]
 
 
@@ -291,10 +298,11 @@ def test_worker_that_can_not_be_started_is_tried_again(
         return await start(*args, **options)
 
     monkeypatch.setattr(WorkerProcess, "start", stingy)
-    ids = enqueue(store, [{"sleep": 0.3} for _ in range(2)], max_attempts=1)
+    ids = enqueue(store, [{"how": "wait"} for _ in range(2)], max_attempts=1)
     with running(store, JOB, folder) as runner:
         until(lambda: all(r.status == "running" for r in store.rollouts(rollout_ids=ids)))
         os.kill(int(runner.describe().split()[1]), signal.SIGKILL)
+        (folder / "go").touch()
         assert ends(store, ids) == [["disturbed", "succeeded"]] * 2
     assert refused
 
