@@ -19,6 +19,7 @@ import pytest
 from lightning_spans.record.delivery import outbox as spool_module
 from lightning_spans.record.delivery.deliver import BatchRefusedError, BusyError, Delivery, Destination
 from lightning_spans.record.delivery.http import HttpResponse
+from lightning_spans.record.delivery.journal import Journal
 from lightning_spans.record.delivery.otlp import PROTOBUF
 from lightning_spans.record.delivery.outbox import STALE_S, Spool, line_of
 from lightning_spans.record.delivery.sink import BatchSink
@@ -113,9 +114,35 @@ def test_what_waits_for_the_own_store_is_delivered_before_what_waits_for_others(
 ) -> None:
     for number, url in enumerate(("http://slow", "store:own", "store:other", "http://slow", "store:own")):
         spool.append(url, None, [make(number)])
-    BatchSink(receivers, route=lambda _: [], spool=spool, own="store:own").close()
+    BatchSink(receivers, route=lambda _: [], spool=spool, own=Destination("store:own")).close()
     assert receivers.got == [("store:own", 1), ("store:own", 4), ("http://slow", 0), ("http://slow", 3)]
     assert spool.pending() == 1  # of the other store
+
+
+def test_the_key_of_the_own_server_is_not_written_and_the_next_process_sends_its_own(
+    receivers: Receivers, spool: Spool, tmp_path: Path
+) -> None:
+    server = Destination("http://server/v1/traces", "live-secret", own=True)
+    receivers.down.add(server.url)
+    journal = Journal(Spool(tmp_path / "journal"))
+    journal.write([server], make(0))
+    sink = BatchSink(receivers, route=lambda _: [server], spool=spool, own=server)
+    sink.put(make(1), None)
+    sink.close()
+    for folder in (spool.folder, tmp_path / "journal"):
+        written = b"".join(path.read_bytes() for path in folder.iterdir())
+        assert (b"http://server" in written, b"live-secret" in written) == (True, False)
+    journal.close()
+    sent: list[Destination] = []
+
+    def deliver(destination: Destination, _: object) -> None:
+        sent.append(destination)
+
+    for other in (Destination("http://elsewhere/v1/traces", "new", own=True), replace(server, key=None)):
+        BatchSink(deliver, route=lambda _: [], spool=spool, own=other).close()
+        assert (sent, spool.pending()) == ([], 1)  # no other server gets it, and none without a key
+    BatchSink(deliver, route=lambda _: [], spool=spool, own=replace(server, key="new")).close()
+    assert ([to.key for to in sent], spool.pending()) == (["new"], 0)
 
 
 def test_the_first_line_is_delivered_before_all_others(spool: Spool) -> None:

@@ -216,7 +216,7 @@ def _open_pipeline(told: Options) -> Pipeline:
     live = live_pipeline()
     if live is not None:
         return live
-    from lightning_spans.record.delivery.deliver import Delivery, own_store
+    from lightning_spans.record.delivery.deliver import Delivery
     from lightning_spans.record.delivery.outbox import Spool
     from lightning_spans.record.delivery.sink import BatchSink, default_spool
     from lightning_spans.record.instrument.patches import Undo
@@ -232,13 +232,13 @@ def _open_pipeline(told: Options) -> Pipeline:
     _load_store(options)
     production = read_live()
     delivery = Delivery(lambda: _open_store(options.store), collector=options.otlp)
-    spool = Spool(default_spool())
+    own, spool = _own(options.store), Spool(default_spool())
     keeps = production.keeps if production.rate < 1 else None
     prepare = production.prepare if production != Live() else None
     sink = BatchSink(
         delivery,
-        route=_route(options),
-        own=own_store(options.store),
+        route=_route(options, own),
+        own=own,
         spool=spool,
         keeps=keeps,
         prepare=prepare,
@@ -307,15 +307,20 @@ def _open_store(url: str) -> Store:
     return open_store(url)
 
 
-def _route(options: Options) -> Callable[[Attempt | None], list[Destination]]:
+def _own(store: str) -> Destination:
+    """Return the process's own store as a destination. A server takes spans as OTLP, for which a live key is enough."""
     from lightning_spans.record.delivery.deliver import Destination, own_store
     from lightning_spans.store.keys import read_bearer
 
-    # A server takes them as OTLP, for which a live key is enough.
-    own = Destination(own_store(options.store))
-    if options.store.startswith(("http://", "https://")):
+    if store.startswith(("http://", "https://")):
         key = read_bearer(os.environ.get("LIGHTNING_KEY"), "LIGHTNING_KEY")
-        own = Destination(f"{options.store.rstrip('/')}/v1/traces", key)
+        return Destination(f"{store.rstrip('/')}/v1/traces", key, own=True)
+    return Destination(own_store(store), own=True)
+
+
+def _route(options: Options, own: Destination) -> Callable[[Attempt | None], list[Destination]]:
+    from lightning_spans.record.delivery.deliver import Destination
+
     extra = [Destination(options.otlp)] if options.otlp and options.tracer == "embedded" else []
 
     def route(attempt: Attempt | None) -> list[Destination]:

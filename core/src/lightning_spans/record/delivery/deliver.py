@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lightning_spans")
 _OWN: Final = "store:"
+OWN_KEY: Final = "$own"
+"""Written to the spool instead of the key of the process's own server: the next process has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,17 @@ class Destination:
     Attributes:
         url: an OTLP/HTTP endpoint; `own_store` or None: the process's own store.
         key: bearer key; None: none is sent.
+        own: whether it is the store that this process was given, and its key.
     """
 
     url: str | None = None
     key: str | None = None
+    own: bool = False
+
+    @property
+    def written_key(self) -> str | None:
+        """What is written to disk for the key: a live key is not, the key of one attempt is."""
+        return OWN_KEY if self.own and self.key is not None else self.key
 
     @property
     def remote(self) -> bool:

@@ -49,7 +49,7 @@ class Journal:
 
     def write(self, destinations: Sequence[Destination], span: Span) -> None:
         """Write down a span for each place that it goes to."""
-        lines = b"".join(self._spool.body(to.url, to.key, [span]) + b"\n" for to in destinations)
+        lines = b"".join(self._spool.body(to.url, to.written_key, [span]) + b"\n" for to in destinations)
         try:
             file = self._open() if self._file is None else self._file
             if os.write(file, lines) < len(lines):

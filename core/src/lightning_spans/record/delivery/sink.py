@@ -22,7 +22,7 @@ from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from lightning_spans.record.delivery.deliver import BatchRefusedError, BusyError, Destination
+from lightning_spans.record.delivery.deliver import OWN_KEY, BatchRefusedError, BusyError, Destination
 from lightning_spans.record.delivery.ended import CLOSE_S, EndedSpan
 from lightning_spans.record.delivery.journal import Journal
 from lightning_spans.record.delivery.outbox import Spool, line_of
@@ -76,8 +76,8 @@ class BatchSink:
         deliver: sends one batch, and raises when it could not; `BatchRefusedError` when it never can. See `Deliver`.
         route: gives the destinations of a span: usually the training side of its attempt, else the own store.
         spool: keeps on disk what could not be delivered.
-        own: the URL of the process's own store as a destination. It is the fastest to take spans, so it waits for no
-            other; and what is spooled for another process's store is left to that.
+        own: the process's own store as a destination. It waits for no other; what is spooled for another process's
+            store is left to that, and what is spooled without its key is sent to this destination only.
         queue_size: spans that may wait; more are dropped and counted.
         keeps: whether a span is recorded at all; the rest is counted.
         prepare: masks what must not leave the process, before anything is sent or spooled; one that raises drops its
@@ -91,7 +91,7 @@ class BatchSink:
         *,
         route: Callable[[Attempt | None], Sequence[Destination]],
         spool: Spool,
-        own: str | None = None,
+        own: Destination | None = None,
         queue_size: int = QUEUE_SIZE,
         keeps: Callable[[Span | EndedSpan, Attempt | None], bool] | None = None,
         prepare: Callable[[Span, Attempt | None], Span] | None = None,
@@ -101,7 +101,7 @@ class BatchSink:
         self._route = route
         self._spool = spool
         self._journal = Journal(spool)
-        self._own = own
+        self._own = Destination() if own is None else own
         self._trying: Destination | None = None
         self._queue_size = queue_size
         self._keeps = keeps
@@ -317,7 +317,7 @@ class BatchSink:
 
     def _keep(self, destination: Destination, spans: Sequence[Span]) -> int:
         with waiting("spool write", f"the disk of {self._spool.folder}"):
-            kept = self._spool.append(destination.url, destination.key, spans)
+            kept = self._spool.append(destination.url, destination.written_key, spans)
         self.counts.spooled += kept
         return kept
 
@@ -349,8 +349,13 @@ class BatchSink:
 
     def _replay(self) -> None:
         def send(url: str | None, key: str | None, spans: Sequence[Span]) -> bool:
-            destination = Destination(url, key)
-            if url is not None and url != self._own and not destination.remote:  # it is for another process's store
+            own = self._own if url == self._own.url else None
+            destination = own if own is not None and key == OWN_KEY else Destination(url, key)
+            if own is None and url is not None and (key == OWN_KEY or not destination.remote):  # of another process
+                self._lines[line_of(url)].retry_at = math.inf
+                return False
+            if key == OWN_KEY and destination.key is None:
+                self._warn(f"LIGHTNING_KEY is not set: what {self._spool.folder} holds for {url} waits there")
                 self._lines[line_of(url)].retry_at = math.inf
                 return False
             self.counts.retried += len(spans)
@@ -358,7 +363,7 @@ class BatchSink:
 
         try:
             self._spool.replay(
-                send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at, first=line_of(self._own)
+                send, ready=lambda line: time.monotonic() >= self._lines[line].retry_at, first=line_of(self._own.url)
             )
         except OSError as error:  # what waits there goes on waiting
             self._warn(f"the spool {self._spool.folder} can't be read: {error}")
