@@ -288,6 +288,30 @@ def engines(session: nox.Session) -> None:
         session.run("pytest", "tests/engines/test_real_vllm.py", *session.posargs)
 
 
+def find_python(version: str) -> str:
+    """Return the newest Python of a version that pyenv has, which need not be on the path; otherwise the version."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = sorted(pyenv.glob(f"versions/{version}.*/bin/python"))
+    return str(found[-1]) if found else version
+
+
+@nox.session(python=find_python("3.12"))
+def skyrl(session: nox.Session) -> None:
+    """Make the environment of the server that `tinker` trains on: SkyRL with JAX, 6 GB."""
+    session.install("skyrl[tinker,jax]==0.4.0", "aiohttp")
+
+
+@nox.session
+def tinker(session: nox.Session) -> None:
+    """Train on SkyRL's Tinker server on a CPU: gradients, two adapters, two runs, a kill. Run `nox -s skyrl` first."""
+    install(session, *TEST, "tinker>=0.25,<0.26", trainer=True)
+    found = sorted(Path(session.virtualenv.location).parent.glob("skyrl*/bin/python"))
+    if not found:
+        session.error("there is no environment with SkyRL. Run: nox -s skyrl")
+    env = {"SKYRL_PYTHON": str(found[-1]), "SKYRL_CACHE": str(session.cache_dir.resolve() / "jax")}
+    session.run("pytest", "tests/tinker", *session.posargs, env=env)
+
+
 @nox.session
 def gpu(session: nox.Session) -> None:
     """Train the demo on an NVIDIA GPU with each backend, and measure; what we add is measured beside plain verl."""
@@ -383,6 +407,8 @@ def full(session: nox.Session) -> None:
     session.notify("chaos", ["--kills", "2000", "--pauses", "8"])
     session.notify("verl", ["-v"])
     session.notify("engines")
+    session.notify("skyrl")
+    session.notify("tinker")
 
 
 @nox.session(python=False)
