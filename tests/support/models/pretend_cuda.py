@@ -138,6 +138,8 @@ def installed() -> Iterator[None]:
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch, "tensor", _tensor),
         mock.patch.object(torch.cuda, "_lazy_init", return_value=None),
+        mock.patch.object(torch.cuda, "max_memory_allocated", return_value=2**30),
+        mock.patch.object(torch.cuda, "reset_peak_memory_stats", return_value=None),
         mock.patch.object(threading.Thread, "run", in_mode(threading.Thread.run)),
         _Mode(),
     ):

@@ -159,6 +159,11 @@ class EngineKind(Protocol):
         ...
 
 
+def samples_apart(engine: Engine) -> bool:
+    """Return whether an engine samples during an update: one that can end by itself has weights of its own."""
+    return getattr(engine, "check", None) is not None
+
+
 def check_engines(engines: Sequence[Engine]) -> None:
     """Raise what has ended an engine for good: its method ``check``, where it has one.
 

@@ -77,6 +77,7 @@ class Probe:
         trained: names of the agents that would be trained.
         load_seconds: until the model answered.
         memory: most bytes that this process took, the update included.
+        gpu_memory: most bytes of the learner's tensors on its GPU during the update; 0 without a GPU.
     """
 
     tried: Sequence[Tried]
@@ -92,6 +93,7 @@ class Probe:
     trained: Sequence[str] = ()
     load_seconds: float = 0.0
     memory: int = 0
+    gpu_memory: int = 0
 
     @property
     def signal(self) -> float:
@@ -144,6 +146,7 @@ def forecast(probe: Probe, plan: Plan) -> dict[str, Any]:
         "seconds_run": round(probe.load_seconds + plan.steps * step + plan.validations * validation, 1),
         "steps": plan.steps,
         "memory_bytes": probe.memory,
+        "gpu_memory_bytes": probe.gpu_memory,
         "checkpoint_bytes": plan.checkpoint,
         "disk_bytes": plan.disk,
         "gpu": {name: _gpu(size, probe, plan, scale) for name, size in _SIZES.items()},
@@ -203,6 +206,8 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         f"the run: {facts['steps']} steps, {_duration(facts['seconds_run'])} here",
         f"memory: {facts['memory_bytes'] / 1e9:.1f} GB of this process, measured; the agent's workers come to it",
     ]
+    if facts["gpu_memory_bytes"]:
+        found.append(f"GPU memory: {facts['gpu_memory_bytes'] / 1e9:.1f} GB of the learner's tensors, measured")
     if facts["disk_bytes"] is not None:
         found.append(
             f"disk: {facts['disk_bytes'] / 1e9:.2f} GB at most, {facts['checkpoint_bytes'] / 1e9:.2f} GB a checkpoint"

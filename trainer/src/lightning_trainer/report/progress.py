@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol
 
+from lightning_trainer.report.speed.waits import longest_wait
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
@@ -207,7 +208,9 @@ def one_line(metrics: Mapping[str, float]) -> str:
     ]
     earned = [f"reward {decimal(metrics['reward'])}"] if "reward" in metrics else []
     parts = [f"{name} {metrics[name]:{form}}" for name, form in shown.items() if name in metrics]
-    return printable("  ".join([*earned, *agents, *parts]))
+    longest = longest_wait(metrics)
+    waited = [] if longest is None else [f"waited for {longest[0]} {longest[1]:.1f}"]
+    return printable("  ".join([*earned, *agents, *parts, *waited]))
 
 
 def bar(done: int, total: int, width: int = 60) -> str:

@@ -13,12 +13,20 @@ from lightning_spans.errors import ConfigError, LightningError, NothingToLearnEr
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.backend_protocol import Learner, OpenRun
 from lightning_trainer.choices import SELF
+from lightning_trainer.engines.contract import samples_apart
 from lightning_trainer.policies import BASE
 from lightning_trainer.report import learned_tokens, step_metrics
 from lightning_trainer.report.agents import not_heard
 from lightning_trainer.report.answers import MOST_FREQUENT, of_answers
 from lightning_trainer.report.failures import where_calls_go
 from lightning_trainer.report.metrics import Kind, best_step
+from lightning_trainer.report.speed.waits import (
+    WAITED_FOR,
+    divide_step,
+    longest_wait,
+    name_bottleneck,
+    time_rollouts,
+)
 from lightning_trainer.report.step_notes import all_flat, how_they_count, no_rows, score_line
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.algorithms import algorithm_by_name
@@ -69,6 +77,7 @@ class Loop:
         self._whole = True  # whether weights and state belong together
         self._began = time.monotonic()
         self._seconds_before = state.seconds
+        self._first = state.step
 
     def run(self) -> None:
         """Take all steps, with validation and checkpoints; steps taken are saved when it is stopped or fails, too."""
@@ -147,21 +156,23 @@ class Loop:
         config, step, began = self._run.config, self.state.step, time.monotonic()
         self._fresh = set()
         collection = self._collection
-        places, outcomes = collection.places(step), collection.of_step(step)
+        places, from_ns = collection.places(step), time.time_ns()
+        outcomes = collection.of_step(step)
         self._hear()
-        rolled_s = time.monotonic() - began
+        rolled_s, windows = time.monotonic() - began, [(from_ns, time.time_ns())]
         traces = step_metrics.TraceCache(collection.traces)
         forks, of_forks = self._fork(outcomes, traces)
         ages = {engine.model: engine.version for engine in self._learner.engines}
 
         def roll(count: int, number: int) -> list[Outcome]:
             nonlocal rolled_s
-            again = time.monotonic()
+            again, from_ns = time.monotonic(), time.time_ns()
             more = other_tasks(count, places, len(self._run.tasks), f"{config.seed}/{step}/{number}")
             places.extend(more)
             what = f"rollouts for {count} groups without contrast"
             found = collection.roll_out(collection.plan(more, f"t{step}r{number}"), what, step)
             rolled_s += time.monotonic() - again
+            windows.append((from_ns, time.time_ns()))
             return found
 
         batch, outcomes = with_contrast(
@@ -195,8 +206,11 @@ class Loop:
             "adapt_seconds": adapted_s,
             "seconds": time.monotonic() - began,
         }
-        self._log("train", step, metrics, {MOST_FREQUENT: frequent})
+        metrics |= divide_step(time_rollouts(outcomes, own, windows), metrics)
+        longest, _ = longest_wait(metrics) or ("", 0.0)
+        self._log("train", step, metrics, {MOST_FREQUENT: frequent, WAITED_FOR: longest})
         self._run.progress.step(step, metrics)
+        self._name_bottleneck()
         self._tell(batch.account, outcomes)
         self._advance(batch, result)
         if step == 0:
@@ -250,6 +264,13 @@ class Loop:
         """Keep numbers, and show the alarms that stand after them."""
         self._run.log.add(kind, step, metrics, facts)
         self._run.progress.alarms([alarm.text for alarm in self._run.log.alarms])
+
+    def _name_bottleneck(self) -> None:
+        steps = [line for line in self._run.log.lines("train") if line["step"] >= self._first]
+        apart = samples_apart(self._learner.engine)
+        text = name_bottleneck(steps, self._run.config, samples_apart=apart)
+        if text is not None:
+            self._run.progress.note(text)
 
     def _hear(self) -> None:
         """Remember which agents were heard of."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from lightning_trainer.report.agents import nothing_captured
 from lightning_trainer.report.failures import last_error, where_calls_go
 from lightning_trainer.report.forecast import Probe, Tried
 from lightning_trainer.report.progress import Progress
+from lightning_trainer.report.speed.memory import process_peak
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.grpo import GRPO
 from lightning_trainer.rl.rewards import installed, read_rules
@@ -106,8 +106,8 @@ def probe(
         )
         loaded = time.monotonic() - began
         ran = _run(config, [tasks[place] for place in places], session, judge, progress)
-        learned = _learn(learner, ran.rows, progress) if update else 0.0
-        return _found(config, places, ran, load_seconds=loaded, update_seconds=learned)
+        learned = _learn(learner, ran.rows, progress) if update else {}
+        return _found(config, places, ran, load_seconds=loaded, learned=learned)
 
 
 def _run(
@@ -148,18 +148,18 @@ def _run(
     )
 
 
-def _learn(learner: Learner, rows: Sequence[Row], progress: Progress) -> float:
-    """Return the seconds of an update; 0 where no row has a gradient."""
+def _learn(learner: Learner, rows: Sequence[Row], progress: Progress) -> dict[str, float]:
+    """Return the metrics of an update, with its `update_seconds`; none where no row has a gradient."""
     if not any(row.has_gradient for row in rows):
-        return 0.0
+        return {}
     progress.phase(f"learning from {len(rows)} rows, to be thrown away")
     began = time.monotonic()
-    learner.update(rows)
-    return time.monotonic() - began
+    metrics = learner.update(rows)
+    return {**metrics, "update_seconds": time.monotonic() - began}
 
 
 def _found(
-    config: TrainConfig, places: Sequence[int], ran: _Ran, *, load_seconds: float, update_seconds: float
+    config: TrainConfig, places: Sequence[int], ran: _Ran, *, load_seconds: float, learned: Mapping[str, float]
 ) -> Probe:
     paths = [node.path for trace in ran.traces for node in trace.chats]
     calls = Counter("(no name)" if path is None else label(path, config.agents) for path in paths)
@@ -169,7 +169,7 @@ def _found(
         tried=_tried(ran, places, config),
         rollouts=len(ran.outcomes),
         rollout_seconds=ran.seconds,
-        update_seconds=update_seconds,
+        update_seconds=learned.get("update_seconds", 0.0),
         tokens_prompt=sum(prompt for prompt, _ in used),
         tokens_generated=sum(answer for _, answer in used),
         tokens_in_rows=sum(len(row.tokens) for row in ran.rows),
@@ -178,7 +178,8 @@ def _found(
         earned=score(ran.outcomes, config.failed).by_agent,
         trained=sorted({label(path, chosen) for path in paths if path is not None and selects(chosen, path)}),
         load_seconds=load_seconds,
-        memory=_peak(),
+        memory=process_peak(),
+        gpu_memory=int(learned.get("gpu_memory_bytes", 0)),
     )
 
 
@@ -205,13 +206,3 @@ def _tried(ran: _Ran, places: Sequence[int], config: TrainConfig) -> list[Tried]
         failed = sum(o.attempt is None for o in own)
         found.append(Tried(place=place, rewards=tuple(rewards), contrast=teaches, failed=failed))
     return found
-
-
-def _peak() -> int:
-    """Return the most memory that this process took, in bytes; 0 where the system does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, engi
 from lightning_trainer.backends.torch.learn.candidates import likeliest
 from lightning_trainer.backends.torch.learn.policy import Policy, reference
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
+from lightning_trainer.backends.torch.learn.speed import flops_utilisation, peak_memory
 from lightning_trainer.backends.torch.learn.update import penalties, row_logprobs, update
 from lightning_trainer.backends.torch.model.load import LoadedModel, load
 from lightning_trainer.backends.torch.options import make_options
@@ -121,11 +123,21 @@ class TorchLearner:
             parts = by_adapter(rows, self.options) if self.options.adapters else {next(iter(known)): list(rows)}
             checks = [self._check_of(policy, own) for policy, own in parts.items()]
             found = {policy: self._step(self._adapter(policy), own) for policy, own in parts.items()}
+            began = time.perf_counter()
             self._engine.publish({policy: known[policy] + 1 for policy in found}, self._write)
         for check in filter(None, checks):
             check.confirm(self._engine, self.logprobs)
+        weights_s = time.perf_counter() - began
         metrics = combined(found) if self.options.adapters else next(iter(found.values()))
-        return without_older(metrics, parts, known) | engine_gaps(parts, self._seen, known) | threads
+        gaps = engine_gaps(parts, self._seen, known)
+        return without_older(metrics, parts, known) | gaps | threads | self._speed(metrics, weights_s)
+
+    def _speed(self, metrics: Mapping[str, float], weights_s: float) -> dict[str, float]:
+        """Return seconds of sending weights, memory and, where it is known, utilisation of an update."""
+        tokens = metrics.get("packed_tokens", 0.0) * self.options.update_epochs
+        used = flops_utilisation(self._model, tokens, metrics.get("seconds", 0.0), frozen=self.options.lora_rank > 0)
+        speed = {"weights_seconds": weights_s, **peak_memory(self._model.shape.device)}
+        return speed if used is None else {**speed, "mfu": used}
 
     def _adapter(self, policy: str) -> str | None:
         return policy if self.options.adapters else None

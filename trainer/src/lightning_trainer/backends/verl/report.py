@@ -18,6 +18,7 @@ _NAMES: Final = {
     "actor/pg_clipfrac": "clip_fraction",
     "actor/kl_loss": "kl",
     "actor/entropy": "entropy",
+    "perf/mfu/actor": "mfu",
     "timing_s/step": "seconds",
     "timing_s/gen": "rollout_seconds",
     "timing_s/old_log_prob": "logprob_seconds",

@@ -1,0 +1,15 @@
+"""Memory of this process."""
+
+from __future__ import annotations
+
+import sys
+
+
+def process_peak() -> int:
+    """Return the most memory that this process has used, in bytes; 0 where the system does not report it."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
