@@ -271,6 +271,23 @@ def test_a_full_disk_keeps_spans_in_memory_until_there_is_room(
     assert receivers.at("http://x") == list(range(101))
 
 
+def test_a_file_system_without_locks_is_told_and_costs_nothing(
+    receivers: Receivers, spool: Spool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    spool.append("http://x", None, [make(0)])
+    with monkeypatch.context() as network:
+        network.setattr("fcntl.lockf", refuse)
+        sink = BatchSink(receivers, route=lambda _: [Destination("http://x")], spool=spool)
+        sink.put(make(1), None)
+        sink.close()
+    assert "No locks available: its file system has no locks. Set LIGHTNING_SPOOL" in caplog.text
+    BatchSink(receivers, route=lambda _: [], spool=spool).close()
+    assert (receivers.at("http://x"), spool.pending()) == ([0, 1], 0)
+
+
 def test_a_full_disk_at_the_end_is_told(
     receivers: Receivers, spool: Spool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,8 +39,9 @@ def held(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(in_use(folder)) from None
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} can't be locked: {error.strerror}. Choose --out.") from None
+    except (OSError, NotImplementedError) as error:
+        why = getattr(error, "strerror", None) or "its file system has no locks"
+        raise ConfigError(f"the folder {folder} can't be locked: {why}. Choose --out, on a local disk.") from None
     try:
         since = dt.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         (folder / HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since},")

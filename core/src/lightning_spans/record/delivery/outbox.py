@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -279,14 +280,21 @@ def _sync(folder: Path) -> None:
 
 
 def hold(file: int) -> bool:
-    """Lock an open file for this process, as long as it is open; False where another process has it."""
+    """Lock an open file for this process, as long as it is open; False where another process has it.
+
+    Raises:
+        OSError: the file system has no locks, as some network file systems.
+    """
     try:
         if sys.platform == "win32":
             msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
         else:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process's own: a forked child does not have it
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+            return False
+        why = f"{error.strerror}: its file system has no locks. Set LIGHTNING_SPOOL to a folder on a local disk"
+        raise OSError(error.errno, why) from error
     return True
 
 
