@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import resource
 import socket
 
 import pytest
@@ -91,3 +92,19 @@ def test_a_refused_sender_of_much_gets_to_read_why(server, path):
     connection.request("POST", path, b"{" + b" " * 20_000_000, {"authorization": "Bearer wrong"})
     assert connection.getresponse().status == 401
     connection.close()
+
+
+def test_thousands_of_idle_connections_keep_nobody_from_an_answer(server, ask):
+    """Both ends are in this process, so that it has two files for each."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    idle = [socket.socket() for _ in range(min(5000, most // 2 - 100))]
+    try:
+        for each in idle:
+            each.setblocking(False)
+            each.connect_ex((host, int(port)))
+        assert [ask("GET", "/livez").status_code for _ in range(3)] == [200] * 3
+    finally:
+        for each in idle:
+            each.close()
+    assert ask("GET", "/livez").status_code == 200
