@@ -33,6 +33,14 @@ def history(**numbers: Sequence[float] | Callable[[float], float]) -> list[dict[
     return lines
 
 
+def team(*, writer: float, talker: float, talkers: str = "team") -> list[dict[str, Any]]:
+    """Lines of a run in which the talker has ten times as many tokens, and these shares of the gradient."""
+    shares = {"gradient_share/writer": [writer], "gradient_share/talker": [talker]}
+    tokens = {"token_share/writer": [1 / 11], "token_share/talker": [10 / 11]}
+    policies = [{"writer": "team", "talker": talkers}]
+    return history(**shares, **tokens, policy_of=policies, reward=rising)  # type: ignore[arg-type]
+
+
 def uncertain(lines: list[dict[str, Any]], by: float) -> list[dict[str, Any]]:
     """The same lines, with intervals of held-out rewards."""
     return [{**line, "reward_high": line["reward"] + by} if line["kind"] == "val" else line for line in lines]
@@ -78,6 +86,11 @@ def falling_to(end: float, start: float = 1.2) -> Callable[[float], float]:
         (history(calls_unread__other=lambda _: 0.3), "calls_unread/other", "30% .*in a format that is not recognised"),
         (history(calls_malformed=lambda _: 0.3, reward=stuck), "calls_malformed", "30% .*, 30% were at first"),
         (history(**{"rule_failures/tool_arguments": [2.0]}), "rules_fail/tool_arguments", "failed on 2 attempts"),
+        (
+            team(writer=0.05, talker=0.95),
+            "agent_captures/team",
+            "talker makes 95% of the gradient of the policy that it shares with writer, with 91% of the trained tokens",
+        ),
         (history(failed=lambda x: 40 * x, rollouts=[64], reward=rising), "rollouts_fail", "rollouts fail, .*--failed"),
     ],
 )
@@ -113,6 +126,9 @@ def test_what_goes_wrong_is_said_in_a_sentence(lines: list[dict[str, Any]], name
         pytest.param(history(calls_unread__other=[0.03]), id="what a model says that has not learned the form yet"),
         pytest.param(history(failed=[3, 0, 5], rollouts=[64], reward=stuck), id="some rollouts always fail"),
         pytest.param(history(entropy=[math.nan], reward=stuck), id="what is not a number is left out"),
+        pytest.param(team(writer=0.3, talker=0.7), id="agents of which one says more"),
+        pytest.param(team(writer=0.05, talker=0.95, talkers="own"), id="agents with a policy each"),
+        pytest.param(history(policy_of=[{"writer": "team", "talker": "team"}]), id="no gradient is measured"),
         pytest.param(history(answers_alike__router=[0.9, 0.95]), id="one answer from the start"),
         pytest.param(history(answers_alike__router=[0.4, 0.9, 0.5]), id="prompts of one class in a step"),
     ],

@@ -25,7 +25,7 @@ def test_unknown_key_is_an_error_that_names_the_nearest_known_one() -> None:
 
 
 def test_unknown_key_without_a_near_one_lists_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="Known options: advantage_eps, agents"):
+    with pytest.raises(ConfigError, match="Known options: advantage_eps, agent_weight, agents"):
         config(zzzzzz=4)
 
 
@@ -53,6 +53,10 @@ def test_missing_options_say_how_to_give_them() -> None:
         ({"lora_alpha": 32}, "lora_rank"),
         ({"gamma": 0.9}, "credit"),
         ({"val_every": 2}, "val_every needs val"),
+        ({"agent_weight": "even"}, "agent_weight = 'even': 'even' is not AGENT=NUMBER"),
+        ({"agents": "writer", "agent_weight": "writer=0"}, "agent_weight: writer = 0 must be above 0"),
+        ({"agents": "writer", "agent_weight": {"rewriter": 2}}, "agent_weight names rewriter, and agents does not"),
+        ({"agents": "writer", "agent_weight": "equal"}, "writer is the only one"),
         ({"algorithm": "rloo", "normalise_std": True}, "normalise_std has no effect with algorithm = rloo"),
         ({"algorithm": "grpo", "gae_lambda": 0.9}, "options of algorithm = ppo"),
         ({"algorithm": "ppo", "resample": 2}, "resample looks for rewards that differ"),

@@ -37,6 +37,9 @@ def test_each_agent_is_trained_on_its_own_adapter_and_the_checker_stays(tiny_mod
     watched = {"entropy/writer", "response_tokens/checker", "groups_without_signal", "staleness", "reward_source/run"}
     assert watched | {"tokens_generated", "rollout_seconds", "adapt_seconds", "update_seconds"} <= last.keys()
     assert (last["staleness"], last["calls_per_rollout"]) == (0.0, 3.0)
+    assert last["policy_of"] == {"writer": "writer", "rewriter": "rewriter"}
+    for what in ("token", "gradient"):
+        assert sum(last[f"{what}_share/{name}"] for name in ("writer", "rewriter")) == pytest.approx(1.0)
     assert result.checkpoint is not None
     for name in ("writer", "rewriter"):
         assert (result.checkpoint / name / "adapter_model.safetensors").is_file()

@@ -250,6 +250,11 @@ def lightning_register_engines(register: Callable[[str, Any], None]) -> None:
     """Register by name: engines that sample for a backend, as in `lightning_trainer.engines.contract`."""
 
 
+@hookspec
+def lightning_register_alarms(register: Callable[[str, Any], None]) -> None:
+    """Register by name: alarms of a run, callables as in `lightning_trainer.report.alarms`."""
+
+
 class _CoreAdapter:
     """Answers for every trace that no plugin claimed."""
 

@@ -66,6 +66,16 @@ def lightning_register_environments(register: Callable[[str, Any], None]) -> Non
 
 
 @hookimpl
+def lightning_register_alarms(register: Callable[[str, Any], None]) -> None:
+    """Register the alarms of a run."""
+    from lightning_trainer.report import alarms
+    from lightning_trainer.report.teams import alarms as teams
+
+    for check in (*alarms.CHECKS, *teams.CHECKS):
+        register(check.__name__, check)
+
+
+@hookimpl
 def lightning_register_engines(register: Callable[[str, Any], None]) -> None:
     """Register the engines."""
     from lightning_trainer.backends.torch import sampler

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
 Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "sequence-sum", "row-mean", "rollout-mean"]
+AgentWeight: TypeAlias = Literal["equal"] | Mapping[str, float]
 KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs", "low_var", "k1+", "k3+", "abs+", "low_var+"]
 Divergence: TypeAlias = Literal["reverse", "forward", "jensen-shannon"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]

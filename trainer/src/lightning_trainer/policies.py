@@ -123,6 +123,24 @@ def complete(values: Mapping[str, str], agents: Sequence[str] | None) -> tuple[d
     return {**filled, **{agent: value for agent, value in values.items() if agent not in filled}}, tuple(agents)
 
 
+def read_weights(text: str) -> dict[str, float]:
+    """Read `writer=2.0,checker=1`.
+
+    Raises:
+        ConfigError: a part is not AGENT=NUMBER.
+    """
+    found = {}
+    for part in text.split(","):
+        agent, _, weight = part.partition("=")
+        try:
+            found[agent.strip()] = float(weight)
+        except ValueError:
+            raise ConfigError(
+                f"agent_weight = {text!r}: {part!r} is not AGENT=NUMBER. Write writer=2.0,checker=1, or equal."
+            ) from None
+    return found
+
+
 def read_text(texts: str | Iterable[str]) -> dict[str, str]:
     """Read `a=lora,b=lora:team`, in one text or several.
 

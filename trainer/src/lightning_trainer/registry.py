@@ -20,9 +20,10 @@ from lightning_spans.errors import ConfigError
 from lightning_trainer.choices import NO_FORMAT
 from lightning_trainer.commands import Listed
 
-Kind: TypeAlias = Literal["algorithm", "backend", "command", "credit", "engine", "environment", "tool format"]
+Kind: TypeAlias = Literal["alarm", "algorithm", "backend", "command", "credit", "engine", "environment", "tool format"]
 
 _HOOKS: Final[dict[Kind, str]] = {
+    "alarm": "lightning_register_alarms",
     "algorithm": "lightning_register_algorithms",
     "backend": "lightning_register_backends",
     "command": "lightning_register_commands",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_spans.schema.agents import is_glob
 from lightning_trainer import registry
 from lightning_trainer.choices import SELF
 from lightning_trainer.config.chosen import OF_ONE_BACKEND, backend_options, chosen_algorithm
@@ -33,6 +34,7 @@ def cross_check(config: TrainFields) -> None:
         "lora_alpha needs lora_rank. Give a rank, or leave alpha out.": (
             config.lora_alpha is not None and not config.lora_rank
         ),
+        **_of_agent_weight(config),
         "gamma has no effect with credit = identical. Set credit to discounted, or leave gamma out.": (
             config.gamma is not None and config.credit == "identical"
         ),
@@ -51,6 +53,25 @@ def cross_check(config: TrainFields) -> None:
         "val_every needs val. Name a file of held-out tasks.": config.val_every is not None and config.val is None,
     }
     refuse(problems)
+
+
+def _of_agent_weight(config: TrainFields) -> dict[str, bool]:
+    """Return which weights of agents would have no effect."""
+    named = {} if config.agent_weight == "equal" else config.agent_weight
+    wrong = [f"{name} = {weight:g}" for name, weight in named.items() if weight <= 0]
+    strangers = [name for name in named if name not in (config.agents or ())]
+    return {
+        f"agent_weight: {', '.join(wrong)} must be above 0. To train the other agents only, leave it out of agents.": (
+            bool(wrong)
+        ),
+        f"agent_weight names {', '.join(strangers)}, and agents does not. Name each such agent in agents, as it is in"
+        " agent_weight.": bool(strangers),
+        f"agent_weight = equal compares agents, and {(config.agents or ('',))[0]} is the only one. Leave it out.": (
+            config.agent_weight == "equal"
+            and len(config.agents or ()) == 1
+            and not is_glob((config.agents or ("",))[0])
+        ),
+    }
 
 
 def _of_forks(config: TrainFields) -> dict[str, bool]:

@@ -82,6 +82,8 @@ def with_adapters(values: Mapping[str, Any], *, learning_rate: float) -> dict[st
     for name in ("agents", "trackers", "restore", "sandbox_read", "sandbox_env"):
         if isinstance(filled.get(name), str):
             filled[name] = tuple(part.strip() for part in filled[name].split(",") if part.strip())
+    if isinstance(filled.get("agent_weight"), str) and filled["agent_weight"] != "equal":
+        filled["agent_weight"] = policies.read_weights(filled["agent_weight"])
     if isinstance(filled.get("name_by"), str):  # an expression may have commas
         filled["name_by"] = (filled["name_by"],)
     chosen = filled.get("policies")

@@ -180,6 +180,9 @@ class TrainFields(BaseModel):
     """How token losses are averaged: equal weight for every token of the batch (token-mean), every response
     (sequence-mean), every row (row-mean) or every rollout (rollout-mean); or summed per response, then averaged
     (sequence-sum)."""
+    agent_weight: Literal["equal"] | dict[str, float] = Field(default_factory=dict)
+    """Weight of each agent's calls in the loss: AGENT=WEIGHT, separated by commas (default 1), or `equal`, so that the
+    tokens of each agent that shares a policy weigh the same together, however much it says (torch and tinker)."""
     clip_low: float = Field(default=0.2, gt=0)
     """Lower clip range: the probability ratio is clipped below 1 minus this. 1 or more means no lower bound."""
     clip_high: float = Field(default=0.28, gt=0)

@@ -272,6 +272,8 @@ def _metavar(annotation: Any) -> str:
             names += [str(value) for value in typing.get_args(part)]
         elif typing.get_origin(part) is tuple:
             names.append("NAME,...")
+        elif typing.get_origin(part) is dict:
+            names.append("NAME=X,...")
         else:
             names.append({int: "N", float: "X", Path: "PATH"}.get(part, "TEXT"))
     return "|".join(names)

@@ -7,6 +7,7 @@ itself, its answers grow short) is no alarm while the reward rises.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, TypeAlias
 
+from lightning_trainer import registry
 from lightning_trainer.continuation_reasons import OTHER
+
+logger = logging.getLogger(__name__)
 
 History: TypeAlias = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl, in their order
 Points: TypeAlias = list[tuple[int, float]]  # (step, value)
@@ -40,9 +44,15 @@ class Alarm:
 
 
 def raised(history: History) -> list[Alarm]:
-    """Return the alarms that stand after the newest line."""
+    """Return the alarms that stand after the newest line. A check that fails is logged, and raises none."""
     step = max((int(line["step"]) + (line["kind"] == "train") for line in history), default=0)
-    return [Alarm(f"{check.__name__}{of}", step, text) for check in CHECKS for of, text in check(history)]
+    found = []
+    for name, check in registry.registered("alarm").items():
+        try:
+            found += [Alarm(f"{name}{of}", step, text) for of, text in check(history)]
+        except Exception:
+            logger.exception("the alarm %s failed, so it is not raised", name)
+    return found
 
 
 Found: TypeAlias = Iterator[tuple[str, str]]  # ("" or /POLICY, the sentence)

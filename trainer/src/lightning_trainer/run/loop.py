@@ -28,6 +28,7 @@ from lightning_trainer.report.speed.waits import (
     time_rollouts,
 )
 from lightning_trainer.report.step_notes import all_flat, how_they_count, no_rows, score_line
+from lightning_trainer.report.teams.shares import policies_of, token_shares
 from lightning_trainer.rl.account import Account
 from lightning_trainer.rl.algorithms import algorithm_by_name
 from lightning_trainer.rl.algorithms.distil import at_endpoint
@@ -199,6 +200,7 @@ class Loop:
             **alike,
             **of_forks,
             **step_metrics.of_rows(batch.rows, ages),
+            **token_shares(batch.rows),
             **learned,
             **taught,
             **step_metrics.of_versions(self._learner.engines),
@@ -208,7 +210,7 @@ class Loop:
         }
         metrics |= divide_step(time_rollouts(outcomes, own, windows), metrics)
         longest, _ = longest_wait(metrics) or ("", 0.0)
-        self._log("train", step, metrics, {MOST_FREQUENT: frequent, WAITED_FOR: longest})
+        self._log("train", step, metrics, {MOST_FREQUENT: frequent, WAITED_FOR: longest, **policies_of(batch.rows)})
         self._run.progress.step(step, metrics)
         self._name_bottleneck()
         self._tell(batch.account, outcomes)

@@ -47,6 +47,7 @@ from lightning_trainer.policies import BASE
 from lightning_trainer.report.learned_tokens import SeenTokens
 from lightning_trainer.rl.losses import kl_divergence
 from lightning_trainer.rl.rows import Row, token_weights
+from lightning_trainer.rl.teams.agent_weights import weigh_agents
 
 logger = logging.getLogger(__name__)
 
@@ -233,9 +234,10 @@ class TinkerLearner:
     def _piece(self, rows: Sequence[Row]) -> list[Read]:
         """Choose the rows of an optimiser step that have a gradient. Weights are made before, from all rows."""
         options = self.learner_options
+        weights = weigh_agents(rows, token_weights(rows, options.loss_aggregation), options.agent_weight)
         return [
             Read(row=row, weights=its, old=row.logprobs[row.mask])
-            for row, its in zip(rows, token_weights(rows, options.loss_aggregation), strict=True)
+            for row, its in zip(rows, weights, strict=True)
             if row.has_gradient or options.learns_from_flat_rows
         ]
 

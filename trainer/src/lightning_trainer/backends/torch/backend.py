@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 # Options of a run that are the learner's by the same name.
 _SHARED: Final = (
-    "chat_template", "clip_high", "clip_low", "device", "dtype", "kl_coef", "learning_rate", "lora_alpha",
-    "lora_rank", "loss_aggregation", "max_grad_norm", "max_model_len", "seed", "system_messages", "tool_format",
+    "agent_weight", "chat_template", "clip_high", "clip_low", "device", "dtype", "kl_coef", "learning_rate",
+    "lora_alpha", "lora_rank", "loss_aggregation", "max_grad_norm", "max_model_len", "seed", "system_messages",
+    "tool_format",
 )  # fmt: skip
 
 _LEARNING: Final = (

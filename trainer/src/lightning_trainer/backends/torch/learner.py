@@ -17,9 +17,11 @@ from lightning_trainer.backends.torch.learn.adapters import add_adapters, has_ad
 from lightning_trainer.backends.torch.learn.agreement import DeliveryCheck, engine_gaps, without_older
 from lightning_trainer.backends.torch.learn.candidates import likeliest
 from lightning_trainer.backends.torch.learn.policy import Policy, reference
+from lightning_trainer.backends.torch.learn.reading import penalties, row_logprobs
 from lightning_trainer.backends.torch.learn.several import by_adapter, combined
+from lightning_trainer.backends.torch.learn.shares import gradient_shares
 from lightning_trainer.backends.torch.learn.speed import flops_utilisation, peak_memory
-from lightning_trainer.backends.torch.learn.update import penalties, row_logprobs, update
+from lightning_trainer.backends.torch.learn.update import update
 from lightning_trainer.backends.torch.model.load import LoadedModel, load
 from lightning_trainer.backends.torch.options import make_options
 from lightning_trainer.backends.torch.threads import use_threads
@@ -111,7 +113,8 @@ class TorchLearner:
         """Take one optimiser step: `Learner.update`, with the metrics of `update.update`.
 
         Of several adapters each takes one with the rows of its own calls, where these have a gradient. Metrics are
-        then those of each with ``/NAME`` behind them, and over all: sums of counts and times, means by tokens.
+        then those of each with ``/NAME`` behind them, and over all: sums of counts and times, means by tokens. Where
+        several agents were heard, `gradient_share/AGENT` is each one's share of the squared norms of all gradients.
 
         Raises:
             ValueError: a row was answered by none of the adapters.
@@ -122,15 +125,16 @@ class TorchLearner:
             known = {each.model: each.version for each in self._trained_engines(self._engine)}
             parts = by_adapter(rows, self.options) if self.options.adapters else {next(iter(known)): list(rows)}
             checks = [self._check_of(policy, own) for policy, own in parts.items()]
-            found = {policy: self._step(self._adapter(policy), own) for policy, own in parts.items()}
+            squares: dict[str, float] = {}
+            found = {policy: self._step(self._adapter(policy), own, squares) for policy, own in parts.items()}
             began = time.perf_counter()
             self._engine.publish({policy: known[policy] + 1 for policy in found}, self._write)
         for check in filter(None, checks):
             check.confirm(self._engine, self.logprobs)
         weights_s = time.perf_counter() - began
         metrics = combined(found) if self.options.adapters else next(iter(found.values()))
-        gaps = engine_gaps(parts, self._seen, known)
-        return without_older(metrics, parts, known) | gaps | threads | self._speed(metrics, weights_s)
+        gaps, shares = engine_gaps(parts, self._seen, known), gradient_shares(squares)
+        return without_older(metrics, parts, known) | gaps | shares | threads | self._speed(metrics, weights_s)
 
     def _speed(self, metrics: Mapping[str, float], weights_s: float) -> dict[str, float]:
         """Return seconds of sending weights, memory and, where it is known, utilisation of an update."""
@@ -249,9 +253,10 @@ class TorchLearner:
             found.setdefault(row.policy, []).append(place)
         return found
 
-    def _step(self, adapter: str | None, rows: Sequence[Row]) -> dict[str, float]:
+    def _step(self, adapter: str | None, rows: Sequence[Row], squares: dict[str, float]) -> dict[str, float]:
         select(self._model, adapter)
-        return update(self._model, self._trained(adapter), rows, self.options, self._reference(), kept=self._seen)
+        policy, reference = self._trained(adapter), self._reference()
+        return update(self._model, policy, rows, self.options, reference, kept=self._seen, squares=squares)
 
     def _all(self) -> dict[str | None, Policy]:
         return {adapter: self._trained(adapter) for adapter in self.options.adapters or (None,)}

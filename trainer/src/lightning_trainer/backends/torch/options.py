@@ -7,13 +7,13 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.choices import Aggregation, Divergence, KlEstimator, Schedule
+from lightning_trainer.choices import AgentWeight, Aggregation, Divergence, KlEstimator, Schedule
 from lightning_trainer.rl.algorithms import algorithm_by_name
 
 _DEVICE: Final = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
@@ -51,6 +51,7 @@ class TorchOptions:
         max_grad_norm: gradients are scaled down to this norm.
         clip_low, clip_high, clip_dual: of `losses.policy_loss`.
         loss_aggregation: of `rows.token_weights`.
+        agent_weight: of `agent_weights.weigh_agents`.
         algorithm: whose loss it is, by name.
         entropy_coef: weight of the entropy bonus.
         kl_coef: weight of the divergence from the starting policy; above 0 loads a frozen copy of it (none with LoRA,
@@ -105,6 +106,7 @@ class TorchOptions:
     clip_high: float = 0.28
     clip_dual: float | None = None
     loss_aggregation: Aggregation = "token-mean"
+    agent_weight: AgentWeight = field(default_factory=dict)
     algorithm: str = "grpo"
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
@@ -152,6 +154,8 @@ class TorchOptions:
             "clip_dual must be above 1": self.clip_dual is None or self.clip_dual > 1,
             f"loss_aggregation must be one of {', '.join(get_args(Aggregation))}": self.loss_aggregation
             in get_args(Aggregation),
+            "agent_weight must be equal, or a number above 0 for each agent that it names": self.agent_weight == "equal"
+            or (isinstance(self.agent_weight, Mapping) and all(0 < w < math.inf for w in self.agent_weight.values())),
             f"algorithm = {self.algorithm} has no dual clip: leave clip_dual out": self.clip_dual is None
             or algorithm.dual_clip,
             "entropy_coef must be 0 or more": 0 <= self.entropy_coef < math.inf,

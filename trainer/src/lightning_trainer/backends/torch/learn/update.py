@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_trainer.backends.torch.learn.candidates import Lesson, lesson
 from lightning_trainer.backends.torch.learn.head import chosen_logprobs
 from lightning_trainer.backends.torch.learn.policy import Policy
+from lightning_trainer.backends.torch.learn.shares import AgentGradients, by_agent
 from lightning_trainer.backends.torch.learn.tree import Packed, micro_batches
 from lightning_trainer.backends.torch.learn.tree_plan import TreePlan
 from lightning_trainer.backends.torch.learn.value import ValueHead
@@ -31,6 +32,7 @@ from lightning_trainer.rl.algorithms.ppo import token_advantages
 from lightning_trainer.rl.algorithms.protocol import Clip, TrainedTokens
 from lightning_trainer.rl.losses import PolicyLoss, importance_weights, kl_divergence, value_loss
 from lightning_trainer.rl.rows import Row, token_weights
+from lightning_trainer.rl.teams.agent_weights import weigh_agents
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +52,11 @@ class _MicroBatch:
     values_P: Tensor | None = None
     targets_P: Tensor | None = None
     rows: tuple[Row, ...] = ()
+
+    @property
+    def agent(self) -> str:
+        """Whose rows they are: no micro-batch has rows of two agents."""
+        return self.rows[0].agent
 
 
 class Forwarded(NamedTuple):
@@ -74,6 +81,7 @@ def update(
     *,
     share: bool = True,
     kept: dict[Row, SeenTokens] | None = None,
+    squares: dict[str, float] | None = None,
 ) -> dict[str, float]:
     """Take an optimiser step on a batch of rows, or several: `Learner.update`.
 
@@ -85,6 +93,7 @@ def update(
         reference: gives the frozen starting policy; needed when `kl_coef` is above 0.
         share: False forwards every row on its own, for comparison.
         kept: is given what the first pass over each row saw of its tokens.
+        squares: is given the squared norm of each agent's gradient.
 
     Returns:
         The metrics of `Learner.update`: means over the tokens that were forwarded (rows without gradient are not), with
@@ -111,16 +120,23 @@ def update(
     sums: Counter[str] = Counter()
     ratio_max = 0.0
     norms, skipped, first = [], 0, 0
+    gradients = AgentGradients(policy.masters.values())
     for piece in [piece for _ in range(options.update_epochs) for piece in pieces if piece]:
-        for number in range(first, first + len(piece)):
+        for number, part in enumerate(piece, first):
             known = references[number] if references else None
             seen = _backward(model, parts[number], old[number], known, options, value=policy.value, kept=kept)
             ratio_max = max(ratio_max, seen.pop("ratio_max"))
             sums.update(seen)
+            last = part is piece[-1]
+            if last or piece[number - first + 1].agent != part.agent:
+                gradients.take(part.agent, last=last)
         norm, taken = policy.step()
+        gradients.end_step(norm, taken=taken)
         norms.append(norm)
         skipped += not taken
         first = (first + len(piece)) % len(parts)
+    if squares is not None:
+        squares |= {agent: square + squares.get(agent, 0.0) for agent, square in gradients.squares.items()}
     packed = sum(len(part.packed.tokens_N) for part in parts)
     found = _metrics(
         sums, norms, packed, options, ratio_max=ratio_max, skipped=skipped, valued=policy.value is not None
@@ -221,59 +237,18 @@ def forward(
     return Forwarded(logprobs[:count], entropy_U[place_P], hidden_UH, place_P, logprobs[count:])
 
 
-def penalties(
-    rows: Sequence[Row], options: TorchOptions, reference: AbstractContextManager[LoadedModel]
-) -> list[NDArray[np.float64]]:
-    """Return what the divergence from the starting policy takes off the reward: for each row, of each trained token.
-
-    `kl_coef` times the estimate at the log-probabilities with which the tokens were sampled.
-    """
-    found: dict[int, NDArray[np.float64]] = {}
-    with reference as frozen:
-        for packed in micro_batches(rows, options.micro_batch_tokens):
-            recorded = np.concatenate([rows[r].logprobs[rows[r].mask] for r in packed.rows])
-            reference_P = token_logprobs(frozen, packed)[0].cpu()
-            kl_P = options.kl_coef * kl_divergence(torch.from_numpy(recorded), reference_P, options.kl_estimator)
-            ends = np.cumsum([int(rows[r].mask.sum()) for r in packed.rows])
-            found |= zip(packed.rows.tolist(), np.split(kl_P.double().numpy(), ends[:-1]), strict=True)
-    return [found[r] for r in range(len(rows))]
-
-
-@torch.no_grad()
-def row_logprobs(
-    model: LoadedModel,
-    rows: Sequence[Row],
-    max_tokens: int,
-    candidates: Sequence[NDArray[np.int64]] | None = None,
-) -> list[NDArray[np.float32]]:
-    """Return for each row (K,) log-probabilities of its trained tokens, without gradient.
-
-    Args:
-        model: forwards the rows.
-        rows: any.
-        max_tokens: most tokens in one forward pass.
-        candidates: for each row (K, C) tokens; then (K, C) log-probabilities of these are returned instead.
-    """
-    found: dict[int, NDArray[np.float32]] = {}
-    for packed in micro_batches(rows, max_tokens):
-        if candidates is None:
-            logprobs_P = token_logprobs(model, packed)[0].float().cpu().numpy()
-        else:
-            tokens_PC = np.concatenate([candidates[r] for r in packed.rows])
-            asked = np.repeat(packed.place_P, tokens_PC.shape[1]), tokens_PC.reshape(-1)
-            logprobs_P = forward(model, packed, asked).asked.float().cpu().numpy().reshape(tokens_PC.shape)
-        ends = np.cumsum([int(rows[r].mask.sum()) for r in packed.rows])
-        found |= zip(packed.rows.tolist(), np.split(logprobs_P, ends[:-1]), strict=True)
-    return [found[r] for r in range(len(rows))]
-
-
 def _parts(model: LoadedModel, rows: Sequence[Row], options: TorchOptions, *, share: bool) -> list[_MicroBatch]:
-    """Pack the rows that have a gradient. Weights are made before, from all rows."""
-    weights = token_weights(rows, options.loss_aggregation)
+    """Pack the rows that have a gradient, those of each agent apart. Weights are made before, from all rows."""
+    weights = weigh_agents(rows, token_weights(rows, options.loss_aggregation), options.agent_weight)
     kept = [r for r, row in enumerate(rows) if row.has_gradient or options.learns_from_flat_rows]
+    packs = [
+        (theirs, packed)
+        for theirs in by_agent(rows, kept)
+        for packed in micro_batches([rows[r] for r in theirs], options.micro_batch_tokens, share=share)
+    ]
     parts = []
-    for packed in micro_batches([rows[r] for r in kept], options.micro_batch_tokens, share=share):
-        own = [kept[r] for r in packed.rows]
+    for theirs, packed in packs:
+        own = [theirs[r] for r in packed.rows]
 
         def gather(arrays: list[NDArray[np.floating]]) -> Tensor:
             return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(model.shape.device)

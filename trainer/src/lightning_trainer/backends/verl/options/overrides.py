@@ -93,6 +93,9 @@ def check(config: TrainConfig) -> None:
         "importance_moment is for backend = torch. Leave it out, or use importance_cap and importance_mask.": (
             config.importance_moment is not None
         ),
+        "agent_weight is for backend = torch or tinker: verl's loss has no weight for an agent. Leave it out.": bool(
+            config.agent_weight
+        ),
         "verl knows no lr_schedule = linear. Use cosine or constant.": config.lr_schedule == "linear",
         "verl's groups are compared as each ends, before there is a batch. Leave alone out, or train on backend ="
         " torch.": config.alone != "skip",

@@ -1,0 +1,138 @@
+"""Agents that share a policy: whose gradient it is, and what each one's calls weigh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+from lightning_spans.errors import ConfigError
+from lightning_trainer.backends.torch.learn import shares
+from lightning_trainer.rl.rows import Row, token_weights
+from lightning_trainer.rl.teams.agent_weights import weigh_agents
+from support.models.updates import distance, gradients, make_backend, make_batch, make_row
+
+
+def team(talks: int = 10) -> list[Row]:
+    """Rows of a talker that says ten times as much as the writer, about other things."""
+    batch = make_batch(count=talks + 1)[: talks + 1]
+    return [replace(row, agent="writer" if n == 4 else "talker") for n, row in enumerate(batch)]
+
+
+def exact_squares(model: Path, rows: list[Row], **options: object) -> dict[str, float]:
+    """Squared norms of each agent's gradient, from a pass in which the other's advantages are 0."""
+    found = {}
+    for agent in ("writer", "talker"):
+        own = [row if row.agent == agent else replace(row, advantages=0 * row.advantages) for row in rows]
+        ours, _ = gradients(model, own, **options)
+        found[agent] = sum(float(gradient.double().square().sum()) for gradient in ours.values())
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"micro_batch_tokens": 60}, {"lora_rank": 2}, {"agent_weight": {"writer": 3.0}}]
+)
+def test_gradient_shares_are_those_of_each_agents_own_gradient(tiny_model: Path, options: dict) -> None:
+    rows = team()
+    squares = exact_squares(tiny_model, rows, **options)
+    backend = make_backend(tiny_model, **options)
+    metrics = backend.update(rows)
+    backend.close()
+    for agent, square in squares.items():
+        assert metrics[f"gradient_share/{agent}"] == pytest.approx(square / sum(squares.values()), rel=1e-4)
+
+
+def test_a_sample_of_the_entries_estimates_the_shares(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = team()
+    squares = exact_squares(tiny_model, rows)
+    backend = make_backend(tiny_model)
+    entries = sum(master.numel() for master in backend._trained().masters.values())
+    monkeypatch.setattr(shares.AgentGradients.__init__, "__defaults__", (entries // 2,))
+    share = backend.update(rows)["gradient_share/writer"]
+    backend.close()
+    assert share == pytest.approx(squares["writer"] / sum(squares.values()), rel=0.1)
+
+
+def test_each_adapter_has_its_part_and_a_single_agent_none(tiny_model: Path) -> None:
+    rows = [replace(row, policy=row.agent) for row in team()]
+    backend = make_backend(tiny_model, adapters=("writer", "talker"), lora_rank=2)
+    metrics = backend.update(rows)
+    squares = {agent: metrics[f"grad_norm/{agent}"] ** 2 for agent in ("writer", "talker")}
+    for agent, square in squares.items():
+        assert metrics[f"gradient_share/{agent}"] == pytest.approx(square / sum(squares.values()), rel=1e-4)
+    assert not any("gradient_share" in name for name in backend.update([row for row in rows if row.agent == "writer"]))
+    backend.close()
+
+
+def test_the_weight_of_an_agent_multiplies_its_gradient_alone(tiny_model: Path) -> None:
+    rows = team()
+    each = {}
+    for agent in ("writer", "talker"):
+        own = [row if row.agent == agent else replace(row, advantages=0 * row.advantages) for row in rows]
+        each[agent], _ = gradients(tiny_model, own)
+    weighed, _ = gradients(tiny_model, rows, agent_weight={"writer": 2.0})
+    expected = {name: 2.0 * each["writer"][name] + each["talker"][name] for name in weighed}
+    assert distance(weighed, expected) < 1e-5
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-sum"])
+def test_equal_weights_give_each_agents_tokens_the_same_sum(aggregation: str) -> None:
+    rows = team()
+    plain = token_weights(rows, aggregation)
+    sums: Counter[str] = Counter()
+    for row, own in zip(rows, weigh_agents(rows, plain, "equal"), strict=True):
+        sums[row.agent] += float(own.sum())
+    assert sums["writer"] == pytest.approx(sums["talker"], rel=1e-5)
+    assert sum(sums.values()) == pytest.approx(sum(float(own.sum()) for own in plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("weight", [{"writer": 0.0}, {"writer": -1.0}, "even"])
+def test_a_weight_that_weighs_nothing_is_refused(tiny_model: Path, weight: object) -> None:
+    with pytest.raises(ConfigError, match="agent_weight must be equal, or a number above 0"):
+        make_backend(tiny_model, agent_weight=weight)
+
+
+def learned_by_writer(model: Path, agent_weight: object) -> tuple[float, float]:
+    """Ten updates of a team in which the talker has ten calls for each of the writer's.
+
+    Their prompts differ in the last token, and the talker is paid for the answer that costs the writer.
+
+    Returns:
+        How much likelier the writer's good answer has become, and its mean share of the gradient.
+    """
+    common = list(range(10, 30))
+    writer, good, bad = [*common, 31], 40, 50
+    rows = [make_row([*writer, good], slice(21, 22), 1.0, agent="writer")]
+    rows += [make_row([*writer, bad], slice(21, 22), -1.0, agent="writer")]
+    for n in range(10):
+        prompt = [*common, 60 + n]
+        rows += [make_row([*prompt, bad], slice(21, 22), 1.0, agent="talker")]
+        rows += [make_row([*prompt, good], slice(21, 22), -1.0, agent="talker")]
+    backend = make_backend(model, learning_rate=3e-4, agent_weight=agent_weight, max_grad_norm=1e9)
+    before, share = float(backend.logprobs(rows[:1])[0][0]), []
+    for _ in range(10):
+        known = zip(rows, backend.logprobs(rows), strict=True)
+        sampled = [replace(row, logprobs=_recorded(row, own)) for row, own in known]
+        share.append(backend.update(sampled)["gradient_share/writer"])
+    after = float(backend.logprobs(rows[:1])[0][0])
+    backend.close()
+    return after - before, float(np.mean(share))
+
+
+def _recorded(row: Row, logprobs: np.ndarray) -> np.ndarray:
+    found = np.zeros(len(row.tokens), np.float32)
+    found[row.mask] = logprobs
+    return found
+
+
+def test_equal_weights_let_the_agent_learn_that_the_talker_had_captured(tiny_model: Path) -> None:
+    captured, small = learned_by_writer(tiny_model, {})
+    freed, larger = learned_by_writer(tiny_model, "equal")
+    assert captured < 0 < freed
+    assert small < 0.2 < larger

@@ -1,0 +1,1 @@
+"""Figures and alarms of agents that learn together."""

@@ -1,0 +1,37 @@
+"""Weights of agents in the loss, so that one that speaks more does not move the weights more."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_trainer.choices import AgentWeight
+from lightning_trainer.rl.rows import Row
+
+Floats = NDArray[np.float32]
+
+
+def weigh_agents(rows: Sequence[Row], weights: Sequence[Floats], agent_weight: AgentWeight) -> list[Floats]:
+    """Return the weights of the tokens of each row, with those of its agent in them.
+
+    Args:
+        rows: of one optimiser step of one policy.
+        weights: for each row (K,) weights of its trained tokens: `rows.token_weights`.
+        agent_weight: a factor by agent, 1 for agents that are not named; or ``equal``, with which the tokens of each
+            agent weigh the same together, and all tokens what they weighed before.
+    """
+    if not agent_weight:
+        return list(weights)
+    factors = _equal(rows, weights) if agent_weight == "equal" else agent_weight
+    return [(own * factors.get(row.agent, 1.0)).astype(np.float32) for row, own in zip(rows, weights, strict=True)]
+
+
+def _equal(rows: Sequence[Row], weights: Sequence[Floats]) -> dict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for row, own in zip(rows, weights, strict=True):
+        sums[row.agent] += float(own.sum(dtype=np.float64))
+    mean = sum(sums.values()) / max(1, len(sums))
+    return {agent: mean / total for agent, total in sums.items() if total}
