@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.engines.vllm.constrained import mark_steered, marks
 from lightning_trainer.engines.vllm.memory import OVERHEAD, learner_memory, plan_memory
+from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.models.shape import Shape
 from lightning_trainer.rl.delivery import correlation, delivery
@@ -84,3 +88,18 @@ def test_a_name_stays_until_its_last_call_has_ended_and_comes_back_if_it_is_serv
         assert unused == ["b"]
     assert (names.in_use, unused, names.newest.version) == (["a"], ["b"], 2)
     assert names.wait(1, 0.0)
+
+
+def test_a_token_is_trained_where_the_grammar_left_the_choice_to_the_policy():
+    """Forced: everything else is forbidden. Free: 2 % are. The last has no log-probability of the policy's own."""
+    pieces = [Sampled((5, 6), (0.0, -1.0), "ab"), Sampled((7,), (-0.5,), "c", "stop")]
+    marked = mark_steered(pieces, [-3.0, -1.0 + math.log(0.98)])
+    assert [piece.steered for piece in marked] == [(True, False), (True,)]
+    assert marked[0].logprobs == pytest.approx((-3.0, -1.0 + math.log(0.98)))
+    assert (marked[1].logprobs, marked[1].text, marked[1].finish_reason) == ((-0.5,), "c", "stop")
+
+
+@pytest.mark.parametrize(("more", "known"), [({}, True), ({"temperature": 0.7}, False), ({"top_p": 0.9}, False)])
+def test_steered_tokens_are_known_where_the_grammar_alone_changes_the_distribution(more, known):
+    assert marks(Sampling(grammar="start: /a/", max_tokens=4, seed=1, **more)) is known
+    assert not marks(Sampling(**more))

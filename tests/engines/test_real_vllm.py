@@ -19,6 +19,7 @@ from lightning_trainer.backends.torch.learner import TorchLearner
 from lightning_trainer.backends.torch.sampler import engine_of
 from lightning_trainer.report.progress import Silent
 from support.models.tiny import make_tiny_model
+from support.training.engines import answer_under_grammar
 from support.training.policies import config, folder, lines  # noqa: F401 - a fixture among them
 
 pytestmark = pytest.mark.timeout(3000)
@@ -91,6 +92,14 @@ def test_adapters_loaded_stay_constant_over_many_updates_and_none_is_stale(model
         assert sorted(name.partition(".")[0] for name in loaded(engine)) == ["rewriter@12", "writer@12"]
     finally:
         learner.close()
+
+
+def test_an_answer_follows_its_grammar_and_has_the_policys_log_probabilities(model, folder):  # noqa: F811
+    chosen = config(model, engine="vllm", dtype="float32", max_model_len=512)
+    answer = answer_under_grammar(model, engine_of(chosen), 12, 'start: "ab" /[0-9]{3}/ "z"')
+    assert (answer.text[:2], answer.text[5:]) == ("ab", "z")
+    assert answer.logprobs == pytest.approx(answer.own, abs=2e-3)
+    assert answer.steered[:2] + answer.steered[5:] == [True] * 4
 
 
 def sampled(engine, tokens):

@@ -18,9 +18,10 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from lightning_trainer import train
-from lightning_trainer.backends.torch.sampler import engine_name
+from lightning_trainer.backends.torch.sampler import engine_name, engine_of
 from lightning_trainer.engines.vllm import process
 from lightning_trainer.engines.vllm.process import VllmProcess, environment_of, last_error
+from support.training.engines import answer_under_grammar
 from support.training.policies import calls, config, digest, folder, lines  # noqa: F401 - a fixture among them
 
 SCRIPTED = Path(__file__).with_name("scripted")
@@ -77,6 +78,17 @@ def test_a_vllm_that_crashes_is_started_again_with_the_newest_adapters(tiny_mode
     assert all(line["failed"] == 0 for line in metrics)
     trained = [line["calls_trained"] for line in metrics]
     assert trained == [12, 12, 12], "each call is trained once"
+
+
+def test_an_answer_follows_its_grammar_and_has_the_policys_log_probabilities(tiny_model, folder, scripted):  # noqa: F811
+    answers = answer_under_grammar(
+        tiny_model, engine_of(config(tiny_model, engine="vllm")), 12, 'start: "ab" /[0-9]{3}/ "z"'
+    )
+    assert answers.text[:2] == "ab"
+    assert answers.text[5:] == "z"
+    assert answers.logprobs == pytest.approx(answers.own, abs=1e-4)
+    assert answers.steered[:2] == [True, True]
+    assert answers.steered[5:] == [True, True], "the z, and the end"
 
 
 def test_an_adapter_that_is_accepted_and_not_used_ends_the_run_at_its_first_step(

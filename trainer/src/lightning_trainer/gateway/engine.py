@@ -113,6 +113,15 @@ def abilities(engine: Engine) -> frozenset[str]:
     return getattr(engine, "abilities", frozenset())
 
 
+def marks_steered(engine: Engine, sampling: Sampling) -> bool:
+    """Return whether an engine marks the tokens of such an answer that are no samples of the policy.
+
+    One with the ability `STEERED` always does; of others their method ``marks``, where they have one, says it.
+    """
+    method = getattr(engine, "marks", None)
+    return STEERED in abilities(engine) or (method is not None and method(sampling))
+
+
 async def disconnect(engine: Engine) -> None:
     """Close an engine's connections on this event loop, which ends: its method ``disconnect``, where it has one."""
     method = getattr(engine, "disconnect", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import ipaddress
+import json
 import math
 import os
 import shutil
@@ -237,6 +238,7 @@ def _options(request: EngineRequest, held: HeldModel, memory: MemoryPlan | None)
         "max_num_seqs": request.slots,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
+        "structured_outputs_config": json.dumps({"backend": "guidance"}),  # which reads our grammars
         "seed": request.seed,
         "enable_lora": True,
         "max_loras": _places(request),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
@@ -23,6 +24,7 @@ from lightning_spans.chat.stream import EventReader
 from lightning_spans.errors import ConfigError
 from lightning_spans.record.stalls import waiting
 from lightning_trainer.engines.contract import EngineError, EngineRequest, HeldModel, WriteWeights
+from lightning_trainer.engines.vllm.constrained import mark_steered, marks, read_scores, scoring_request
 from lightning_trainer.gateway.engine import Sampled, Sampling
 from lightning_trainer.gateway.upstream.adapters import AdapterServers
 from lightning_trainer.gateway.upstream.connection import Connection
@@ -34,7 +36,7 @@ from lightning_trainer.gateway.upstream.upstream import SILENCE_S
 
 logger = logging.getLogger(__name__)
 BASE_NAME: Final = "base"  # of the frozen model on the servers
-_WIRE: Final = CompletionsProtocol(grammars=False)
+_WIRE: Final = CompletionsProtocol(grammars=True)
 _CALLS_S: Final = 3600.0  # that old calls are waited for before the next version is loaded
 _TRIES: Final = 3  # of a request of which nothing was sampled
 _FOLDER: Final = re.compile(r"lightning-engine-(\d+)-")
@@ -86,7 +88,7 @@ class Servers(Protocol):
 class ServedPolicy:
     """One policy on the servers: `Engine`. An answer ends on the version that it began with, which each piece names."""
 
-    abilities = ADJUSTING
+    abilities = ADJUSTING | {"grammar"}
 
     def __init__(self, owner: VllmPolicies, name: str, served: str) -> None:
         self._owner = owner
@@ -100,6 +102,10 @@ class ServedPolicy:
     def version(self) -> int:
         """Number of the newest weights."""
         return self.names.newest.version or 0
+
+    def marks(self, sampling: Sampling) -> bool:
+        """Return whether steered tokens of such an answer are marked: see `marks_steered`."""
+        return marks(sampling)
 
     def check(self) -> None:
         """Raise what has ended the engine for good.
@@ -132,7 +138,8 @@ class ServedPolicy:
             begun = False
             try:
                 with self.names.call() as served:
-                    async for piece in self._owner.stream(served, prompt, most, sampling):
+                    stream = self._owner.constrained if marks(sampling) else self._owner.stream
+                    async for piece in stream(served, prompt, most, sampling):
                         begun = True
                         yield piece
                 return
@@ -215,16 +222,13 @@ class VllmPolicies:
         """
         self.servers.wait()
         with self._policies[policy].names.call() as served:
-            body = {
-                "model": served.name, "prompt": list(tokens), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0,
-            }  # fmt: skip
+            body = scoring_request(served.name, tokens)
             try:
                 headers = {"authorization": f"Bearer {self.servers.key}"} if self.servers.key else {}
                 url = f"{self.servers.urls[0]}/completions"
                 reply = httpx.post(url, json=body, headers=headers, timeout=SILENCE_S)
                 reply.raise_for_status()
-                told = reply.json()["choices"][0]["prompt_logprobs"]
-                return [float(at[str(token)]["logprob"]) for at, token in zip(told[1:], tokens[1:], strict=True)]
+                return read_scores(reply.json(), tokens)
             except (httpx.HTTPError, ValueError, KeyError, TypeError, IndexError) as error:
                 self.servers.suspect()
                 raise EngineError(f"vLLM does not say how likely tokens are under {policy}: {error}") from None
@@ -255,6 +259,8 @@ class VllmPolicies:
         reader, events, version, ended = _WIRE.reader(prompt, sampling), EventReader(), served.version, False
         seed = self.random.getrandbits(31) if sampling.seed is None else sampling.seed
         body = _WIRE.body(served.name, prompt, most, sampling, stream=True) | {"seed": seed % 2**31}
+        if sampling.grammar is not None:
+            body["structured_outputs"] = {"grammar": sampling.grammar}
         async with http.response(replica, _WIRE.path, body) as response:
             with _counted(replica), http.arriving(response) as arriving:
                 while not events.done and (data := await arriving.piece()):
@@ -268,6 +274,27 @@ class VllmPolicies:
                             yield _with_version(piece, version)
         if not ended:
             raise BrokenError(failed(f"{replica.url} ended its answer before it was whole"))
+
+    async def constrained(
+        self, served: ServedName, prompt: Sequence[int], most: int, sampling: Sampling
+    ) -> AsyncIterator[Sampled]:
+        """Sample one answer that follows a grammar, and mark what the grammar steered. Its pieces come at the end.
+
+        Raises:
+            BrokenError: a server can't be reached, broke off, or does not score the answer.
+            Refusal: its own.
+        """
+        pieces = [piece async for piece in self.stream(served, prompt, most, sampling)]
+        ids = [token for piece in pieces for token in piece.token_ids]
+        tokens = [*prompt, *ids][: self.held.max_model_len - 1]  # a request needs room for one more
+        http, replica = self._connection(), self._replica()
+        reply = await http.page(replica, _WIRE.path, scoring_request(served.name, tokens))
+        try:
+            own = read_scores(json.loads(reply), tokens)[len(prompt) - 1 :]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise BrokenError(failed(f"{replica.url} does not score an answer: {error}")) from None
+        for piece in mark_steered(pieces, own):
+            yield piece
 
     async def disconnect(self) -> None:
         """Close the connections of this event loop, which ends."""

@@ -14,7 +14,7 @@ from lightning_trainer.continuation_reasons import CONTINUATION
 from lightning_trainer.gateway.calls.generation import Generation
 from lightning_trainer.gateway.calls.response import ResponseSender
 from lightning_trainer.gateway.calls.seeds import PromptCounter, seeds_of_choices
-from lightning_trainer.gateway.engine import STEERED, Engine, Sampled, Sampling, abilities
+from lightning_trainer.gateway.engine import STEERED, Engine, Sampled, Sampling, marks_steered
 from lightning_trainer.gateway.http.errors import Refusal, bad_request
 from lightning_trainer.gateway.prompt.continuation import Continuations, RenderedPrompt
 from lightning_trainer.gateway.prompt.template import ChatFormat
@@ -217,7 +217,7 @@ class Responder:
         if request.seed is not None:
             known["seed_asked"] = request.seed
         known |= {f"{name}_asked": value for name, value in left_out.items()}
-        if STEERED in abilities(engine) and (request.others or request.top_p < 1 or request.top_k):
+        if (request.others or request.top_p < 1 or request.top_k) and marks_steered(engine, sampling):
             known[STEERED] = {}
         pending.sample(sampling=known)
         return [replace(sampling, seed=seed) for seed in seeds]

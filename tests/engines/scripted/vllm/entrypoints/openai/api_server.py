@@ -21,6 +21,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_trainer.backends.torch.generate.grammar import Grammars
+
 FAULT = os.environ.get("SCRIPTED_FAULT", "")
 LOG = Path(os.environ["SCRIPTED_LOG"])
 CRASH_AT = 20  # answers after which it ends
@@ -32,6 +34,7 @@ class Server:
         self.base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(options.model)
         self.options = options
+        self.grammars = Grammars(self.tokenizer, len(self.tokenizer), [self.tokenizer.eos_token_id])
         self.model, self.adapters, self.answers = None, {}, 0
         self.lock = threading.Lock()
 
@@ -101,9 +104,15 @@ class Server:
         self.answers += 1
         marker = LOG.with_suffix(".crashed")
         ids, random = list(body["prompt"]), torch.Generator().manual_seed(body["seed"])
+        grammar = self.grammars.make(body["structured_outputs"]["grammar"]) if "structured_outputs" in body else None
         for number in range(body["max_tokens"]):
-            scores = torch.log_softmax(self.logits(body["model"], ids)[-1] / body["temperature"], -1)
+            logits = self.logits(body["model"], ids)[-1] / body["temperature"]
+            if grammar is not None:  # vLLM, too, masks before it computes log-probabilities
+                logits[~torch.from_numpy(grammar.allowed(len(logits)))] = -torch.inf
+            scores = torch.log_softmax(logits, -1)
             token = int(torch.multinomial(scores.exp(), 1, generator=random))
+            if grammar is not None:
+                grammar.take(token)
             ids.append(token)
             ended = token == self.tokenizer.eos_token_id
             reason = "stop" if ended else "length" if number + 1 == body["max_tokens"] else None
