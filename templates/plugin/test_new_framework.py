@@ -143,11 +143,11 @@ class TestConformance(PluginConformance):
             asyncio.run(read())
         return type(error.value).__name__
 
-    def callbacks(self, url):
+    def heard_by_observers(self, url):
         seen = []
         agent = make("writer", url)
         agent.observers.append(seen.append)
-        return [asyncio.run(agent.run(PROMPTS["callbacks"])), seen]
+        return [asyncio.run(agent.run(PROMPTS["one_agent"])), seen]
 
     def effects(self, url):
         return asyncio.run(make("caller", url, note).run(REPLAY_PROMPTS["effects"]))

@@ -347,7 +347,7 @@ BROKEN = {
     "test_output_is_the_same_attached_or_not": (
         "lightning_new_framework.agents.NewFrameworkAgents.wrap_run", changes_the_answer, "one_agent",
     ),
-    "test_the_users_callbacks_still_run": (
+    "test_the_users_callbacks_hear_what_they_heard": (
         "lightning_new_framework.agents.NewFrameworkAgents.wrap_run", takes_the_observers, None,
     ),
     "test_a_failing_hook_harms_nothing": (RECORDER + ".SpanRecorder.end", tells_listeners_first, None),
@@ -394,7 +394,8 @@ def test_there_is_something_broken_for_every_promise():
 
 def chosen(promise):
     fault = "blocks" if "process_ends" in promise else "refuses"
-    return {"scenario": BROKEN[promise][2], "broken": "SpanRecorder.start", "fault": fault, "how": "spawn"}
+    given = {"broken": "SpanRecorder.start", "fault": fault, "how": "spawn", "heard_by": "heard_by_observers"}
+    return {"scenario": BROKEN[promise][2], **given}
 
 
 @pytest.mark.parametrize("promise", PROMISES)

@@ -169,16 +169,22 @@ class TestConformance(PluginConformance):
             asyncio.run(pieces(make("writer", url), PROMPTS["cut"]))
         return type(error.value).__name__
 
-    def callbacks(self, url):
+    def heard_by_middleware(self, url):
         seen = []
 
-        @framework.agent_middleware
-        async def watch(context, call_next):
-            seen.append(f"begin {context.agent.name}")
-            await call_next()
-            seen.append("end")
+        def hears(kind):
+            async def hear(context, call_next):
+                seen.append(f"{kind.__name__} begins")
+                await call_next()
+                seen.append(f"{kind.__name__} ends with {type(context.result).__name__}")
 
-        return [asyncio.run(answer(make("writer", url), PROMPTS["callbacks"], middleware=[watch])), seen]
+            return kind(hear)
+
+        kinds = (framework.agent_middleware, framework.chat_middleware, framework.function_middleware)
+        for kind in (OpenAIChatClient, OpenAIChatCompletionClient):
+            caller = make("caller", url, add, kind=kind)
+            asyncio.run(answer(caller, PROMPTS["tool_call"], middleware=[hears(one) for one in kinds]))
+        return seen
 
     def effects(self, url):
         return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effects"]))

@@ -209,10 +209,35 @@ class TestConformance(PluginConformance):
     def cut(self, url):
         return outcome(lambda: len(stream(make("writer", model(url, max_retries=0)), PROMPTS["cut"])))
 
-    def callbacks(self, url):
-        seen = []
-        heard = make("writer", url, post_hooks=[lambda run_output: seen.append(run_output.content)])
-        return [ask(heard, PROMPTS["callbacks"]), seen]
+    def heard_by_hooks(self, url):
+        return [heard_by_hooks(given) for given in (url, Told())]
+
+    async def heard_by_asynchronous_hooks(self, url):
+        return [await heard_by_asynchronous_hooks(given) for given in (url, Told())]
+
+
+def heard_by_hooks(given):
+    seen = []
+    post = [lambda run_output: seen.append(run_output.content)]
+
+    def around(function_name, function_call, arguments):
+        seen.append([function_name, arguments])
+        return function_call(**arguments)
+
+    return [ask(make("writer", given, add, post_hooks=post, tool_hooks=[around]), PROMPTS["tool_call"]), seen]
+
+
+async def heard_by_asynchronous_hooks(given):
+    seen = []
+
+    async def after(run_output):
+        seen.append(run_output.content)
+
+    async def around(function_name, function_call, arguments):
+        seen.append([function_name, arguments])
+        return await function_call(**arguments)
+
+    return [await aask(make("writer", given, add, post_hooks=[after], tool_hooks=[around]), PROMPTS["tool_call"]), seen]
 
 
 class Told(Model):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import sys
 import threading
 from collections.abc import AsyncGenerator
@@ -246,16 +247,30 @@ class TestConformance(PluginConformance):
         tools = [FunctionTool(note, "Note a text.")]
         return await ask("caller", url, REPLAY_PROMPTS["effects_awaited"], tools=tools, reflect_on_tool_use=True)
 
-    def callbacks(self, url):
-        async def work():
-            seen = []
-            agent = make("writer", url, tools=[add])
+    def heard_by_the_reader_of_a_team(self, url):
+        async def work(given):
+            agent = make("writer", given, tools=[add])
             team = RoundRobinGroupChat([agent], termination_condition=MaxMessageTermination(2))
-            async for message in team.run_stream(task=PROMPTS["callbacks"]):
-                seen.append(type(message).__name__)  # noqa: PERF401 - an async comprehension reads worse
-            return seen
+            return [type(message).__name__ async for message in team.run_stream(task=PROMPTS["one_agent"])]
 
-        return run(work())
+        return [run(work(given)) for given in (url, Elsewhere())]
+
+    def heard_by_the_event_logger(self, url):
+        seen = []
+
+        class Hears(logging.Handler):
+            def emit(self, record):
+                seen.append(type(record.msg).__name__)
+
+        logger, handler = logging.getLogger("autogen_core.events"), Hears()
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            run(ask("caller", url, PROMPTS["tool_call"], tools=[add]))
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+        return seen
 
 
 @pytest.fixture(autouse=True)

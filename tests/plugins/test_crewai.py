@@ -218,18 +218,26 @@ class TestConformance(PluginConformance):
         given = task(REPLAY_PROMPTS["effects_awaited"], make("caller", url, tools=[note]))
         return (await crew(given, cache=False).kickoff_async()).raw
 
-    def callbacks(self, url):
-        seen = []
-        given = task(PROMPTS["callbacks"], make("writer", url, step_callback=lambda step: seen.append(step.output)))
-        with crewai_event_bus.scoped_handlers():
+    def heard_by_handlers_and_callbacks(self, url):
+        return [heard_by_handlers_and_callbacks(given) for given in (url, Talker(model="talker"))]
 
-            @crewai_event_bus.on(LLMCallCompletedEvent)
-            def _(source, event):
-                seen.append((event.agent_role, event.response))
 
-            output = crew(given, task_callback=lambda done: seen.append(done.raw)).kickoff()
-            crewai_event_bus.flush()
-        return output.raw, sorted(map(str, seen))
+def heard_by_handlers_and_callbacks(model):
+    seen = []
+    given = task(PROMPTS["one_agent"], make("writer", model, step_callback=lambda step: seen.append(step.output)))
+    with crewai_event_bus.scoped_handlers():
+
+        @crewai_event_bus.on(LLMCallCompletedEvent)
+        def _(source, event):
+            seen.append((event.agent_role, event.response))
+
+        @crewai_event_bus.on(LLMCallCompletedEvent)
+        async def _(source, event):
+            seen.append(("async", event.agent_role, event.response))
+
+        output = crew(given, task_callback=lambda done: seen.append(done.raw)).kickoff()
+        crewai_event_bus.flush()
+    return output.raw, sorted(map(str, seen))
 
 
 @pytest.fixture

@@ -260,18 +260,32 @@ class TestConformance(PluginConformance):
             ask("writer", url, PROMPTS["slow"], num_retries=0, timeout=TIMEOUT_S)
         return type(error.value).__name__
 
-    def callbacks(self, url):
-        seen = []
+    def heard_by_callbacks(self, url):
+        heard = Hears()
+        with dspy.context(callbacks=[heard]):
+            answers = [ask("writer", given, PROMPTS["one_agent"]) for given in (url, Told("told"))]
+        return [*answers, heard.seen]
 
-        class Hear(dspy.utils.BaseCallback):
-            def on_module_start(self, call_id, instance, inputs):
-                seen.append(type(instance).__name__)
+    async def heard_by_callbacks_of_an_asynchronous_call(self, url):
+        heard = Hears()
+        with dspy.context(callbacks=[heard]):
+            return [await aask("writer", url, PROMPTS["one_agent"]), heard.seen]
 
-            def on_lm_end(self, call_id, outputs, exception=None):
-                seen.append(outputs)
 
-        with dspy.context(callbacks=[Hear()]):
-            return [ask("writer", url, PROMPTS["callbacks"]), seen]
+class Hears(dspy.utils.BaseCallback):
+    """A user's own callbacks."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_module_start(self, call_id, instance, inputs):
+        self.seen.append(type(instance).__name__)
+
+    def on_lm_start(self, call_id, instance, inputs):
+        self.seen.append(sorted(inputs))
+
+    def on_lm_end(self, call_id, outputs, exception=None):
+        self.seen.append(str(exception) if exception else type(outputs).__name__)
 
 
 def paths(found):

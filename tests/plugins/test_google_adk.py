@@ -227,13 +227,25 @@ class TestConformance(PluginConformance):
 
         return await ask(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
 
-    def callbacks(self, url):
+    def heard_by_callbacks(self, url):
         seen = []
-        hear = {
-            name: lambda *_, name=name, **__: seen.append(name)
-            for name in ("before_agent_callback", "before_model_callback", "after_model_callback")
-        }
-        return [run(ask(make("writer", url, **hear), PROMPTS["callbacks"])), seen]
+        hear = {name: lambda *_, name=name, **__: seen.append(name) for name in CALLBACKS}
+        return [run(ask(make("caller", given, add, **hear), PROMPTS["tool_call"])) for given in (url, Told())] + seen
+
+    async def heard_by_asynchronous_callbacks(self, url):
+        seen = []
+
+        def hears(name):
+            async def hear(*_, **__):
+                seen.append(name)
+
+            return hear
+
+        hear = {name: hears(name) for name in CALLBACKS}
+        return [await ask(make("caller", given, add, **hear), PROMPTS["tool_call"]) for given in (url, Told())] + seen
+
+
+CALLBACKS = [f"{when}_{what}_callback" for when in ("before", "after") for what in ("agent", "model", "tool")]
 
 
 class Told(BaseLlm):

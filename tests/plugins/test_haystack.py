@@ -251,8 +251,17 @@ class TestConformance(PluginConformance):
             stream(make("writer", model(url, max_retries=0)), PROMPTS["cut"])
         return type(error.value).__name__
 
-    def callbacks(self, url):
-        return stream(make("writer", url), PROMPTS["callbacks"])
+    def heard_by_a_streaming_callback(self, url):
+        return stream(make("writer", url), PROMPTS["one_agent"])
+
+    async def heard_by_an_asynchronous_streaming_callback(self, url):
+        seen = []
+
+        async def hear(chunk):
+            seen.append(chunk.content)
+
+        await aask(make("writer", url, kind=Awaited), PROMPTS["one_agent"], streaming_callback=hear)
+        return seen
 
 
 @component

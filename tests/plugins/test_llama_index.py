@@ -10,6 +10,11 @@ pytest.importorskip("llama_index.core")
 
 from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, FunctionAgent, ReActAgent
 from llama_index.core.agent.workflow.base_agent import BaseWorkflowAgent
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.callbacks.base_handler import BaseCallbackHandler
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import ChatMessage, CustomLLM, LLMMetadata, MockLLM
 from llama_index.core.tools import FunctionTool
 from llama_index.core.workflow import Event, StartEvent, StopEvent, Workflow, step
@@ -203,13 +208,62 @@ class TestConformance(PluginConformance):
 
         return await ask(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
 
-    def callbacks(self, url):
+    def heard_by_the_reader_of_events(self, url):
         async def work():
-            handler = make("writer", url).run(PROMPTS["callbacks"])
+            handler = make("writer", url).run(PROMPTS["one_agent"])
             seen = [type(event).__name__ async for event in handler.stream_events()]
             return [str(await handler), seen]
 
         return run(work())
+
+    def heard_by_event_handlers(self, url):
+        async def work(llm):
+            said = [ChatMessage(role="system", content=instructions("writer")), ChatMessage(role="user", content="hi")]
+            await llm.achat(said)
+            [_ async for _ in await llm.astream_chat(said)]
+            llm.chat(said)
+            list(llm.stream_chat(said))
+
+        handler, manager = HearsEvents(), HearsPayloads([], [])
+        get_dispatcher().add_event_handler(handler)
+        try:
+            with agent("writer"):
+                for llm in (model(url), MockLLM()):
+                    llm.callback_manager = CallbackManager([manager])
+                    run(work(llm))
+        finally:
+            get_dispatcher().event_handlers.remove(handler)
+        return handler.seen, manager.seen
+
+
+class HearsEvents(BaseEventHandler):
+    """A user's own handler of LlamaIndex's events."""
+
+    seen: list = Field(default_factory=list)
+
+    def handle(self, event, **options):
+        self.seen.append(event.class_name())
+
+
+class HearsPayloads(BaseCallbackHandler):
+    """A user's own callbacks."""
+
+    def __init__(self, *ignored):
+        super().__init__(*ignored)
+        self.seen = []
+
+    def on_event_start(self, event_type, payload=None, event_id="", parent_id="", **options):
+        self.seen.append(["start", event_type.value, sorted(payload or {})])
+        return event_id
+
+    def on_event_end(self, event_type, payload=None, event_id="", **options):
+        self.seen.append(["end", event_type.value, sorted(payload or {})])
+
+    def start_trace(self, trace_id=None):
+        pass
+
+    def end_trace(self, trace_id=None, trace_map=None):
+        pass
 
 
 def responses(url):

@@ -162,7 +162,34 @@ class TestConformance(PluginConformance):
                 read.extend(chunk.model_dump() for chunk in chunks)
         return [read, type(error.value).__name__]
 
-    def callbacks(self, url):
+    def heard_by_hooks_of_a_stream(self, url):
+        seen = []
+        hooks = {
+            "request": [lambda request: seen.append(request.content.decode())],
+            "response": [lambda response: seen.append(response.status_code)],
+        }
+        client = openai.OpenAI(base_url=url, http_client=openai.DefaultHttpxClient(event_hooks=hooks))
+        with agent("writer"):
+            return [*map(str, ask(url, "writer", PROMPTS["streaming"], client=client, stream=True)), seen]
+
+    async def heard_by_asynchronous_hooks(self, url):
+        seen = []
+
+        async def hear_request(request):
+            seen.append(request.content.decode())
+
+        async def hear_response(response):
+            seen.append((await response.aread()).decode())
+
+        hooks = {"request": [hear_request], "response": [hear_response]}
+        client = openai.AsyncOpenAI(base_url=url, http_client=openai.DefaultAsyncHttpxClient(event_hooks=hooks))
+        with agent("writer"):
+            await ask_async(client, "writer", PROMPTS["one_agent"])
+            prompted = {"model": MODEL, "input": PROMPTS["responses"], "instructions": instructions("writer")}
+            await client.responses.create(**prompted)
+        return seen
+
+    def heard_by_hooks(self, url):
         seen = []
         hooks = {
             "request": [lambda request: seen.append(request.content.decode())],
@@ -170,7 +197,7 @@ class TestConformance(PluginConformance):
         }
         client = openai.OpenAI(base_url=url, http_client=openai.DefaultHttpxClient(event_hooks=hooks))
         with agent("writer"):
-            return [text_of(ask(url, "writer", PROMPTS["callbacks"], client=client)), seen]
+            return [text_of(ask(url, "writer", PROMPTS["one_agent"], client=client)), seen]
 
 
 MESSAGES = [{"role": "system", "content": instructions("writer")}, {"role": "user", "content": "hello there"}]

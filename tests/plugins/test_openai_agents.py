@@ -224,12 +224,13 @@ class TestConformance(PluginConformance):
 
         return run(work())
 
-    def callbacks(self, url):
+    def heard_by_hooks_and_processors(self, url):
         hooks, processor = Hooks(), Processor()
         agents.set_trace_processors([processor])
         try:
-            answered = run(ask("writer", url, PROMPTS["callbacks"], hooks=None))
-            run(self._hooked(url, hooks))
+            answered = run(ask("writer", url, PROMPTS["one_agent"], hooks=None))
+            for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+                run(self._hooked(model(url, kind), hooks))
         finally:
             agents.set_trace_processors([])
         return answered, hooks.seen, processor.seen
@@ -247,8 +248,11 @@ class TestConformance(PluginConformance):
 
         return await ask("caller", url, REPLAY_PROMPTS["effects_awaited"], tools=[take_note])
 
-    async def _hooked(self, url, hooks):
-        await Runner.run(make("writer", url), PROMPTS["callbacks"], hooks=hooks)
+    async def _hooked(self, given, hooks):
+        prompted = make("caller", given, tools=[add]), PROMPTS["tool_call"]
+        await Runner.run(*prompted, hooks=hooks)
+        async for _ in Runner.run_streamed(*prompted, hooks=hooks).stream_events():
+            pass
 
 
 class Hooks(RunHooks):
@@ -260,6 +264,18 @@ class Hooks(RunHooks):
 
     async def on_agent_end(self, context, agent, output):
         self.seen.append(("end", agent.name, output))
+
+    async def on_llm_start(self, context, agent, system_prompt, input_items):
+        self.seen.append(("model", agent.name, system_prompt, len(input_items)))
+
+    async def on_llm_end(self, context, agent, response):
+        self.seen.append(("answer", agent.name, len(response.output)))
+
+    async def on_tool_start(self, context, agent, tool):
+        self.seen.append(("tool", agent.name, tool.name))
+
+    async def on_tool_end(self, context, agent, tool, result):
+        self.seen.append(("result", agent.name, tool.name, str(result)))
 
 
 class Processor(TracingProcessor):

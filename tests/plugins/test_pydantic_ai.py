@@ -207,16 +207,18 @@ class TestConformance(PluginConformance):
 
         return await ask("caller", url, REPLAY_PROMPTS["effects_awaited"], note)
 
-    def callbacks(self, url):
+    def heard_by_an_event_stream_handler(self, url):
         seen = []
 
         async def hear(context, events):
             seen.extend([type(event).__name__ async for event in events])
 
         async def work():
-            return (await make("writer", url).run(PROMPTS["callbacks"], event_stream_handler=hear)).output
+            for given in (url, model(url, OpenAIResponsesModel), FunctionModel(answers, stream_function=streams)):
+                await make("writer", given, add).run(PROMPTS["one_agent"], event_stream_handler=hear)
 
-        return [run(work()), seen]
+        run(work())
+        return seen
 
 
 def above(found, span):

@@ -259,10 +259,10 @@ class TestConformance(PluginConformance):
     def cut(self, url):
         return fails(lambda: stream(make("writer", model(url, max_retries=0)), PROMPTS["cut"]))
 
-    def callbacks(self, url):
+    def heard_by_step_callbacks(self, url):
         seen = []
-        heard = make("writer", url, step_callbacks=[lambda step, agent: seen.append([agent.name, step.step_number])])
-        return [ask(heard, PROMPTS["callbacks"]), seen]
+        listening = {"step_callbacks": [lambda step, agent: seen.append([agent.name, step.step_number])]}
+        return [ask(make("writer", given, **listening), PROMPTS["one_agent"]) for given in (url, Told())] + seen
 
 
 class Told(Model):

@@ -12,6 +12,7 @@ os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else LiteLLM as
 
 import strands
 from strands import Agent
+from strands.hooks import AfterInvocationEvent, BeforeInvocationEvent, MessageAddedEvent
 from strands.models.model import Model
 from strands.models.openai import OpenAIModel
 from strands.multiagent import GraphBuilder, Swarm
@@ -39,6 +40,10 @@ try:
     from strands.models.openai_responses import OpenAIResponsesModel
 except ImportError:  # before 1.23
     OpenAIResponsesModel = None
+
+
+ADD = PROMPTS["tool_call"]
+EVENTS = (BeforeInvocationEvent, MessageAddedEvent, AfterInvocationEvent)
 
 
 def model(url, kind=OpenAIModel, params=None, **options):
@@ -217,10 +222,20 @@ class TestConformance(PluginConformance):
             run(stream(make("writer", model(url, max_retries=0)), PROMPTS["cut"]))
         return type(error.value).__name__
 
-    def callbacks(self, url):
+    def heard_by_a_callback_handler(self, url):
         seen = []
-        heard = make("writer", url, callback_handler=lambda **event: seen.append(sorted(event)[:2]))
-        return [ask(heard, PROMPTS["callbacks"]), seen]
+        for given in (url, Told()):
+            ask(make("caller", given, add, callback_handler=lambda **event: seen.append(sorted(event))), ADD)
+        return seen
+
+    def heard_by_hooks(self, url):
+        seen = []
+        for given in (url, Told()):
+            heard = make("caller", given, add)
+            for event in EVENTS:
+                heard.hooks.add_callback(event, lambda event: seen.append(type(event).__name__))
+            ask(heard, ADD)
+        return seen
 
 
 class Told(Model):

@@ -44,7 +44,6 @@ SCENARIOS: Final = {
     "failed": "The agent `writer` is asked with a client that does not try again; the answer is 500.",
     "slow": "The agent `writer` is asked with a client that waits 0.2 s and does not try again; the answer is late.",
     "cut": "The agent `writer` is asked; its answer is streamed, and the connection breaks off in the middle.",
-    "callbacks": "As `one_agent`, with callbacks of the user's own, whose observations are the output.",
 }
 
 _HELLO: Final = "hello there"

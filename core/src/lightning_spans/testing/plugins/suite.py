@@ -12,7 +12,9 @@ class TestMine(PluginConformance):
         return mine.Agent("writer", instructions("writer"), model=MODEL, base_url=url).run(PROMPTS["one_agent"])
     ...
 ```
-Each docstring ends with what to do if the test fails.
+Write one more program for each kind of model and of listener that the framework has, with a name that begins with
+`heard_by_`: a program in which the user's own callbacks, handlers or middleware listen, and which returns what they
+heard. Each docstring ends with what to do if the test fails.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import pytest
 
@@ -57,6 +59,8 @@ __all__ = [
     "noted",
 ]  # fmt: skip
 
+_HEARD: Final = "heard_by_"
+
 
 class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
     """Inherit this in a plugin's test file.
@@ -85,15 +89,23 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         for name in SCENARIOS:
             if not callable(getattr(cls, name, None)) and not cls.unsupported.get(name):
                 raise TypeError(f"{cls.__name__} has no program {name!r}, and `unsupported` gives no reason for that.")
+        if not cls._listening():
+            raise TypeError(f"{cls.__name__} has no program that begins with {_HEARD!r}: the user's callbacks listen.")
         for name in {*cls.unsupported} - {*SCENARIOS, *REPLAYS}:
             raise TypeError(f"{cls.__name__}.unsupported: there is no scenario {name!r}.")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each test that takes a tracer with each of `tracers`, and compare them if there are several."""
+        if "heard_by" in metafunc.fixturenames:
+            metafunc.parametrize("heard_by", self._listening())
         if "tracer" in metafunc.fixturenames:
             metafunc.parametrize("tracer", self.tracers)
         if metafunc.function.__name__ == "test_both_tracers_give_the_same_rows":
             metafunc.parametrize("scenario", SCENARIOS if len(self.tracers) > 1 else [])
+
+    @classmethod
+    def _listening(cls) -> list[str]:
+        return [name for name in dir(cls) if name.startswith(_HEARD)]
 
     def patched(self) -> Sequence[tuple[object, str]]:
         """Name what the plugin patches: owner and attribute. Empty where it uses public hooks alone."""
@@ -138,13 +150,14 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
         assert attached.output == alone.output
         assert sorted(map(_sent, attached.requests)) == sorted(map(_sent, alone.requests))
 
-    def test_the_users_callbacks_still_run(self, tracer: str, recorded: Any) -> None:
-        """Callbacks that the user registered see what they saw without us.
+    def test_the_users_callbacks_hear_what_they_heard(self, heard_by: str, tracer: str, recorded: Any) -> None:
+        """The user's own callbacks, handlers and middleware are told the same, attached or not.
 
-        If it fails: the plugin replaces the framework's handlers instead of adding its own.
+        If it fails: the plugin replaces the framework's handlers instead of adding its own, or the framework treats
+        handlers differently where there is one of ours.
         """
-        assert recorded("callbacks", None).output
-        assert recorded("callbacks", tracer).output == recorded("callbacks", None).output
+        assert recorded(heard_by, None).output
+        assert recorded(heard_by, tracer).output == recorded(heard_by, None).output
 
     # Attach and detach
 
