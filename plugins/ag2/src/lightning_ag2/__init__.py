@@ -1,0 +1,16 @@
+"""Train the AG2 agents you already have, by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import lightning_spans
+from lightning_spans import agent, emit_reward
+
+__all__ = ["agent", "attach", "emit_reward"]
+
+FRAMEWORK: Final = "ag2"
+
+attach = partial(lightning_spans.attach, FRAMEWORK)
+"""Record every agent, tool and model of AG2; options and errors as of `lightning_spans.attach`."""

@@ -1,0 +1,23 @@
+"""The plugin's hook: what `lightning_spans.attach("ag2")` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from lightning_ag2 import FRAMEWORK
+from lightning_spans.record.instrument.binding import attaches
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import Recorder
+
+
+@attaches(FRAMEWORK)
+def lightning_attach(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Bind AG2's agents and tools, and the openai client that makes the chat spans, to the recorder."""
+    from lightning_ag2 import agents, tools
+    from lightning_openai import patch
+
+    yield patch.bind(recorder)
+    yield from tools.bind(recorder)
+    yield from agents.bind(recorder)

@@ -1,0 +1,16 @@
+"""Train the Semantic Kernel agents you already have, by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+import lightning_spans
+from lightning_spans import agent, emit_reward
+
+__all__ = ["agent", "attach", "emit_reward"]
+
+FRAMEWORK: Final = "semantic-kernel"
+
+attach = partial(lightning_spans.attach, FRAMEWORK)
+"""Record every agent, tool and model of Semantic Kernel; options and errors as of `lightning_spans.attach`."""

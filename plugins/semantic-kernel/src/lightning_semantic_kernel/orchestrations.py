@@ -1,0 +1,118 @@
+"""Orchestrations and group chats: one trace each, also where the runtime hands messages to agents in its own tasks."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+from semantic_kernel.agents import AgentGroupChat
+from semantic_kernel.agents.orchestration.orchestration_base import OrchestrationBase, OrchestrationResult
+from semantic_kernel.agents.runtime import InProcessRuntime
+from semantic_kernel.agents.runtime.in_process import in_process_runtime as runtimes
+
+from lightning_semantic_kernel import FRAMEWORK
+from lightning_spans.record.context import entered, overlaid, settled
+from lightning_spans.record.instrument.patches import replace
+from lightning_spans.record.instrument.tracker import Tracker
+from lightning_spans.schema import spans as names
+
+if TYPE_CHECKING:
+    from lightning_spans.hooks import OpenSpan, Recorder
+
+_SENDER: Final = "_lightning_sender"
+_RANDOM: Final = re.compile(r"_[0-9a-f]{32}$")  # at the end of a name that nobody gave
+
+
+def bind(recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Follow every orchestration and message, until what is yielded is called."""
+    orchestrations = KernelOrchestrations(recorder, FRAMEWORK)
+    yield orchestrations.stop
+    yield replace(OrchestrationBase, "invoke", orchestrations.wrap_invoke)
+    yield replace(OrchestrationResult, "get", orchestrations.wrap_get)
+    for name in ("invoke", "invoke_stream"):
+        yield replace(AgentGroupChat, name, orchestrations.wrap_chat)
+    yield replace(runtimes, "get_telemetry_envelope_metadata", orchestrations.wrap_metadata)
+    for name in ("_process_send", "_process_publish"):
+        yield replace(InProcessRuntime, name, orchestrations.wrap_process)
+
+
+class KernelOrchestrations(Tracker):
+    """Begins and ends our spans with orchestrations, and takes their context along with messages."""
+
+    def __init__(self, recorder: Recorder, framework: str) -> None:
+        super().__init__(recorder, framework)
+        self._runs: dict[int, OpenSpan] = {}  # by the identity of their result
+
+    def wrap_invoke(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An orchestration begins; it returns at once, and its result says when it has ended."""
+
+        async def invoke(orchestration: Any, *args: Any, **kwargs: Any) -> Any:
+            span = self.begin(names.INVOKE_WORKFLOW, _RANDOM.sub("", orchestration.name))
+            try:
+                with nullcontext() if span is None else entered(span.context):
+                    result = await original(orchestration, *args, **kwargs)
+            except BaseException as error:
+                self.end(span, error=error)
+                raise
+            if span is not None:
+                self._runs[id(result)] = span
+                weakref.finalize(result, self._finish, id(result))
+            return result
+
+        return invoke
+
+    def wrap_get(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The program waits for the result."""
+
+        async def get(result: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await original(result, *args, **kwargs)
+            finally:
+                if result.event.is_set():  # or the program waits for no longer, and it goes on
+                    self._finish(id(result), result.exception)
+
+        return get
+
+    def _finish(self, run: int, error: BaseException | None = None) -> None:
+        self.end(self._runs.pop(run, None), error=error)
+
+    def wrap_chat(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A group chat runs, message by message or piece by piece."""
+
+        def invoke(chat: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._read(chat, original(chat, *args, **kwargs))
+
+        return invoke
+
+    async def _read(self, chat: Any, items: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        inner = self.steps(self.begin(names.INVOKE_WORKFLOW, type(chat).__name__), items)
+        try:
+            async for item in inner:
+                yield item
+        finally:
+            await inner.aclose()
+
+    def wrap_metadata(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A message is sent: what the runtime keeps for its own tracing keeps its sender's context too."""
+
+        def get_telemetry_envelope_metadata() -> Any:
+            metadata = original()
+            if self.live:
+                with self.guard():
+                    setattr(metadata, _SENDER, settled())
+            return metadata
+
+        return get_telemetry_envelope_metadata
+
+    def wrap_process(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A message is handed to its handlers, in a task that belongs to who started the runtime."""
+
+        async def process(runtime: Any, envelope: Any) -> Any:
+            sender = getattr(envelope.metadata, _SENDER, None)
+            with nullcontext() if sender is None or not self.live else entered(overlaid(sender)):
+                return await original(runtime, envelope)
+
+        return process

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("ag2")
+
+from ag2 import Agent, MemoryStream, TaskConfig, ToolResult
+from ag2.config import OpenAIConfig, OpenAIResponsesConfig
+from ag2.events import ModelMessageChunk
+from ag2.middleware import BaseMiddleware, Middleware
+from ag2.tools import executor
+from ag2.tools.final import FunctionTool
+
+import lightning_ag2
+from lightning_spans import open_store
+from lightning_spans.schema import spans as names
+from lightning_spans.testing.plugins.program import user_environment
+from lightning_spans.testing.plugins.replayed import run_twice
+from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    instructions,
+    noted,
+)
+
+
+def make(name, url, *tools, kind=OpenAIConfig, middleware=(), tasks=None, **options):
+    config = kind(model=MODEL, base_url=url, **options)
+    return Agent(name, instructions(name), config=config, tools=tools, middleware=middleware, tasks=tasks)
+
+
+async def answer(agent, prompt, **options):
+    return (await agent.ask(prompt, **options)).body
+
+
+async def pieces(agent, prompt):
+    found, stream = [], MemoryStream()
+    stream.where(ModelMessageChunk).subscribe(lambda event: found.append(event.content), sync_to_thread=False)
+    return [*found, await answer(agent, prompt, stream=stream)]
+
+
+def ask(name, url, scenario, *tools, **options):
+    return asyncio.run(answer(make(name, url, *tools, **options), PROMPTS[scenario]))
+
+
+async def ask_all(names, url, scenario):
+    return await asyncio.gather(*(answer(make(name, url), PROMPTS[scenario]) for name in names))
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def fail(reason: str) -> str:
+    raise ValueError(reason)
+
+
+def note(text: str) -> str:
+    return noted(text)
+
+
+class TestConformance(PluginConformance):
+    framework = "ag2"
+    unsupported = {  # noqa: RUF012
+        "abandoned": "AG2 reads a model's stream to its end, whoever listens",
+        "unnamed": "an agent must have a name",
+    }
+
+    def patched(self):
+        return [(Agent, "_turn_scope"), (executor, "_execute_call"), (FunctionTool, "__call__")]
+
+    def responses(self, url):
+        return ask("writer", url, "responses", kind=OpenAIResponsesConfig)
+
+    def responses_streaming(self, url):
+        return asyncio.run(
+            pieces(make("writer", url, kind=OpenAIResponsesConfig, streaming=True), PROMPTS["responses_streaming"])
+        )
+
+    def one_agent(self, url):
+        return ask("writer", url, "one_agent")
+
+    def several_agents(self, url):
+        return [ask(name, url, "several_agents") for name in ("writer", "rewriter", "writer_2")]
+
+    def namesakes(self, url):
+        output = []
+        for team in ("red", "blue"):
+            with lightning_ag2.agent(team):
+                output.append(ask("writer", url, "namesakes"))
+        return output
+
+    def streaming(self, url):
+        return asyncio.run(pieces(make("writer", url, streaming=True), PROMPTS["streaming"]))
+
+    def choices(self, url):
+        return ask("writer", url, "choices", n=2)
+
+    def tool_call(self, url):
+        return ask("caller", url, "tool_call", add)
+
+    def parallel_tools(self, url):
+        return ask("caller", url, "parallel_tools", add)
+
+    def tool_error(self, url):
+        return ask("caller", url, "tool_error", fail)
+
+    def unknown_tool(self, url):
+        return ask("caller", url, "unknown_tool", add)
+
+    def unreadable_arguments(self, url):
+        with pytest.raises(json.JSONDecodeError) as error:  # when AG2 sends the call back to the model
+            ask("caller", url, "unreadable_arguments", add)
+        return str(error.value)
+
+    def nested(self, url):
+        async def ask(question: str) -> str:
+            return await answer(make("writer", url), question)
+
+        return asyncio.run(answer(make("boss", url, ask), PROMPTS["nested"]))
+
+    def parallel(self, url):
+        return asyncio.run(ask_all(["left", "right"], url, "parallel"))
+
+    async def asynchronous(self, url):
+        return await ask_all(["writer", "rewriter"], url, "asynchronous")
+
+    async def awaited(self, url):
+        return await answer(make("writer", url), PROMPTS["awaited"])
+
+    def threads(self, url):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda number: asyncio.run(answer(make("writer", url), f"hello {number}")), range(2)))
+
+    def retried(self, url):
+        return ask("writer", url, "retried")
+
+    def failed(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
+            ask("writer", url, "failed", max_retries=0)
+        return str(error.value)
+
+    def slow(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
+            ask("writer", url, "slow", max_retries=0, timeout=TIMEOUT_S)
+        return str(error.value)
+
+    def cut(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
+            asyncio.run(pieces(make("writer", url, streaming=True), PROMPTS["cut"]))
+        return type(error.value).__name__
+
+    def heard_by_middleware_and_subscribers(self, url):
+        seen = []
+
+        class Hears(BaseMiddleware):
+            async def on_turn(self, call_next, event, context):
+                seen.append(f"turn of {type(event).__name__}")
+                return await call_next(event, context)
+
+            async def on_llm_call(self, call_next, events, context):
+                seen.append(f"call with {len(events)} events")
+                return await call_next(events, context)
+
+            async def on_tool_execution(self, call_next, event, context):
+                seen.append(f"tool {event.name}")
+                return await call_next(event, context)
+
+        async def work(kind):
+            stream = MemoryStream()
+            stream.subscribe(lambda event: seen.append(type(event).__name__), sync_to_thread=False)
+            caller = make("caller", url, add, kind=kind, middleware=[Middleware(Hears)])
+            await answer(caller, PROMPTS["tool_call"], stream=stream)
+
+        for kind in (OpenAIConfig, OpenAIResponsesConfig):
+            asyncio.run(work(kind))
+        return seen
+
+    def effects(self, url):
+        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effects"]))
+
+    def effect_fails(self, url):
+        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effect_fails"]))
+
+    async def effects_awaited(self, url):
+        async def note(text: str) -> str:
+            return noted(text)
+
+        return await answer(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
+
+
+@pytest.fixture
+def spans_of(tmp_path):
+    """Run a coroutine of a server's URL while attached, and return what was recorded."""
+
+    def give(work):
+        store = str(tmp_path / "traces.db")
+        with (
+            user_environment(tmp_path),
+            ScriptedServer() as server,
+            lightning_ag2.attach(store=store) as live,
+        ):
+            asyncio.run(work(server.url))
+            live.flush(60)
+        with closing(open_store(store)) as recorded:
+            return list(recorded.spans())
+
+    return give
+
+
+def test_an_agent_as_a_tool_and_a_subtask_are_below_it(spans_of):
+    async def work(url):
+        writer = make("writer", url).as_tool(description="Writes.")
+        await answer(make("boss", url, writer), 'call task_writer {"objective": "write"}')
+        await answer(make("lead", url, tasks=TaskConfig(prompt=instructions("part"))), 'call run_subtask {"task": "a"}')
+
+    found = spans_of(work)
+    paths = {span.attributes[names.AGENT_PATH] for span in found if span.operation == names.INVOKE_AGENT}
+    assert paths == {"boss", "boss/writer", "lead", "lead/subtask"}
+    assert {span.agent for span in found if span.operation == names.CHAT} == {"boss", "writer", "lead", "subtask"}
+
+
+def test_a_turn_that_is_watched_while_it_runs_is_one_span(spans_of):
+    async def work(url):
+        async with make("writer", url).run("hello") as turn:
+            turn.start()
+            await turn.result()
+
+    assert [(span.operation, span.agent) for span in spans_of(work)] == [("invoke_agent", "writer"), ("chat", "writer")]
+
+
+@pytest.mark.parametrize("returned", [{"sum": 5}, [1, "two"], ToolResult("five", {"sum": 5}), None])
+def test_what_a_tool_returned_is_given_again(returned, tmp_path):
+    def look(question: str) -> object:
+        return returned
+
+    def program(url):
+        return asyncio.run(answer(make("caller", url, look), 'call look {"question": "how many"}'))
+
+    (recorded, replayed), _ = run_twice(program, tmp_path, "ag2")
+    assert replayed == recorded

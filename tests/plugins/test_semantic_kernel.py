@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("semantic_kernel")
+
+from semantic_kernel import Kernel
+from semantic_kernel.agents import (
+    AgentGroupChat,
+    ChatCompletionAgent,
+    ConcurrentOrchestration,
+    HandoffOrchestration,
+    OpenAIResponsesAgent,
+    OrchestrationHandoffs,
+    SequentialOrchestration,
+)
+from semantic_kernel.agents.orchestration.orchestration_base import OrchestrationBase, OrchestrationResult
+from semantic_kernel.agents.runtime import InProcessRuntime
+from semantic_kernel.agents.strategies import DefaultTerminationStrategy
+from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion
+from semantic_kernel.filters import FilterTypes
+from semantic_kernel.filters.kernel_filters_extension import KernelFilterExtension
+from semantic_kernel.functions import (
+    KernelFunctionFromMethod,
+    KernelFunctionFromPrompt,
+    KernelPlugin,
+    kernel_function,
+)
+
+import lightning_semantic_kernel
+from lightning_spans import open_store
+from lightning_spans.record.tracing.tracers import TRACERS
+from lightning_spans.schema import spans as names
+from lightning_spans.testing.plugins.program import user_environment
+from lightning_spans.testing.plugins.server import ScriptedServer
+from lightning_spans.testing.plugins.suite import (
+    MODEL,
+    PROMPTS,
+    REPLAY_PROMPTS,
+    TIMEOUT_S,
+    PluginConformance,
+    instructions,
+    noted,
+)
+
+
+def service(url, **options):
+    return OpenAIChatCompletion(MODEL, async_client=openai.AsyncOpenAI(base_url=url, **options))
+
+
+def make(name, url, *tools, more=None, **options):
+    functions = [KernelFunctionFromMethod(method=kernel_function(one), plugin_name="tools") for one in tools]
+    plugins = [KernelPlugin(name="tools", functions=functions)] if tools else []
+    given = {"name": name, "instructions": instructions(name), "plugins": plugins, **(more or {})}
+    return ChatCompletionAgent(service=service(url, **options), **given)
+
+
+def responding(url):
+    client = openai.AsyncOpenAI(base_url=url)
+    return OpenAIResponsesAgent(
+        ai_model_id=MODEL, client=client, name="writer", instructions=instructions("writer"), store_enabled=False
+    )
+
+
+async def answer(agent, prompt, **options):
+    return str(await agent.get_response(prompt, **options))
+
+
+async def pieces(agent, prompt):
+    return [str(item) async for item in agent.invoke_stream(prompt)]
+
+
+def ask(name, url, scenario, *tools, **options):
+    return asyncio.run(answer(make(name, url, *tools, **options), PROMPTS[scenario]))
+
+
+async def ask_all(names, url, scenario):
+    return await asyncio.gather(*(answer(make(name, url), PROMPTS[scenario]) for name in names))
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def fail(reason: str) -> str:
+    raise ValueError(reason)
+
+
+def note(text: str) -> str:
+    return noted(text)
+
+
+class TestConformance(PluginConformance):
+    framework = "semantic-kernel"
+    unsupported = {"choices": "an agent asks for one choice"}  # noqa: RUF012
+    tracers = TRACERS  # it uses OpenTelemetry itself
+
+    def patched(self):
+        methods = [(ChatCompletionAgent, name) for name in ("get_response", "invoke", "invoke_stream")]
+        tools = [(Kernel, "invoke_function_call"), (KernelFilterExtension, "construct_call_stack")]
+        own = [(kind, "_invoke_internal") for kind in (KernelFunctionFromMethod, KernelFunctionFromPrompt)]
+        return [*methods, *tools, *own, (OrchestrationBase, "invoke"), (OrchestrationResult, "get")]
+
+    def responses(self, url):
+        return asyncio.run(answer(responding(url), PROMPTS["responses"]))
+
+    def responses_streaming(self, url):
+        return asyncio.run(pieces(responding(url), PROMPTS["responses_streaming"]))
+
+    def one_agent(self, url):
+        return ask("writer", url, "one_agent")
+
+    def unnamed(self, url):
+        async def work():
+            random.seed(1)  # the name that Semantic Kernel invents is sent along
+            with lightning_semantic_kernel.agent("writer"):
+                unnamed = ChatCompletionAgent(service=service(url), instructions=instructions("writer"))
+                return await answer(unnamed, PROMPTS["unnamed"])
+
+        return asyncio.run(work())
+
+    def several_agents(self, url):
+        return [ask(name, url, "several_agents") for name in ("writer", "rewriter", "writer_2")]
+
+    def namesakes(self, url):
+        output = []
+        for team in ("red", "blue"):
+            with lightning_semantic_kernel.agent(team):
+                output.append(ask("writer", url, "namesakes"))
+        return output
+
+    def streaming(self, url):
+        return asyncio.run(pieces(make("writer", url), PROMPTS["streaming"]))
+
+    def abandoned(self, url):
+        async def leave():
+            async for piece in make("writer", url).invoke_stream(PROMPTS["abandoned"]):
+                return str(piece)
+            return None
+
+        return asyncio.run(leave())
+
+    def tool_call(self, url):
+        return ask("caller", url, "tool_call", add)
+
+    def parallel_tools(self, url):
+        return ask("caller", url, "parallel_tools", add)
+
+    def tool_error(self, url):
+        return ask("caller", url, "tool_error", fail)
+
+    def unknown_tool(self, url):
+        return ask("caller", url, "unknown_tool", add)
+
+    def unreadable_arguments(self, url):
+        return ask("caller", url, "unreadable_arguments", add)
+
+    def nested(self, url):
+        async def ask(question: str) -> str:
+            return await answer(make("writer", url), question)
+
+        return asyncio.run(answer(make("boss", url, ask), PROMPTS["nested"]))
+
+    def parallel(self, url):
+        return asyncio.run(ask_all(["left", "right"], url, "parallel"))
+
+    async def asynchronous(self, url):
+        return await ask_all(["writer", "rewriter"], url, "asynchronous")
+
+    async def awaited(self, url):
+        return await answer(make("writer", url), PROMPTS["awaited"])
+
+    def threads(self, url):
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda number: asyncio.run(answer(make("writer", url), f"hello {number}")), range(2)))
+
+    def retried(self, url):
+        return ask("writer", url, "retried")
+
+    def failed(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
+            ask("writer", url, "failed", max_retries=0)
+        return str(error.value)
+
+    def slow(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
+            ask("writer", url, "slow", max_retries=0, timeout=TIMEOUT_S)
+        return str(error.value)
+
+    def cut(self, url):
+        with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the client's version
+            asyncio.run(pieces(make("writer", url), PROMPTS["cut"]))
+        return type(error.value).__name__
+
+    def heard_by_filters_and_callbacks(self, url):
+        seen = []
+
+        def hears(kind):
+            async def hear(context, next):  # noqa: A002 - Semantic Kernel passes it by this name
+                seen.append(f"{kind.value} of {context.function.name} begins")
+                await next(context)
+                seen.append(f"{kind.value} of {context.function.name} ends")
+
+            return hear
+
+        async def hear_message(message):
+            seen.append(f"message of {message.role.value}")
+
+        async def work():
+            caller = make("caller", url, add)
+            for kind in (FilterTypes.AUTO_FUNCTION_INVOCATION, FilterTypes.FUNCTION_INVOCATION):
+                caller.kernel.add_filter(kind, hears(kind))
+            for invoke in (caller.invoke, caller.invoke_stream):
+                seen.extend(
+                    [str(item) async for item in invoke(PROMPTS["tool_call"], on_intermediate_message=hear_message)]
+                )
+
+        asyncio.run(work())
+        return seen
+
+    def effects(self, url):
+        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effects"]))
+
+    def effect_fails(self, url):
+        return asyncio.run(answer(make("caller", url, note), REPLAY_PROMPTS["effect_fails"]))
+
+    async def effects_awaited(self, url):
+        async def note(text: str) -> str:
+            return noted(text)
+
+        return await answer(make("caller", url, note), REPLAY_PROMPTS["effects_awaited"])
+
+
+@pytest.fixture
+def spans_of(tmp_path):
+    """Run a coroutine of a server's URL while attached, and return what was recorded."""
+
+    def give(work):
+        store = str(tmp_path / "traces.db")
+        with (
+            user_environment(tmp_path),
+            ScriptedServer() as server,
+            lightning_semantic_kernel.attach(store=store) as live,
+        ):
+            asyncio.run(work(server.url))
+            live.flush(60)
+        with closing(open_store(store)) as recorded:
+            return list(recorded.spans())
+
+    return give
+
+
+@pytest.mark.parametrize("kind", [SequentialOrchestration, ConcurrentOrchestration])
+def test_agents_of_an_orchestration_are_one_trace(kind, spans_of):
+    async def work(url):
+        runtime = InProcessRuntime()
+        runtime.start()
+        result = await kind(members=[make(name, url) for name in ("writer", "checker")]).invoke("hello", runtime)
+        await result.get()
+        await runtime.stop_when_idle()
+
+    found = spans_of(work)
+    assert sorted(span.agent for span in found if span.operation == names.CHAT) == ["checker", "writer"]
+    assert len({span.trace_id for span in found}) == 1
+    roots = [(span.operation, span.name, span.status) for span in found if span.parent_id is None]
+    assert roots == [(names.INVOKE_WORKFLOW, kind.__name__, "ok")]
+
+
+def test_agents_that_hand_over_are_one_trace(spans_of):
+    async def work(url):
+        members = [make(name, url) for name in ("boss", "writer")]
+        handoffs = OrchestrationHandoffs().add("boss", "writer", "for words")
+        runtime = InProcessRuntime()
+        runtime.start()
+        result = await HandoffOrchestration(members=members, handoffs=handoffs).invoke(
+            "call Handoff-transfer_to_writer {}", runtime
+        )
+        await result.get(timeout=30)
+        await runtime.stop_when_idle()
+
+    found = spans_of(work)
+    assert {"boss", "writer"} <= {span.agent for span in found if span.operation == names.CHAT}
+    assert len({span.trace_id for span in found}) == 1
+
+
+def test_a_group_chat_is_one_trace(spans_of):
+    async def work(url):
+        members = [make(name, url) for name in ("writer", "checker")]
+        chat = AgentGroupChat(agents=members, termination_strategy=DefaultTerminationStrategy(maximum_iterations=2))
+        await chat.add_chat_message("hello")
+        async for _ in chat.invoke():
+            pass
+
+    found = spans_of(work)
+    assert [span.agent for span in found if span.operation == names.CHAT] == ["writer", "checker"]
+    assert [span.name for span in found if span.parent_id is None] == ["AgentGroupChat"]
+
+
+def test_an_agent_as_a_function_is_below_the_call(spans_of):
+    async def work(url):
+        boss = make("boss", url, more={"plugins": [make("writer", url)]})
+        await answer(boss, 'call writer-writer {"messages": "hello"}')
+
+    found = spans_of(work)
+    assert {span.attributes[names.AGENT_PATH] for span in found if span.operation == names.INVOKE_AGENT} == {
+        "boss",
+        "boss/writer",
+    }
