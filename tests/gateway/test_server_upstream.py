@@ -427,6 +427,21 @@ def test_what_is_refused_without_a_limit_too_is_told_and_recorded_as_it_was_aske
         assert "left_out" not in call.sampling
 
 
+def test_fields_for_a_vendors_accounts_are_left_out_of_what_a_model_server_gets(tmp_path):
+    seen = []
+
+    async def chat(request):
+        seen.append(await request.json())
+        return JSONResponse({"choices": [{"index": 0, "message": {"content": "19"}, "finish_reason": "stop"}]})
+
+    with _upstream(tmp_path, chat) as front:
+        body = {"model": "m", "messages": USER, "provider": {"sort": "price"}, "prompt_cache_options": {"ttl": "24h"}}
+        headers = {"authorization": f"Bearer {front.key('a')}"}
+        reply = httpx.post(f"{front.url}/v1/chat/completions", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+    assert not seen[0].keys() & {"provider", "prompt_cache_options"}
+
+
 class _upstream:
     """A gateway before a scripted server."""
 

@@ -194,6 +194,10 @@ def test_an_agent_whose_calls_no_policy_can_be_asked_is_told_what_they_name() ->
         ("/responses", {"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, None),
         ("/chat/completions", {"audio": {"voice": "x"}}, "audio"),
         ("/chat/completions", {"provider": {"sort": "price"}, "usage": {"include": True}, "models": ["a"]}, None),
+        ("/chat/completions", {"prompt_cache_options": {"ttl": "24h"}, "trace": {"a": 1}, "fallbacks": ["a"]}, None),
+        ("/chat/completions", {"enable_search": False, "transforms": [], "include_reasoning": True}, None),
+        ("/chat/completions", {"enable_thinking": False}, "Use chat_template_kwargs.enable_thinking"),
+        ("/chat/completions", {"enable_search": True}, "enable_search"),
     ],
 )
 def test_what_the_gateway_would_refuse_is_known_in_advance(endpoint, field, told) -> None:

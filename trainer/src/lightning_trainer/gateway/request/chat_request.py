@@ -14,26 +14,14 @@ MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 64  # each is looked for after each token, on the event loop
 MAX_STOP_CHARACTERS: Final = 1000  # of each
 
-_IGNORED: Final = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "provider",
-        "route",
-        "models",
-        "usage",
-        "session_id",  # OpenRouter: who serves it, and what it cost
-        "litellm_metadata",
-        "litellm_session_id",
-        "litellm_trace_id",
-        "tags",  # LiteLLM's proxy
-    }
-)  # fmt: skip - these change bookkeeping and routing at a vendor, never what is asked
+# These change bookkeeping, caching and routing at a vendor, never what is asked.
+BOOKKEEPING: Final = frozenset({
+    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+    "safety_identifier",
+    "provider", "route", "models", "usage", "session_id", "trace", "cache_control",  # OpenRouter
+    "litellm_metadata", "litellm_session_id", "litellm_trace_id", "tags", "fallbacks", "num_retries", "timeout",
+    "cache", "caching",  # LiteLLM's proxy
+})  # fmt: skip
 _READ: Final = frozenset({
     "model", "messages", "tools", "tool_choice", "parallel_tool_calls", "n", "stream", "stream_options", "stop",
     "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "logprobs", "return_token_ids",
@@ -47,6 +35,17 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {  # known parameters, and the 
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none",),
+    "transforms": ([],),
+    "plugins": ([],),
+    "include_reasoning": (True,),
+    "enable_search": (False,),
+    "result_format": ("message",),
+    "safe_prompt": (False,),
+}
+_OTHERWISE: Final = {  # parameters of vendors, and how the same is asked for here
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
+    "thinking": "reasoning_effort or chat_template_kwargs",
+    "reasoning": "reasoning_effort",
 }
 
 
@@ -214,11 +213,12 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 def _refuse_others(body: Mapping[str, Any]) -> None:
     for name, value in body.items():
-        if name in _READ or name in _IGNORED or value is None:
+        if name in _READ or name in BOOKKEEPING or value is None:
             continue
         neutral = _NEUTRAL.get(name)
         if neutral is None:
-            raise bad_request(f"parameter {name!r} is not known here. Leave it out.", "unsupported_parameter")
+            advice = f"Use {_OTHERWISE[name]} instead." if name in _OTHERWISE else "Leave it out."
+            raise bad_request(f"parameter {name!r} is not known here. {advice}", "unsupported_parameter")
         if value not in neutral:
             raise bad_request(
                 f"{name}={shown(value)} is not supported: this engine would not do it. Leave {name} out"

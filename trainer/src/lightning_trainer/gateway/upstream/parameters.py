@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from lightning_trainer.gateway.http.errors import bad_request
+from lightning_trainer.gateway.request.chat_request import BOOKKEEPING
 from lightning_trainer.gateway.upstream.dialects import Dialect
 
 _OPENAI: Final = frozenset({
@@ -17,7 +18,6 @@ _OPENAI: Final = frozenset({
     "n", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed",
     "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "top_logprobs", "response_format",
     "reasoning_effort", "verbosity", "modalities", "prediction", "suffix", "echo", "best_of",
-    "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
 })  # fmt: skip
 _SERVERS: Final = frozenset({  # vLLM and SGLang
     "top_k", "min_p", "repetition_penalty", "min_tokens", "length_penalty", "use_beam_search", "ignore_eos",
@@ -51,8 +51,13 @@ def refuse_unknown(dialect: Dialect, request: Mapping[str, Any]) -> None:
     if dialect == "plain":  # it sends no tokens, so nothing of it is trained on
         return
     for name, value in request.items():
-        if value is not None and name not in _OPENAI | _SERVERS | _OWNERS:
+        if value is not None and name not in _OPENAI | _SERVERS | _OWNERS | BOOKKEEPING:
             raise bad_request(
                 f"parameter {name!r} is not known here, so it is not sent on in training. Leave it out.",
                 "unsupported_parameter",
             )
+
+
+def without_bookkeeping(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request without what is for a vendor's accounts, caches and routing."""
+    return {name: value for name, value in request.items() if name not in BOOKKEEPING}

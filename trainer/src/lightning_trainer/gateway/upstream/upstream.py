@@ -30,7 +30,7 @@ from lightning_trainer.gateway.upstream.assembly import Assembly
 from lightning_trainer.gateway.upstream.connection import Connection
 from lightning_trainer.gateway.upstream.dialects import Dialect, asking, chunks_of
 from lightning_trainer.gateway.upstream.errors import BrokenError, events_of, failed, object_of
-from lightning_trainer.gateway.upstream.parameters import refuse_unknown
+from lightning_trainer.gateway.upstream.parameters import refuse_unknown, without_bookkeeping
 from lightning_trainer.gateway.upstream.replicas import Replica, Replicas
 from lightning_trainer.gateway.upstream.served_names import ServedNames
 from lightning_trainer.gateway.upstream.token_path import Route, TokenPath
@@ -331,7 +331,10 @@ class UpstreamPolicy:
         return chunks_of(completion, usage=pending.requested.wants_usage)
 
     def _body(self, dialect: Dialect, served: str, pending: PendingCall, sampling: dict[str, Any]) -> dict[str, Any]:
-        body = {**pending.requested.request, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
+        asked = pending.requested.request
+        if dialect != "plain" and not self.upstream.any_model:
+            asked = without_bookkeeping(asked)
+        body = {**asked, **{name: value for name, value in sampling.items() if name in _SAMPLING}}
         if "max_tokens" in pending.sampled.left_out:
             del body["max_tokens"]
         if dialect != "plain" and not self.upstream.any_model and pending.requested.grant.attempt_id is not None:
