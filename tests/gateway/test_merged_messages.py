@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import httpx
 import jinja2
 import pytest
 
 from lightning_spans.errors import ConfigError
+from lightning_trainer.cli.servers.upstreams import read_upstreams
 from lightning_trainer.gateway.http.errors import Refusal
 from lightning_trainer.gateway.prompt.doctor import examined
 from lightning_trainer.gateway.prompt.template import ChatFormat
@@ -92,3 +95,20 @@ def test_merging_is_recorded_with_the_calls_that_it_changes(tmp_path):
         calls = server.calls("a")
     assert [call.sampling.get("system_messages") for call in calls] == ["merge", None]
     assert calls[0].request["messages"] == FIRST, "the request is recorded as it was sent"
+
+
+def test_a_server_merges_for_the_models_whose_tokenizer_is_named(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "strict")
+    (folder / "chat_template.jinja").write_text(STRICT)
+
+    def render(system_messages):
+        named = {"timeout_s": None, "keys": (), "adapters": None, "tool_formats": ()}
+        tokenizers = [f"a={folder}"]
+        [upstream] = read_upstreams(
+            ["a=http://127.0.0.1:9"], tokenizers=tokenizers, system_messages=system_messages, **named
+        )
+        return ChatFormat(upstream.tokenizer).render(LATER, (), prompt=False)
+
+    assert render("merge")
+    with pytest.raises(Refusal, match=r"Start with --system-messages merge\."):
+        render(None)

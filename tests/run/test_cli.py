@@ -884,6 +884,7 @@ def test_key_file_that_holds_none(folder: Path, text: str, word: str) -> None:
         (["--upstream", "a=http://127.0.0.1:9", "--model", "b"], ["b is none of the upstreams: a"]),
         (["--upstream", "a=http://127.0.0.1:9", "--tokenizer", "b=x"], ["MODEL=FOLDER", "b=x"]),
         (["--upstream", "a=http://127.0.0.1:9", "--tokenizer", "a=/nowhere/at/all"], ["/nowhere/at/all", "tokenizer"]),
+        (["--upstream", "a=http://127.0.0.1:9", "--system-messages", "merge"], ["--system-messages", "--tokenizer"]),
         (["--unrecorded"], ["--provider"]),
         (["--provider", "nonsense"], ["provider=nonsense"]),
         (["--store", "http://127.0.0.1:9"], ["give a database"]),

@@ -71,6 +71,12 @@ def _names(_context: click.Context, _option: click.Parameter, value: str | None)
     return names
 
 
+system_messages_option = click.option(
+    "--system-messages",
+    type=click.Choice(["as-sent", "merge"]),
+    help="merge joins system and user messages that the chat template refuses otherwise, as in train.",
+)
+
 columns_option = click.option(
     "--columns",
     metavar="NAME,...",

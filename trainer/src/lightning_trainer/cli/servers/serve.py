@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from lightning_trainer.cli.servers.serving import tls_options
-from lightning_trainer.flags.common import given
+from lightning_trainer.flags.common import given, system_messages_option
 
 
 @click.command(name="serve")
@@ -26,6 +26,7 @@ from lightning_trainer.flags.common import given
 @click.option(
     "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
 )
+@system_messages_option
 @click.option(
     "--tool-format", help="Format of the model's tool calls. Default: that of its run, otherwise of its chat template."
 )

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import click
 
 from lightning_trainer.cli.servers.serving import tls_options
-from lightning_trainer.flags.common import DEFAULT_STORE, name_by_option
+from lightning_trainer.flags.common import DEFAULT_STORE, name_by_option, system_messages_option
 
 if TYPE_CHECKING:
     from lightning_trainer.gateway.settings import Routing
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     metavar="MODEL=NAME",
     help="Format of MODEL's tool calls, if the chat template in --tokenizer does not show it. May be repeated.",
 )
+@system_messages_option
 @click.option(
     "--upstream-key",
     "upstream_keys",
@@ -123,6 +124,7 @@ def command(
     adapters: Path | None,
     tokenizers: Sequence[str],
     tool_formats: Sequence[str],
+    system_messages: str | None,
     upstream_keys: Sequence[str],
     upstream_timeout: float | None,
     provider: str | None,
@@ -175,6 +177,7 @@ def command(
         adapters=adapters,
         tokenizers=tokenizers,
         tool_formats=tool_formats,
+        system_messages=system_messages,
     )
     if unrecorded and provider is None:
         raise ConfigError("--unrecorded is about calls that go to --provider URL, which is not given.")

@@ -22,6 +22,7 @@ def read_upstreams(
     adapters: Path | None,
     tokenizers: Sequence[str],
     tool_formats: Sequence[str],
+    system_messages: str | None = None,
 ) -> list[Upstream]:
     """Read the upstreams, with their keys, and with the adapters that they load now.
 
@@ -32,13 +33,14 @@ def read_upstreams(
         adapters: checkpoint whose adapters the servers of the one upstream load.
         tokenizers: ``MODEL=FOLDER``.
         tool_formats: ``MODEL=NAME`` of those with a tokenizer.
+        system_messages: ``merge`` joins, for all tokenizers, messages that strict chat templates refuse.
 
     Raises:
         ConfigError: one of them is malformed, is about no upstream, or can't be read or loaded.
     """
     upstreams = with_keys([parse_upstream(text, total_s=timeout_s) for text in texts], keys, os.environ)
     upstreams += load_adapters(adapters, upstreams) if adapters else []
-    return _with_formats(_with_tokenizers(upstreams, tokenizers), tool_formats)
+    return _with_formats(_with_tokenizers(upstreams, tokenizers, system_messages), tool_formats)
 
 
 def read_provider(url: str | None) -> Upstream | None:
@@ -49,14 +51,22 @@ def read_provider(url: str | None) -> Upstream | None:
     return provider
 
 
-def _with_tokenizers(upstreams: Sequence[Upstream], named: Sequence[str]) -> list[Upstream]:
+def _with_tokenizers(
+    upstreams: Sequence[Upstream], named: Sequence[str], system_messages: str | None
+) -> list[Upstream]:
     """Return upstreams with the tokenizers that are named for them.
 
     Raises:
-        ConfigError: a name is no upstream's, or a folder has no tokenizer with a chat template.
+        ConfigError: a name is no upstream's, a folder has no tokenizer with a chat template, or messages are to be
+            merged where there is no tokenizer.
     """
     from lightning_trainer.models.tokenizers import load_tokenizer
 
+    if system_messages is not None and not named:
+        raise ConfigError(
+            f"--system-messages {system_messages} is for models in --tokenizer MODEL=FOLDER, and none is given. Other"
+            " model servers apply their own chat template."
+        )
     folders = {}
     for text in named:
         model, _, folder = text.partition("=")
@@ -64,7 +74,9 @@ def _with_tokenizers(upstreams: Sequence[Upstream], named: Sequence[str]) -> lis
             raise ConfigError(f"--tokenizer {text!r}: must be MODEL=FOLDER, with the MODEL of an --upstream.")
         folders[model] = folder
     return [
-        replace(each, tokenizer=load_tokenizer(folders[each.model])) if each.model in folders else each
+        replace(each, tokenizer=load_tokenizer(folders[each.model], system_messages=system_messages))
+        if each.model in folders
+        else each
         for each in upstreams
     ]
 

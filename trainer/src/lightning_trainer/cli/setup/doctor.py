@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lightning_trainer.flags.common import print_json, read_key, screen
+from lightning_trainer.flags.common import print_json, read_key, screen, system_messages_option
 
 
 @click.command(name="doctor")
@@ -14,11 +14,7 @@ from lightning_trainer.flags.common import print_json, read_key, screen
 @click.option(
     "--chat-template", help="Check this Jinja file instead of the model's template, or hermes for the built-in one."
 )
-@click.option(
-    "--system-messages",
-    type=click.Choice(["as-sent", "merge"]),
-    help="Check with messages merged, as in train.",
-)
+@system_messages_option
 @click.option("--tool-format", help="Format of the model's tool calls, if its chat template does not show it.")
 @click.option("--store", metavar="URL", help="Also check this store.")
 @click.option("--server", metavar="URL", help="Also check this server.")

@@ -17,6 +17,7 @@ from lightning_trainer.flags.common import (
     print_json,
     read_key,
     screen,
+    system_messages_option,
     take_work,
     work_options,
 )
@@ -119,11 +120,7 @@ if TYPE_CHECKING:
 @click.option(
     "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
 )
-@click.option(
-    "--system-messages",
-    type=click.Choice(["as-sent", "merge"]),
-    help="merge joins system and user messages that the chat template refuses otherwise, as in train.",
-)
+@system_messages_option
 @click.option(
     "--tool-format", help="Format of the model's tool calls. Default: that of its run, otherwise of its chat template."
 )

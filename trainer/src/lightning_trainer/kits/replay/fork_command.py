@@ -11,7 +11,14 @@ from urllib.parse import urlsplit
 import click
 
 from lightning_spans.errors import ConfigError
-from lightning_trainer.flags.common import name_by_option, print_json, read_key, screen, store_option
+from lightning_trainer.flags.common import (
+    name_by_option,
+    print_json,
+    read_key,
+    screen,
+    store_option,
+    system_messages_option,
+)
 from lightning_trainer.report.terminal import decimal, printable
 
 if TYPE_CHECKING:
@@ -80,6 +87,7 @@ _SHORT = 80  # characters of an answer that a line shows
 @click.option(
     "--chat-template", help="Jinja file that replaces the tokenizer's chat template, or hermes for the built-in one."
 )
+@system_messages_option
 @click.option("--device", help="Device: auto, cpu, cuda, ... [default: auto]")
 @click.option(
     "--max-model-len",
@@ -113,7 +121,7 @@ def command(
     from lightning_trainer.kits.replay import ForkConfig, Program, fork
     from lightning_trainer.report.progress import Shown
 
-    load = {name: flags.pop(name) for name in ("chat_template", "device", "max_model_len")}
+    load = {name: flags.pop(name) for name in ("chat_template", "system_messages", "device", "max_model_len")}
     key = os.environ.get("LIGHTNING_UPSTREAM_KEY")
     remember(key)
     subject = subject_of(model, endpoint, key)
