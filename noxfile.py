@@ -370,6 +370,13 @@ def ray(session: nox.Session) -> None:
 
 
 @nox.session
+def pools(session: nox.Session) -> None:
+    """Record model calls in the tasks of pools: joblib, Dask, Celery, Ray; and in a forked child under gevent."""
+    install(session, *TEST, "openai", "celery", "dask[distributed]", "joblib", "gevent", "ray>=2.50")
+    session.run("pytest", "tests/pools", *session.posargs)
+
+
+@nox.session
 def chaos(session: nox.Session) -> None:
     """Kill server, runner, agents and trainer at random, and see that nothing is lost: `-- --kills 10000 --seed 1`."""
     session.env.update(PINNED)
@@ -394,7 +401,20 @@ def release(session: nox.Session) -> None:
 @nox.session(python=False)
 def full(session: nox.Session) -> None:
     """Run all that a version must pass: every leg of the matrix, every whole run of verl, and 10 times the kills."""
-    names = ("lint", "types", "docs", "tests", "together", "trackers", "exports", "interop", "ray", "view", "wheels")
+    names = (
+        "lint",
+        "types",
+        "docs",
+        "tests",
+        "together",
+        "trackers",
+        "exports",
+        "interop",
+        "ray",
+        "pools",
+        "view",
+        "wheels",
+    )
     for name in names:
         session.notify(name, PARALLEL if name == "tests" else None)  # with arguments, `tests` runs every folder
     for leg in LEGS:

@@ -1,12 +1,13 @@
 """What is put right in a forked child, and what is done at the end of a process.
 
-In a forked child no thread lives on but the one that forked, and locks stay held.
+In a forked child no thread lives on but the one that forked, and locks stay held. With gevent they all do.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import parent_process
@@ -34,6 +35,12 @@ def _call_methods() -> None:
 
 
 in_child(_call_methods)
+
+
+def threads_live_on() -> bool:
+    """Whether a forked child has its parent's threads: gevent's are greenlets of the one thread that forks."""
+    monkey = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("threading"))
 
 
 def at_end(owner: object, function: Callable[[], Any]) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Final
 
-from lightning_spans.record.process import in_child
+from lightning_spans.record.process import in_child, threads_live_on
 
 _WAIT_S: Final = 1.0  # to end spans takes microseconds; whoever stops this ends the rest himself
 
@@ -47,7 +47,7 @@ class AbandonedStreams:
             self._thread = None
 
     def _begin_again(self) -> None:
-        if self._thread is not None:  # a thread does not live on in a forked child
+        if self._thread is not None and not threads_live_on():
             self.start()
 
     def _work(self) -> None:

@@ -236,12 +236,15 @@ class BatchSink:
         return ";".join([self._id, *(f"{name}={getattr(self.counts, name)}" for name in Counts.__slots__)])
 
     def _run(self) -> None:
+        own = self._thread
         while not self._abandoned:
             self._wake.wait(LINGER_S if self._queue else IDLE_S)
             self._wake.clear()
             closing = self._closing
             looks = self._looks
-            self._work(closing=closing)
+            self._work(own, closing=closing)
+            if own is not self._thread:  # gevent keeps the parent's threads in a forked child, where they can't end
+                threading.Event().wait()
             with self._done:
                 self._looked = looks
                 self._done.notify_all()
@@ -252,7 +255,7 @@ class BatchSink:
         except Exception:
             logger.exception("lightning: what delivers spans did not close")
 
-    def _work(self, *, closing: bool) -> None:
+    def _work(self, own: threading.Thread, *, closing: bool) -> None:
         """Deliver what waits here, then what waits in the spool; hold on to what can neither be sent nor spooled."""
         if not (self._current or self._queue):
             self._replay()
@@ -263,6 +266,8 @@ class BatchSink:
                 while self._current and not self._abandoned:
                     if not self._settle(*self._current[0], closing=closing):
                         return  # the queue fills meanwhile; what does not fit there is dropped and counted
+                    if own is not self._thread:
+                        return
                     self._current.popleft()
             except Exception:
                 self.counts.dropped += self._taken
