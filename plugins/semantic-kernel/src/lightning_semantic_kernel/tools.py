@@ -86,7 +86,8 @@ class KernelTools(Tracker):
         async def invoke(function: Any, context: Any) -> None:
             span = tool_around() if self.live else None
             if span is None:
-                return await original(function, context)
+                await original(function, context)
+                return
 
             async def run() -> Any:
                 await original(function, context)
@@ -99,7 +100,6 @@ class KernelTools(Tracker):
                 raise
             if context.result is None:  # it did not run, because this is a replay
                 context.result = FunctionResult(function=function.metadata, value=value)
-            return None
 
         return invoke
 
