@@ -12,7 +12,7 @@ class TestMine(PluginConformance):
         return mine.Agent("writer", instructions("writer"), model=MODEL, base_url=url).run(PROMPTS["one_agent"])
     ...
 ```
-Write one more program for each kind of model and of listener that the framework has, with a name that begins with
+Write one more program for each kind of model and of listener that the framework has, with a name that starts with
 `heard_by_`: a program in which the user's own callbacks, handlers or middleware listen, and which returns what they
 heard. Each docstring ends with what to do if the test fails.
 """
@@ -90,7 +90,7 @@ class PluginConformance(RecordedPromises, ReplayPromises, HarmlessPromises):
             if not callable(getattr(cls, name, None)) and not cls.unsupported.get(name):
                 raise TypeError(f"{cls.__name__} has no program {name!r}, and `unsupported` gives no reason for that.")
         if not cls._listening():
-            raise TypeError(f"{cls.__name__} has no program that begins with {_HEARD!r}: the user's callbacks listen.")
+            raise TypeError(f"{cls.__name__} has no program whose name starts with {_HEARD!r}: see this module.")
         for name in {*cls.unsupported} - {*SCENARIOS, *REPLAYS}:
             raise TypeError(f"{cls.__name__}.unsupported: there is no scenario {name!r}.")
 
